@@ -23,7 +23,6 @@ from hf_dp.benchmarks.shapes import SHAPES
 from hf_dp.cli import bench, plan, sweep
 from hf_dp.cli.cell_runs import Cell
 from hf_dp.cli.main import main
-from hf_dp.cli.options import hyphenated
 from hf_dp.cli.summary import SIGNALS
 from hf_dp.tuners.frost.chosen import Chosen, Part
 
@@ -55,8 +54,8 @@ WORK = (
     "hf_dp.cli.generate._written",
     "hf_dp.cli.train.launch",
     "hf_dp.cli.plan.Planned.plan",
-    "hf_dp.cli.audit.train",
-    "hf_dp.cli.audit.measure",
+    "hf_dp.cli.audit_exposure.train",
+    "hf_dp.cli.audit_exposure.measure",
 )
 # What says which rows a command reads.
 TRAINED_ON = ("train_file", "dataset_name", "text_files")
@@ -203,8 +202,8 @@ def prints_made_up_results(words: list[str], monkeypatch: pytest.MonkeyPatch, fo
         numbers = {"sample_rate": rate, "noise_multiplier": 1.0}
         return {"plan": numbers, "effective_noise_multiplier": 1 / rate}
 
-    def settings_of(self: plan.Planned, changes: dict[str, Any]) -> dict[str, Any]:
-        return {**vars(self.options), **self.recipe, **changes}
+    def settings_of(self: plan.Planned, changes: dict[str, Any]) -> tuple[dict[str, Any], None]:
+        return {**vars(self.options), **self.recipe, **changes}, None
 
     chosen = Chosen((Part("a", "0", "query", 1.0, 1),), "mgna", 1, True)
     if "--output-dir" in words:
@@ -216,7 +215,8 @@ def prints_made_up_results(words: list[str], monkeypatch: pytest.MonkeyPatch, fo
         patched.setattr(sweep, "zero_shot", lambda cell: {SCORES[0]: 0.5})
         patched.setattr(sweep, "logs", lambda cell: [{"step": 1, "signal_to_noise": 0.1}])
         patched.setattr(sweep, "model_size", lambda name: {"family": "bert", "parameters": 85.1})
-        patched.setattr(plan.Planned, "forecast", settings_of)
+        patched.setattr(plan.Planned, "plan", settings_of)
+        patched.setattr(plan.Planned, "forecast", lambda self, settings: settings)
         patched.setattr(plan, "_json", planned)
         patched.setattr("hf_dp.tuners.frost.chosen.read_chosen", lambda folder: [chosen])
         assert main(words) == 0, words
@@ -250,7 +250,7 @@ def one_at_a_time(cells: list[Cell]) -> Iterator[Cell]:
 
 def names_what_is_measured(words: list[str]) -> None:
     """Parse a benchmark; its model and modes exist, whether or not Opacus is installed."""
-    args = bench.build_parser().parse_args(hyphenated(words))
+    args = bench.build_parser().parse_args(words)
     one_of("model", args.model, SHAPES)
     for name in bench.chosen_modes(args.modes):
         one_of("modes", name, modes.MODES)

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from hf_dp import _validate
+from hf_dp._arguments import argument
 from hf_dp._version import __version__
 from hf_dp.benchmarks.shapes import SHAPES, Shape
 
@@ -24,31 +25,28 @@ if TYPE_CHECKING:
 Batch = dict[str, "Tensor"]
 
 
-def option(default: Any, text: str) -> Any:
-    """Return a field of a dataclass that is an option of the command line, too."""
-    return dataclasses.field(default=default, metadata={"help": text})
-
-
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The fixed choices of one measurement; ``dropout`` is a probability, the same everywhere.
+    """The fixed choices of one measurement.
+
+    ``dropout`` is a probability, the same everywhere.
 
     Raises: InvalidArgumentError naming the field.
     """
 
     model: str
-    per_device_train_batch_size: int = option(8, "examples of a step, one physical batch")
-    max_length: int = option(128, "tokens of each example")
-    bf16: bool = option(False, "bfloat16 autocast of the forward, float32 weights")
-    gradient_checkpointing: bool = option(False, "non-reentrant, in every mode")
-    clipping_memory_ratio: float = option(
+    per_device_train_batch_size: int = argument(8, "examples of a step, one physical batch")
+    max_length: int = argument(128, "tokens of each example")
+    bf16: bool = argument(False, "bfloat16 autocast of the forward, float32 weights")
+    gradient_checkpointing: bool = argument(False, "non-reentrant, in every mode")
+    clipping_memory_ratio: float = argument(
         1.05, "memory that book_keeping may take for speed, over non_private"
     )
-    chunked_loss: bool = option(
+    chunked_loss: bool = argument(
         False, "clipping modes form a language model's loss by blocks of the vocabulary"
     )
-    use_cpu: bool = option(False, "the CPU, also where there is a CUDA device")
-    threads: int | None = option(None, "torch's intra-op threads (default: torch's own choice)")
+    use_cpu: bool = argument(False, "the CPU, also where there is a CUDA device")
+    threads: int | None = argument(None, "torch's intra-op threads (default: torch's own choice)")
     dropout: float = 0.1
 
     def __post_init__(self) -> None:
@@ -84,17 +82,17 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Protocol:
-    """Says how speed is timed.
+    """How speed is timed.
 
     Raises: InvalidArgumentError naming the field.
     """
 
-    rounds: int = option(7, "timings of every mode in a run, interleaved, at least 3")
-    warmups: int = option(2, "untimed steps of every mode before a run")
-    repeats: int | None = option(
+    rounds: int = argument(7, "timings of every mode in a run, interleaved, at least 3")
+    warmups: int = argument(2, "untimed steps of every mode before a run")
+    repeats: int | None = argument(
         None, "steps of every mode in a round, in turns (default: what takes 8 seconds)"
     )
-    runs: int = option(1, "repeat the whole and state whether the runs agree")
+    runs: int = argument(1, "repeat the whole and state whether the runs agree")
 
     def __post_init__(self) -> None:
         # Three rounds are the fewest that have a spread.

@@ -12,7 +12,7 @@ from typing import Any
 from hf_dp.accounting import ACCOUNTANTS, RELATIONS
 from hf_dp.accounting.events import RUN_DISTRIBUTIONS
 from hf_dp.cli.answers import json_row, table
-from hf_dp.cli.options import Parser, hyphenated
+from hf_dp.cli.options import Parser
 from hf_dp.errors import LedgerError
 
 NOTE = (
@@ -171,7 +171,7 @@ def _add_numbers(question: str, add: Callable[..., Any]) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Answer one question on stdout; return 2 (with a line on stderr) if there is no answer."""
-    args = build_parser().parse_args(hyphenated(argv))
+    args = build_parser().parse_args(list(argv))
     answers: dict[str, Callable[[argparse.Namespace], int]] = {
         "epsilon": _epsilon,
         "search": _search,

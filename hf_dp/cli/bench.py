@@ -8,12 +8,11 @@ import json
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import Any
 
 from hf_dp import _validate
 from hf_dp.benchmarks.shapes import SHAPES
 from hf_dp.benchmarks.workload import Protocol, Workload
-from hf_dp.cli.options import Parser, hyphenated
+from hf_dp.cli.options import Parser, add_fields, taken
 
 NOTE = (
     "Models have random weights and are built offline. A step is forward and backward on one "
@@ -37,7 +36,6 @@ COMMANDS = {
         "gpt2 --max_length 100 --modes non_private,book_keeping,opacus_hooks",
     ),
 }
-_METAVARS = {"int": "N", "float": "X", "int | None": "N"}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -59,9 +57,9 @@ def build_parser() -> argparse.ArgumentParser:
         add = command.add_argument
         add("--model", required=True, help="a model listed above")
         add("--modes", metavar="A,B", help=MODES)
-        _add_fields(command, Workload)
+        add_fields(command, Workload, _fields_with_help(Workload))
         if name == "throughput":
-            _add_fields(command, Protocol)
+            add_fields(command, Protocol)
         else:
             add("--repeats", type=int, default=1, help="processes of each mode (default: 1)")
             add("--steps", type=int, default=3, help="steps of a process (default: 3)")
@@ -69,18 +67,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_fields(parser: argparse.ArgumentParser, cls: type) -> None:
-    """Add an option for each field of a dataclass that has a help text."""
-    for field in dataclasses.fields(cls):
-        if "help" not in field.metadata:
-            continue
-        name, text = f"--{field.name.replace('_', '-')}", field.metadata["help"]
-        if field.type == "bool":
-            parser.add_argument(name, action="store_true", help=f"{text} (default: off)")
-            continue
-        shown = text if field.default is None else f"{text} (default: {field.default})"
-        kind, metavar = float if field.type == "float" else int, _METAVARS[str(field.type)]
-        parser.add_argument(name, type=kind, default=field.default, metavar=metavar, help=shown)
+def _fields_with_help(cls: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(cls) if "help" in field.metadata]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -88,26 +76,21 @@ def main(argv: Sequence[str]) -> int:
 
     Return 2 (with a line on stderr) for what cannot be done.
     """
-    args = build_parser().parse_args(hyphenated(argv))
+    args = build_parser().parse_args(list(argv))
     _validate.one_of("model", args.model, SHAPES)  # before the heavy imports
     from hf_dp.benchmarks.tables import table
 
-    workload, modes = _taken(args, Workload), chosen_modes(args.modes)
+    workload, modes = taken(Workload, args), chosen_modes(args.modes)
     if args.benchmark == "throughput":
         from hf_dp.benchmarks.throughput import measure_throughput
 
-        report = measure_throughput(workload, modes, _taken(args, Protocol), _progress)
+        report = measure_throughput(workload, modes, taken(Protocol, args), _progress)
     else:
         from hf_dp.benchmarks.memory import measure_memory
 
         report = measure_memory(workload, modes, args.repeats, args.steps, log=_progress)
     print(json.dumps(report, allow_nan=False) if args.json else table(report))
     return 0
-
-
-def _taken(args: argparse.Namespace, cls: type) -> Any:
-    names = {field.name for field in dataclasses.fields(cls)} & set(vars(args))
-    return cls(**{name: getattr(args, name) for name in names})
 
 
 def chosen_modes(words: str | None) -> list[str]:

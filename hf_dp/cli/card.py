@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_dp.cli.options import Parser, hyphenated
+from hf_dp.cli.options import Parser
 
 DESCRIPTION = """\
 Make README.md and privacy.json of a saved run again, from privacy.json. The options say what it
@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Write both files; print remarks on what the Hub will not show."""
-    args = build_parser().parse_args(hyphenated(argv))
+    args = build_parser().parse_args(list(argv))
     from hf_dp.cards.evidence import CARD, card_files
     from hf_dp.cards.hub_rules import check_repository
     from hf_dp.run.lock import lock_run

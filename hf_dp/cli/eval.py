@@ -27,14 +27,12 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--zero-shot",
-        "--zero_shot",
         action="store_true",
         help="evaluate the untrained base, before anything is spent; a classifier needs "
         "`infilling`: how well its template and label words fit (Li et al., figure 8)",
     )
     add(
         "--privacy-mode",
-        "--privacy_mode",
         metavar="NAME",
         help="as in `hf-dp train`: non_private evaluates what the recipe wrote with it",
     )

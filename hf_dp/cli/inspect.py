@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hf_dp.cli.options import Parser, hyphenated
+from hf_dp.cli.options import Parser
 
 if TYPE_CHECKING:
     from hf_dp.publishing.publication import Publication
@@ -54,7 +54,7 @@ def add_common(add: Callable[..., Any]) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Print the list; return 1 when the folder cannot be published."""
-    args = build_parser().parse_args(hyphenated(argv))
+    args = build_parser().parse_args(list(argv))
     from hf_dp.publishing.publication import Publication
 
     found = Publication.of(args.folder, base_model=args.base_model, not_private=args.not_private)

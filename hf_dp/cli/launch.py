@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dp._validate import integer, one_of
-from hf_dp.errors import ConfigError
+from hf_dp.errors import ConfigError, HfDpError
 
 FOLDER = Path(__file__).parent / "accelerate"
 
@@ -32,7 +32,6 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--num-processes",
-        "--num_processes",
         type=int,
         metavar="N",
         help="processes on this machine: on as many GPUs, or on the CPU where there is none "
@@ -40,7 +39,6 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--accelerate-config",
-        "--accelerate_config",
         metavar="NAME",
         help="how processes are started: a configuration file of accelerate, or one of "
         f"{', '.join(configurations())}",
@@ -100,24 +98,30 @@ def launch(command: str, words: Sequence[str], args: argparse.Namespace) -> int:
 
     Raises: ConfigError, InvalidArgumentError: a configuration that cannot be used.
     """
+    from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.commands.launch import launch_command, launch_command_parser
     from accelerate.utils import patch_environment
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     file = _file(args.accelerate_config or _fitting())
-    config = _read(file, args.num_processes)
     options = ["--config_file", str(file)]
     if args.num_processes is not None:
         options += ["--num_processes", str(args.num_processes)]
-    if config.main_process_port is None and config.num_machines == 1:
-        options += ["--main_process_port", "0"]  # a free one: another run may have accelerate's
-    parsed = launch_command_parser().parse_args(
-        [*options, "--module", "hf_dp.cli.main", command, *words]
-    )
-    # accelerate itself does not hand `use_cpu` to several processes.
-    on_cpu = {"accelerate_use_cpu": "true"} if config.use_cpu else {}
     try:
+        config: Any = load_config_from_file(str(file))
+        if (args.num_processes or config.num_processes) > 1 and config.distributed_type == "NO":
+            raise ConfigError(
+                f"Expected one process with {file.name!r}, whose `distributed_type` is NO, got "
+                f"{args.num_processes}. Choose another of {configurations()}."
+            )
+        if config.main_process_port is None and config.num_machines == 1:
+            options += ["--main_process_port", "0"]  # a free one: another run may have accelerate's
+        parsed = launch_command_parser().parse_args(
+            [*options, "--module", "hf_dp.cli.main", command, *words]
+        )
+        # accelerate itself does not hand `use_cpu` to several processes.
+        on_cpu = {"accelerate_use_cpu": "true"} if config.use_cpu else {}
         with patch_environment(**on_cpu), _signals_reach_children():
             launch_command(parsed)
     except ChildFailedError as failed:
@@ -133,9 +137,12 @@ def launch(command: str, words: Sequence[str], args: argparse.Namespace) -> int:
         return _exit_code(failed.returncode)
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
-    except (ValueError, ConnectionError) as problem:
+    except HfDpError:
+        raise
+    except (ValueError, KeyError, TypeError, ConnectionError) as problem:
         raise ConfigError(
-            f"accelerate refuses the configuration {file.name!r}: {problem}"
+            f"accelerate refuses the configuration {file.name!r}: {problem} "
+            "`accelerate config --config_file FILE` writes one."
         ) from problem
     return 0
 
@@ -162,37 +169,6 @@ def _file(name: str) -> Path:
             f"{name!r}, which does not exist."
         )
     return path
-
-
-def _read(file: Path, num_processes: int | None) -> Any:
-    """Return accelerate's configuration. Raises: ConfigError for one that cannot start this."""
-    from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
-
-    try:
-        config = load_config_from_file(str(file))
-    except Exception as problem:  # yaml, json, keys and values: each has errors of its own
-        raise ConfigError(
-            f"The accelerate configuration {file.name!r} cannot be read: {problem} "
-            "`accelerate config --config_file FILE` writes one."
-        ) from problem
-    if not isinstance(config, ClusterConfig):
-        raise ConfigError(
-            f"Expected `compute_environment` in {file.name!r} to be LOCAL_MACHINE. hf-dp starts "
-            "processes on this machine."
-        )
-    if config.num_machines > 1 and config.main_process_ip is None:
-        raise ConfigError(
-            f"{file.name!r} is for {config.num_machines} machines, and does not name the first "
-            "one. Set `main_process_ip` and `machine_rank` in a copy on each machine, or use "
-            "`accelerate launch --main_process_ip HOST --machine_rank RANK` as its first line says."
-        )
-    count = num_processes or config.num_processes
-    if count > 1 and config.distributed_type.value == "NO":
-        raise ConfigError(
-            f"Expected one process with {file.name!r}, whose `distributed_type` is NO, got "
-            f"{count}. Choose another of {configurations()}."
-        )
-    return config
 
 
 @contextmanager

@@ -7,8 +7,8 @@ To add a command, write ``hf_dp/cli/<name>.py`` with one function
 and add a row to COMMANDS. The function parses the words after the command's name with a parser of
 its own, prints to stdout and returns the exit code. Its module is imported only when the command is
 called, so a heavy import slows no other command. Import heavy things after parsing, so that
-``--help`` is quick. :func:`~hf_dp.cli.options.hyphenated` lets an argparse parser accept
-``--sample_rate`` for ``--sample-rate``. An :class:`~hf_dp.errors.HfDpError` that escapes becomes
+``--help`` is quick. :class:`~hf_dp.cli.options.Parser` accepts ``--sample_rate`` for
+``--sample-rate``. An :class:`~hf_dp.errors.HfDpError` that escapes becomes
 one line on stderr and exit code 2.
 """
 

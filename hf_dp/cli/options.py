@@ -8,7 +8,7 @@ import difflib
 import inspect
 import types
 import typing
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable
 from typing import Any, NoReturn
 
 from hf_dp._dataclasses import default_of
@@ -18,10 +18,16 @@ _METAVARS = {int: "N", float: "X", bool: "True|False"}
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that takes whole options only, and names the nearest for one it does not know."""
+    """A parser that takes whole options only, with hyphens or underscores in their names, and names
+    the nearest for one it does not know."""
 
     def __init__(self, prog: str | None = None, **options: Any) -> None:
         super().__init__(prog, **{"formatter_class": formatter, "allow_abbrev": False, **options})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parse the words; values stay as they are, and so do options that it does not know."""
+        known = self._names()
+        return super().parse_known_args([_spelled(word, known) for word in args or ()], namespace)
 
     def error(self, message: str) -> NoReturn:
         """End with the message, as argparse does."""
@@ -38,22 +44,19 @@ class Parser(argparse.ArgumentParser):
         return names
 
 
+def _spelled(word: str, known: Container[str]) -> str:
+    """Return a word with the name of its option as the parser spells it."""
+    name, equals, value = word.partition("=")
+    if not name.startswith("--") or name in known:
+        return word
+    spellings = (f"--{name[2:].replace(*pair)}" for pair in (("-", "_"), ("_", "-")))
+    return next((one for one in spellings if one in known), name) + equals + value
+
+
 def near_names(given: Iterable[str], known: Iterable[str]) -> str:
     """Return `` (did you mean --NAME?)`` for those of the given names that are near a known one."""
     near = [found for name in given for found in difflib.get_close_matches(name, known, n=1)]
     return f" (did you mean {', '.join(near)}?)" if near else ""
-
-
-def hyphenated(argv: Sequence[str]) -> list[str]:
-    """Return the words with hyphens for underscores in option names.
-
-    Values stay as they are, whether they follow ``=`` or stand on their own.
-    """
-    words = []
-    for word in argv:
-        name, equals, value = word.partition("=")
-        words.append((name.replace("_", "-") if name.startswith("--") else name) + equals + value)
-    return words
 
 
 def formatter(prog: str) -> argparse.HelpFormatter:
@@ -76,7 +79,6 @@ def add_fields(
         if only is not None and field.name not in only:
             continue
         kind, default, text = _kind(hints[field.name]), default_of(field), field.metadata["help"]
-        names = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": field.name}
         repeated = typing.get_origin(kind) is list
         if repeated:
@@ -88,7 +90,7 @@ def add_fields(
         text = f"{text.rstrip('.')} (default: {default})" if shown else text
         options["help"] = text.replace("%", "%%")
         add(
-            *names,
+            f"--{field.name}",
             type=_truth if kind is bool else kind if kind in (int, float) else str,
             metavar=_METAVARS.get(kind, "TEXT"),
             **options,

@@ -102,16 +102,13 @@ class Planned:
     recipe: dict[str, Any]
     options: PlanOptions
 
-    def forecast(self, changes: Mapping[str, Any]) -> Forecast:
-        """Forecast the run with some arguments changed.
-
-        Raises: ConfigError, DataError, InvalidArgumentError.
-        """
+    def forecast(self, plan: PrivacyPlan) -> Forecast:
+        """Forecast the cost of a plan. Raises: InvalidArgumentError."""
         from hf_dp.planning import forecast
 
         options = self.options
         return forecast(
-            self.plan(changes)[0],
+            plan,
             ACCOUNTANTS if options.cross_check else None,
             gradient_norm=options.gradient_norm,
             parameters=options.parameters,
@@ -119,7 +116,11 @@ class Planned:
         )
 
     def plan(self, changes: Mapping[str, Any]) -> tuple[PrivacyPlan, UnitTable | None]:
-        """Return the plan that a trainer would make of these arguments, and whose its rows are."""
+        """Return the plan that a trainer would make with some arguments changed, and whose its rows
+        are.
+
+        Raises: ConfigError, DataError, InvalidArgumentError.
+        """
         from hf_dp.trainer.arguments import PlannedArguments
         from hf_dp.trainer.from_arguments import plan_of
         from hf_dp.trainer.unit_arguments import users_of
@@ -172,14 +173,16 @@ def main(argv: Sequence[str]) -> int:
             options.parameters = trained_numbers(recipe, recipe.get("peft"))
         except HfDpError:  # `--parameters` says it then
             pass
-    found = planned.forecast({})
+    plan, units = planned.plan({})
+    found = planned.forecast(plan)
     to = None if options.transfer_to is None else _transfer(found.plan, options.transfer_to)
     if options.json:
         transferred = None if to is None else dataclasses.asdict(to)
         print(json.dumps({**_json(found), "transfer": transferred}, allow_nan=False))
         return 0
     print(plan_text.forward(found) if mode == DP_FP else plan_text.sums(found))
-    print("\n".join(_remarks(planned, found)), end="")
+    for remark in _remarks(planned, found, units):
+        print(remark)
     if to is not None:
         print(
             f"\nfor {to.num_examples:,} examples, same sample rate and steps: expected batch size "
@@ -188,17 +191,16 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _remarks(planned: Planned, found: Forecast) -> Iterator[str]:
+def _remarks(planned: Planned, found: Forecast, units: UnitTable | None) -> Iterator[str]:
     """Yield what is doubtful, and how drawing users compares with drawing their rows."""
     from hf_dp.run.outlook import drowned
 
     if found.most_signal is not None and planned.options.parameters is not None:
         for doubt in drowned(found.plan, planned.options.parameters):
-            yield f"\n{doubt}\n"
-    plan, units = planned.plan({})
-    if units is not None and plan.users is not None:
-        yield plan_text.rows_of_users(units, plan.users)
-        yield plan_text.both_ways(units, plan, lambda changes: planned.plan(changes)[0])
+            yield f"\n{doubt}"
+    if units is not None and found.plan.users is not None:
+        yield plan_text.rows_of_users(units, found.plan.users)
+        yield plan_text.both_ways(units, found.plan, lambda changes: planned.plan(changes)[0])
 
 
 def _refuse_for_sums(options: PlanOptions) -> None:
@@ -246,7 +248,7 @@ def _sweep(planned: Planned) -> int:
             "num_train_epochs and max_steps, and of target_epsilon and noise_multiplier, vary one."
         )
     swept = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-    rows = [planned.forecast(values) for values in swept]
+    rows = [planned.forecast(planned.plan(values)[0]) for values in swept]
     if planned.options.json:
         found = [{"settings": one, **_json(row)} for one, row in zip(swept, rows, strict=True)]
         print(json.dumps({"rows": found}, allow_nan=False))

@@ -101,7 +101,7 @@ def both_ways(
     users, epsilon = plan.users, plan.target_epsilon
     assert users is not None
     if epsilon is None:
-        return "Give a target_epsilon to compare drawing users with drawing their rows.\n"
+        return "Give a target_epsilon to compare drawing users with drawing their rows."
     rows_of_one = len(units.capped(users.max_rows)) / len(units)
     rows = plan.expected_batch_size * (1 if users.by_row else rows_of_one)
     lines = [
@@ -124,7 +124,7 @@ def both_ways(
         lines.append(f"  unit_sampling={sampling}{chosen}: {said}")
     lines.append(
         "The smaller is the better one if a user's mean gradient is about as long as a row's. It "
-        "is shorter where the rows of a user differ much.\n"
+        "is shorter where the rows of a user differ much."
     )
     return "\n".join(lines)
 

@@ -29,26 +29,11 @@ DRAWN = "search.json"
 BEST = "best"
 # Settings that change no event: all runs of a search must cost the same.
 MAY_VARY = frozenset(
-    {
-        "adam_bc_floor",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-        "clipping",
-        "freeze",
-        "infilling",
-        "learning_rate",
-        "lr_scheduler_kwargs",
-        "lr_scheduler_type",
-        "max_length",
-        "model_name_or_path",
-        "optim",
-        "optim_args",
-        "peft",
-        "per_example_max_grad_norm",
-        "warmup_steps",
-        "weight_decay",
-    }
+    """
+    adam_bc_floor adam_beta1 adam_beta2 adam_epsilon clipping freeze infilling learning_rate
+    lr_scheduler_kwargs lr_scheduler_type max_length model_name_or_path optim optim_args peft
+    per_example_max_grad_norm warmup_steps weight_decay
+    """.split()
 )
 
 
@@ -120,14 +105,8 @@ class Search:
 
 @dataclass(frozen=True)
 class Found:
-    """The run that a search released.
-
-    Attributes:
-        folder: the run's output folder.
-        label: its settings, in words.
-        score, metric: the score and its name.
-        epsilon, delta: what the whole search costs.
-    """
+    """The run that a search released: its folder, settings and score, and what the whole search
+    costs."""
 
     folder: Path
     label: str

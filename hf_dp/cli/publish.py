@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 from hf_dp.cli.inspect import add_common
-from hf_dp.cli.options import Parser, hyphenated
+from hf_dp.cli.options import Parser
 
 DESCRIPTION = (
     "Put a run on the Hub by one commit: weights or adapter, configuration, tokenizer, card and "
@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Publish, and print the commit's address; return 2 (with a line on stderr) when refused."""
-    args = build_parser().parse_args(hyphenated(argv))
+    args = build_parser().parse_args(list(argv))
     from hf_dp.publishing.hub import publish
 
     done = publish(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,13 @@ def rows_of(
     units = None
     if num_examples is None:
         if users is not None:
-            units = _whose(recipe, users.column)
+            if not recipe.get("train_file"):
+                raise ConfigError(
+                    "The recipe's training rows are not available here, so the number of their "
+                    "users is not known. Give --num-examples USERS."
+                )
+            split = recipe.get("train_split", "train")
+            units = _whose(recipe["train_file"], split, recipe.get("max_train_rows"), users.column)
             num_examples = len(units)
         else:
             num_examples = _count(recipe)
@@ -50,17 +57,12 @@ def rows_of(
     return num_examples, units
 
 
-def _whose(recipe: dict[str, Any], column: str) -> UnitTable:
+@functools.cache
+def _whose(file: str, split: str, most: int | None, column: str) -> UnitTable:
     from hf_dp.batches.units import split_off_units
     from hf_dp.tasks.files import load_file
 
-    if not recipe.get("train_file"):
-        raise ConfigError(
-            "The recipe's training rows are not available here, so the number of their users is "
-            "not known. Give --num-examples USERS."
-        )
-    rows = load_file(recipe["train_file"], recipe.get("train_split", "train"))
-    most = recipe.get("max_train_rows")
+    rows = load_file(file, split)
     return split_off_units(rows if most is None else rows.select(range(most)), column)[0]
 
 

@@ -42,7 +42,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser = common_parser("hf-dp train")
     parser.add_argument(
         "--help-all",
-        "--help_all",
         action="store_true",
         help="list every argument, those of TrainingArguments included (slow: imports "
         "transformers)",

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_dp.cli.options import Parser, hyphenated
+from hf_dp.cli.options import Parser
 from hf_dp.errors import ConfigError
 
 DESCRIPTION = """\
@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Print the report; return 0, 1 or 3, as the help has it."""
-    args = build_parser().parse_args(hyphenated(argv))
+    args = build_parser().parse_args(list(argv))
     from hf_dp.cards.verify import FAILED, NOT_CHECKED, OK, summary, verify
 
     folder = fetched(args.model, args.revision, _WEIGHTS if args.skip_weights else ())

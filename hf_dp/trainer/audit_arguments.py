@@ -14,8 +14,11 @@ from hf_dp.statement.audited import GRADIENTS, SCORES
 
 @dataclass
 class AuditArguments(ArgumentGroup):
-    """Parameters of an audit of the run while it trains: secret coins put canaries in or leave them
-    out (Steinke, Nasr and Jagielski 2023, arXiv 2305.08846)."""
+    """Parameters of an audit.
+
+    While the run trains, secret coins put canaries in or leave them out (Steinke, Nasr and
+    Jagielski 2023, arXiv 2305.08846).
+    """
 
     audit_canaries: int | None = argument(
         None,

@@ -54,8 +54,11 @@ _OF_CLIPPED = {
 
 @dataclass
 class ForwardArguments(ArgumentGroup):
-    """Parameters of DP-FP, which adds noise to the representation that enters the last layer (Du
-    and Mi 2021); only privacy_mode="dp_fp" reads them."""
+    """Parameters of DP-FP.
+
+    It adds noise to the representation that enters the last layer (Du and Mi 2021). Only
+    privacy_mode="dp_fp" reads them.
+    """
 
     dp_fp_variant: str | None = argument(
         None,

@@ -272,7 +272,7 @@ def _list_of_paths(name: str, value: object) -> list[str]:
 
 @dataclass
 class RowArguments(ArgumentGroup):
-    """Parameters of the rows, and of what was done with them before."""
+    """Parameters of the rows, and of earlier runs on them."""
 
     earlier_runs: list[str] = argument(
         [],

@@ -23,7 +23,7 @@ from hf_dp.accounting import (
 from hf_dp.accounting.events import RUN_DISTRIBUTIONS
 from hf_dp.cli import account
 from hf_dp.cli.main import main
-from hf_dp.cli.options import hyphenated
+from hf_dp.cli.options import Parser
 from hf_dp.plans import PrivacyPlan
 from hf_dp.run.ledger_file import LEDGER, line_of, write_head, write_line
 from hf_dp.statement import record as document
@@ -156,12 +156,15 @@ def test_top_level(capsys):
 def test_tables_agree():
     assert account.ACCOUNTANTS == ACCOUNTANTS
     assert account.RUN_DISTRIBUTIONS == RUN_DISTRIBUTIONS
-    assert hyphenated(["--a_b=c_d", "e_f", "--g_h", "-x_y"]) == [
-        "--a-b=c_d",
-        "e_f",
-        "--g-h",
-        "-x_y",
-    ]
+
+
+def test_names_of_options_have_hyphens_or_underscores_and_values_stay():
+    parser = Parser("x")
+    parser.add_argument("--a-b")
+    parser.add_argument("--c_d", nargs=2)
+    words = ["--a_b=c_d", "--c-d", "e_f", "x", "--g_h"]
+    given, others = parser.parse_known_args(words)
+    assert (given.a_b, given.c_d, others) == ("c_d", ["e_f", "x"], ["--g_h"])
 
 
 def test_one_accountant_by_default_and_a_relation(capsys):

@@ -10,7 +10,7 @@ import pytest
 import tiny_text
 import yaml
 
-from hf_dp.cli.audit import recipe_of
+from hf_dp.cli.audit_exposure import recipe_of
 from hf_dp.cli.main import main
 
 

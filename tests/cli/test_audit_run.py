@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import hf_dp.clipping.clipped_sum as clipped_sum
-from hf_dp.cli import audit_leave_one_out
+from hf_dp.cli import audit
 from hf_dp.cli.main import main
 from hf_dp.features.one_run_audit import OneRunAudit
 from hf_dp.statement.record import read
 
 
 def test_a_recipe_is_audited_beside_its_own_folder(task, capsys):
-    assert main(["audit", "run", "--config", str(task), "--canaries", "40"]) == 0
+    assert main(["audit", "run", "--config", str(task), "--audit_canaries", "40"]) == 0
     folder = task.parent / "out_audit"
     printed = capsys.readouterr().out
     assert printed.strip().splitlines()[-1] == str(folder)
@@ -28,26 +28,23 @@ def test_a_recipe_is_audited_beside_its_own_folder(task, capsys):
 
 
 def test_other_scores_and_folder(task, capsys):
-    words = ["--scores", "losses", "--canaries", "20", "--output-dir", str(task.parent / "other")]
+    words = [
+        "--audit_scores",
+        "losses",
+        "--audit_canaries",
+        "20",
+        "--output-dir",
+        str(task.parent / "other"),
+    ]
     assert main(["audit", "run", "--config", str(task), *words, "--max_steps", "2"]) == 0
     assert read(task.parent / "other").statement["facts"]["audit"]["scores"] == "losses"
 
 
 def test_leave_one_out_reports_what_its_runs_tell(task, capsys):
-    words = [
-        "--runs",
-        "10",
-        "--max_steps",
-        "1",
-        "--noise_multiplier",
-        "2",
-        "--target_epsilon",
-        "None",
-    ]
     words = ["--runs", "10", "--max_steps", "1"]
     assert main(["audit", "leave-one-out", "--config", str(task), *words]) == 0
     folder = task.parent / "out_leave_one_out"
-    report = json.loads((folder / audit_leave_one_out.FILE_NAME).read_text())
+    report = json.loads((folder / audit.FILE_NAME).read_text())
     assert (report["runs"], report["canaries"], report["scores"]) == (10, 10, "directions")
     assert 0 <= report["correct"] <= report["guesses"] <= 10
     assert read(folder / "run_9").plan.num_examples == 41
@@ -82,7 +79,7 @@ def test_planted_missing_clipping_is_an_error_of_leave_one_out(task, capsys, mon
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["run", "--canaries", "0"], "audit_canaries"),
+        (["run", "--audit_canaries", "0"], "audit_canaries"),
         (["run", "--privacy_mode", "non_private"], "audit_canaries"),
         (["run", "--release", "training_loss"], "unless release is empty"),
         (["leave-one-out", "--runs", "3"], "`runs` to be a whole number >= 10"),

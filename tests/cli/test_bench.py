@@ -28,7 +28,7 @@ def test_help_is_quick_and_complete(command):
     done = run_quickly("-c", code, "bench", command, "--help")
     assert done.returncode == 0, done.stderr
     unbroken = re.sub(r"-\n +", "-", done.stdout)
-    for text in ("default: 8", "example", "--gradient-checkpointing", *SHAPES, *STRATEGIES):
+    for text in ("default: 8", "example", "--gradient_checkpointing", *SHAPES, *STRATEGIES):
         assert text in unbroken
     assert "opacus_ghost" in unbroken
 

@@ -309,8 +309,11 @@ def test_one_process_is_this_one(launched, recipe, monkeypatch):
         ),
         (["--accelerate_config", "ddp"], {}, r"to be one of \['cpu', .*'one_gpu'\], got 'ddp'"),
         (["--accelerate_config", "no.yaml"], {}, r"one of \['cpu', .*got 'no.yaml', which does"),
-        (["--accelerate_config", "RECIPE"], {}, r"'run.yaml' cannot be read: A `distributed_type`"),
-        (["--accelerate_config", "ddp_2_machines"], {}, "does not name the first one. Set `main_"),
+        (
+            ["--accelerate_config", "RECIPE"],
+            {},
+            r"refuses the configuration 'run.yaml': A `distributed_type`",
+        ),
         (
             ["--accelerate_config", "cpu", "--num_processes", "2"],
             {},
