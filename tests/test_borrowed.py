@@ -129,7 +129,9 @@ def test_called_private_methods_are_unchanged(method):
     assert parameters(method) == CALLED[method]
 
 
-@pytest.mark.parametrize(("where", "words"), SET, ids=lambda each: str(each))
+@pytest.mark.parametrize(
+    ("where", "words"), SET, ids=lambda each: getattr(each, "__qualname__", each)
+)
 def test_private_attributes_are_set_where_they_were(where, words):
     assert words in inspect.getsource(where)
 
