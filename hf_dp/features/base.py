@@ -17,6 +17,7 @@ from transformers import TrainerCallback, TrainerState
 
 from hf_dp._arguments import Problems
 from hf_dp.distributed.processes import Processes
+from hf_dp.mechanisms import Mechanism
 from hf_dp.overlap import TrainingRows
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.inside import Observer
@@ -88,6 +89,9 @@ class Feature:
     def begin(self, seen: Seen) -> None:
         """Refuse what cannot work, and add callbacks. The run was made, and nothing is written."""
 
+    def weaken(self, seen: Seen) -> None:
+        """Note what weakens the claim, before steps and before each statement."""
+
     def optimizer(self, optimizer: Optimizer, seen: Seen) -> Optimizer:
         """Return the optimizer that takes the place of one that the trainer has just made."""
         return optimizer
@@ -134,6 +138,9 @@ class Inside(Feature, Observer):
         """Take a place inside the run, which was just made."""
         self.run = run
         run.let_inside(self)
+
+    def fit(self, mechanism: Mechanism, optimizer: Optimizer | None) -> None:
+        """Adjust sizes that change memory and speed alone, before the steps of a ``train()``."""
 
     def conclude(self) -> None:
         """Draw conclusions from the whole training, before anything of it is written."""

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 
-from hf_dp._dataclasses import default_of
 from hf_dp._validate import invalid
 from hf_dp.accounting import epsilon
 from hf_dp.batches.loader import BatchOptions
 from hf_dp.batches.units import UnitTable
-from hf_dp.mechanisms import Mechanism
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.earlier import earlier_entries
 from hf_dp.run.options import RunOptions
@@ -105,21 +102,6 @@ def options_of(args: DPTrainingArguments) -> RunOptions:
         adapter_init_data_is_public=args.adapter_init_data_is_public,
         other_training=args.other_training,
     )
-
-
-def find_physical_batch(args: DPTrainingArguments, mechanism: Mechanism, optimizer: object) -> None:
-    """Write the largest physical batch that fits into the arguments; sizes that they give are upper
-    limits, except for the default of ``per_device_train_batch_size``."""
-    given = args.per_device_train_batch_size
-    default = {each.name: default_of(each) for each in dataclasses.fields(args)}
-    found = mechanism.find_physical_batch(
-        optimizer,
-        length=args.auto_physical_batch_length,
-        most_examples=None if given == default["per_device_train_batch_size"] else given,
-        most_tokens=args.max_tokens_per_physical_batch,
-    )
-    args.per_device_train_batch_size = found.examples
-    args.max_tokens_per_physical_batch = found.tokens
 
 
 # Concern one process alone: what it prints, and which one it is.

@@ -1,8 +1,11 @@
-"""Training without privacy: Trainer's own, on what a tuner chooses. Nothing is claimed of it."""
+"""What a trainer does at Trainer's seams, and without privacy: Trainer's own, on what a tuner
+chooses. Nothing is claimed of such a run.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,56 +15,118 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
+from hf_dp._validate import invalid
 from hf_dp.clipping.sharding import is_sharded
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.losses import means_over_rows
+from hf_dp.plans.dp_fp import DP_FP
 from hf_dp.run.clock import TRAINING as TRAINING_TIME
 from hf_dp.run.clock import Clock
 from hf_dp.run.other_training import WITHOUT_PRIVACY, note_training, stamp_without_privacy
+from hf_dp.run.private_run import PrivateRun
 from hf_dp.run.witnesses import refuse_foreign
+from hf_dp.statement.statement import PrivacyStatement
+from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.publishing import Publishing
 from hf_dp.trainer.rows import Rows
-from hf_dp.trainer.training import Given, Training
+from hf_dp.tuners.apply import apply_peft, load_model
+from hf_dp.tuners.base import Tuner
+from hf_dp.tuners.find import tuner_for
 from hf_dp.tuners.without_privacy import PlainRun, sampled_batches
 
 
-class PlainTraining(Training):
-    """Trainer's own steps. A tuner chooses by exact numbers what it chooses by noisy ones in
-    private modes."""
+@dataclass
+class Given:
+    """What a trainer was given besides its arguments.
+
+    Attributes: trainer_class: the trainer's. dp_trainer: DPTrainer. has_own_loss, has_own_examples:
+        whether the class makes its own.
+    """
+
+    trainer_class: type
+    dp_trainer: type
+    has_own_loss: bool
+    has_own_examples: bool
+    model: Any
+    train_dataset: Any
+    eval_dataset: Any
+    model_init: Any
+    compute_loss_func: Any
+    peft_config: Any
+
+
+class Training:
+    """Training without privacy. Private training replaces every method that has a seam's ``stock``:
+    Trainer's own method, with its arguments.
+
+    A tuner chooses by exact numbers what it chooses by noisy ones in private modes.
+
+    Args: args: the trainer's own copy. peft_config: what the user gave.
+    """
 
     is_private = False
     _trainer: Publishing
     _run: PlainRun | None = None  # what a tuner that chooses sees of it
 
+    def __init__(self, args: DPTrainingArguments, peft_config: Any):
+        self.args = args
+        tuner = tuner_for(peft_config, self.is_private)
+        self._wraps = tuner is None and peft_config is not None
+        self.tuner = tuner or Tuner()
+
+    # -- before the first step --
+
     def take(self, given: Given) -> None:
+        """Check and prepare what the trainer was given, before Trainer's constructor sees it."""
         given.train_dataset = Rows.of(self.args, given.train_dataset, None).data
         self.prepare_model(given)
 
+    def prepare_model(self, given: Given) -> None:
+        """Load the model, and wrap it as ``peft_config`` says, where no tuner does.
+
+        Raises: InvalidArgumentError for ``model_init`` with what it cannot serve.
+        """
+        args = self.args
+        if given.model_init is not None and args.privacy_mode == DP_FP:
+            raise invalid(
+                "model_init",
+                given.model_init,
+                "to be None with privacy_mode='dp_fp'",
+                "The noise is put into one model, and train() would make another. Pass the model.",
+            )
+        if given.peft_config is not None and given.model_init is not None:
+            raise invalid(
+                "peft_config",
+                given.peft_config,
+                "to be None with `model_init`",
+                "Wrap the model in model_init.",
+            )
+        given.model = loaded(given.model)
+        if self._wraps:
+            given.model = apply_peft(given.model, given.peft_config, args.device, args.seed)
+
     def attach(self, trainer: Publishing) -> None:
+        """Begin to serve a trainer whose constructor has run. Nothing is written yet."""
         self._trainer = trainer
-        self.refuse_optimizers(trainer)
+        self.refuse_optimizers()
         self.tuner.check_arguments(self.args)
         if means_over_rows(trainer.model):
             # Trainer would take the model, whose forward takes any keyword, to divide by the
             # rows of all accumulated batches, and would add up the means of the batches.
             trainer.model_accepts_loss_kwargs = False
 
-    def train(
-        self, resume_from_checkpoint: str | bool | None, stock: Callable[..., TrainOutput]
-    ) -> TrainOutput:
-        trainer, clock = self._trainer, Clock()
-        with clock.part(TRAINING_TIME):
-            if self.tuner.undecided:
-                self._choose(resume_from_checkpoint, clock)
-            try:
-                output = stock(resume_from_checkpoint)
-            finally:
-                if trainer.state.global_step:
-                    note_training(trainer.model, WITHOUT_PRIVACY, Path(trainer.folder))
-        if trainer.is_world_process_zero() and not resume_from_checkpoint:
-            clock.write()
-        return output
+    def refuse_optimizers(self) -> None:
+        """Raise InvalidArgumentError for an optimizer that was made before it is known what
+        trains."""
+        optimizer, scheduler = self._trainer.optimizer, self._trainer.lr_scheduler
+        if self.tuner.undecided and (optimizer is not None or scheduler is not None):
+            raise invalid(
+                "optimizers",
+                type(optimizer).__name__,
+                "to be (None, None) with this peft_config",
+                "What trains is chosen when train() starts; set `optim` in the arguments instead.",
+            )
 
     def _choose(self, resume_from_checkpoint: str | bool | None, clock: Clock) -> None:
         """Let the tuner choose what trains.
@@ -94,36 +159,57 @@ class PlainTraining(Training):
         self.tuner.start_plain(self._run, checkpoint)
         trainer.train_model(self._run.model)
 
+    # -- Trainer's seams --
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None, stock: Callable[..., TrainOutput]
+    ) -> TrainOutput:
+        """Train. Args: stock: takes the checkpoint."""
+        trainer, clock = self._trainer, Clock()
+        with clock.part(TRAINING_TIME):
+            if self.tuner.undecided:
+                self._choose(resume_from_checkpoint, clock)
+            try:
+                output = stock(resume_from_checkpoint)
+            finally:
+                if trainer.state.global_step:
+                    note_training(trainer.model, WITHOUT_PRIVACY, Path(trainer.folder))
+        if trainer.is_world_process_zero() and not resume_from_checkpoint:
+            clock.write()
+        return output
+
     def step(self, model: nn.Module, inputs: Any, stock: Callable[[], Tensor]) -> Tensor:
+        """Make the gradient of one optimizer step."""
         if self._run is not None:
             self.tuner.before_plain_step(self._run, self._trainer.state.global_step)
         return stock()
 
     def loader(self, stock: Callable[[], DataLoader]) -> DataLoader:
+        """Return what the steps take their inputs from."""
         return stock()
 
     def prepare(self, max_steps: int, stock: Callable[[], Any]) -> Any:
+        """Prepare model, loader and optimizer for the steps up to ``max_steps``."""
         return stock()
 
-    def optimizer(self, optimizer: Optimizer) -> Optimizer:
-        return optimizer
-
     def operations(self, stock: Callable[[], int]) -> int:
+        """Return how many operations a step's inputs cost, as the state adds them up."""
         return stock()
 
     def batch_size(self, stock: Callable[[], int]) -> int:
+        """Return how many examples a step takes."""
         return stock()
 
-    def evaluates(self, evaluation: Any) -> None:
-        pass
-
     def search(self, stock: Callable[[], Any]) -> Any:
+        """Search hyperparameters."""
         return stock()
 
     def log(self, logs: dict[str, float], stock: Callable[[dict[str, float]], None]) -> None:
+        """Log. Args: stock: takes what is logged."""
         stock(logs)
 
     def save(self, folder: str, stock: Callable[[], None]) -> None:
+        """Save the weights, and what belongs beside them."""
         refuse_foreign(Path(folder), None)
         stock()
         if not self.args.should_save:
@@ -134,4 +220,46 @@ class PlainTraining(Training):
             stamp_without_privacy(folder)
 
     def write_card(self, options: Mapping[str, Any], stock: Callable[[], None]) -> None:
+        """Write the card. Args: options: of ``create_model_card``, by name."""
         stock()
+
+    # -- what only a private run has --
+
+    def optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer that takes the place of one that was just made."""
+        return optimizer
+
+    def evaluates(self, evaluation: Any) -> None:
+        """Note that rows are evaluated on, one data set or several by name."""
+
+    def words(self) -> dict[str, Any]:
+        """Return what the features add to the card's table of settings."""
+        return {}
+
+    def sync(self) -> PrivateRun:
+        """Return the private run, told of the trainer's present model, data and arguments.
+
+        Raises: UnsupportedArgumentError when there is none.
+        """
+        raise no_plan()
+
+    def statement(self) -> PrivacyStatement:
+        """Return what may be said about the run so far. Raises: as :meth:`sync`."""
+        raise no_plan()
+
+    def write_beside_weights(self, folder: str) -> None:
+        """Write what belongs beside a run's weights. Raises: as :meth:`sync`."""
+        raise no_plan()
+
+
+def loaded(model: Any) -> Any:
+    """Return a model that may be given by its name."""
+    return load_model(model) if isinstance(model, str) else model
+
+
+def no_plan() -> UnsupportedArgumentError:
+    """Return the error of a trainer that has no private run."""
+    return UnsupportedArgumentError(
+        "There is no privacy plan: privacy_mode is 'non_private' or the trainer has no "
+        "train_dataset."
+    )

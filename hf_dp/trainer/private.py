@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from transformers import EarlyStoppingCallback
-from transformers.trainer_utils import SaveStrategy, TrainOutput
+from transformers.trainer_utils import TrainOutput
 
 from hf_dp.batches.units import UnitTable
 from hf_dp.cards.evidence import write_card
@@ -39,13 +38,12 @@ from hf_dp.trainer.card_facts import (
     in_our_names,
     pretraining_sources,
 )
-from hf_dp.trainer.from_arguments import find_physical_batch, options_of, plan_of, shared_arguments
+from hf_dp.trainer.from_arguments import options_of, plan_of, shared_arguments
 from hf_dp.trainer.launch import without_ddp
-from hf_dp.trainer.plain import PlainTraining
+from hf_dp.trainer.plain import Given, Training, loaded, no_plan
 from hf_dp.trainer.publishing import Publishing
 from hf_dp.trainer.refusals import check_private, check_private_model, refuse_search
 from hf_dp.trainer.rows import Rows
-from hf_dp.trainer.training import Given, Training, no_plan
 
 
 class PrivateTraining(Training):
@@ -60,7 +58,6 @@ class PrivateTraining(Training):
     _units: UnitTable | None
     _own: tuple[bool, bool]  # whether losses and made-up examples are of the trainer's class
     _compared: bool  # whether every evaluation set could be compared with the training rows
-    _found_size = False  # whether the size of physical batches was found for this machine
 
     def __init__(self, args: DPTrainingArguments, peft_config: Any):
         super().__init__(args, peft_config)
@@ -77,7 +74,7 @@ class PrivateTraining(Training):
         rows = Rows.of(args, given.train_dataset, given.eval_dataset)
         self._units = rows.units
         given.train_dataset = rows.data
-        given.load_model()
+        given.model = loaded(given.model)
         self._rows = TrainingRows(rows.data)
         for each in self.inside:
             given.train_dataset = each.rows(given.train_dataset, given.model, self._rows)
@@ -109,6 +106,7 @@ class PrivateTraining(Training):
             data_collator=trainer.data_collator,
             compute_per_example_loss=lambda model, inputs: trainer.silent_loss(model, inputs),
             accelerator=trainer.accelerator,
+            options=options_of(args),
             earlier_runs=args.earlier_runs,
             released=(*args.release, *on_training_rows),
             insecure_seed=args.insecure_seed,
@@ -121,12 +119,11 @@ class PrivateTraining(Training):
         run.has_own_loss, run.has_own_examples = self._own
         run.read_columns_with(trainer.columns_for_training)
         run.book.evaluation_compared = self._compared
-        run.book.rows_are_chunks = args.rows_are_chunks
         trainer.known_names = frozenset(n for each in self.features for n in each.names)
         trainer.mechanism = self.mechanism = mechanism_for(run, self.tuner)
         for inside in self.inside:
             inside.enter(run, self.tuner)
-        self.refuse_optimizers(trainer)
+        self.refuse_optimizers()
         self._seen = Seen(
             args=args,
             plan=self.plan,
@@ -160,6 +157,10 @@ class PrivateTraining(Training):
         seen.noise_norm, seen.noised = self.mechanism.noise_norm, self.mechanism.noised
         return seen
 
+    def _weaken(self) -> None:
+        for each in self.features:
+            each.weaken(self.seen())
+
     def prepare(self, max_steps: int, stock: Callable[[], Any]) -> Any:
         trainer, run = self._trainer, self.run
         with without_ddp(trainer.accelerator):
@@ -168,13 +169,14 @@ class PrivateTraining(Training):
         check_optimizer(trainer.optimizer, trainer.model)
         with trainer.silent():
             self.mechanism.prepare()
-        if self.args.auto_physical_batch_size and not self._found_size:
-            self._found_size = True
-            find_physical_batch(self.args, self.mechanism, trainer.optimizer)
+        before = run.options.batches
+        for inside in self.inside:
+            inside.fit(self.mechanism, trainer.optimizer)
+        if run.options.batches != before:
             trainer._train_batch_size = trainer.state.train_batch_size = self.args.train_batch_size
             prepared = (prepared[0], trainer.get_train_dataloader())
         # What weakens the claim is noted before the first step is recorded.
-        self.note_model_selection()
+        self._weaken()
         run.facts(self.tuner.describe(trainer.model))
         to_come = self.tuner.releases_to_come()
         run.book.start(max_steps - trainer.state.global_step, to_come)
@@ -208,7 +210,7 @@ class PrivateTraining(Training):
         self.mechanism.refuse_shards(trainer.is_fsdp_enabled or is_sharded(trainer.model))
         try:
             run.open()
-            self.refuse_optimizers(trainer)
+            self.refuse_optimizers()
             with run.clock.part(TRAINING_TIME):
                 with trainer.silent():
                     self.tuner.start(run, checkpoint)
@@ -300,7 +302,7 @@ class PrivateTraining(Training):
         self.sync().refuse_other_training(before_save=True)
         stock()
         if self.args.should_save:
-            self.write_beside_weights(folder)
+            self._trainer._write_beside_weights(folder)
 
     def write_beside_weights(self, folder: str) -> None:
         self.tuner.save(folder)
@@ -315,7 +317,7 @@ class PrivateTraining(Training):
 
     def statement(self) -> PrivacyStatement:
         run = self.sync()
-        self.note_model_selection()
+        self._weaken()
         return run.statement(self.tuner.describe(self._trainer.model))
 
     def write_files(self, folder: str) -> None:
@@ -336,17 +338,8 @@ class PrivateTraining(Training):
         """Return what the features add to the card's table of settings."""
         return {name: value for each in self.features for name, value in each.words().items()}
 
-    def note_model_selection(self) -> None:
-        """Note whether evaluation chooses a checkpoint or learning rates, once and for all."""
-        args, callbacks = self.args, self._trainer.callback_handler.callbacks
-        selects = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST
-        early = any(isinstance(each, EarlyStoppingCallback) for each in callbacks)
-        steered = args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
-        book = self.run.book
-        book.model_selection = book.model_selection or bool(selects or early or steered)
 
-
-class OnlyEvaluates(PlainTraining):
+class OnlyEvaluates(Training):
     """A private trainer without training rows: it has no plan, and evaluates."""
 
     is_private = True
@@ -377,6 +370,6 @@ class OnlyEvaluates(PlainTraining):
 def training_of(args: DPTrainingArguments, train_dataset: Any, peft_config: Any) -> Training:
     """Return the kind of training that these arguments ask for."""
     if not args.is_private:
-        return PlainTraining(args, peft_config)
+        return Training(args, peft_config)
     kind = OnlyEvaluates if train_dataset is None else PrivateTraining
     return kind(args, peft_config)

@@ -16,8 +16,8 @@ from hf_dp.run.checks import (
     refuse_selections_from_data,
 )
 from hf_dp.trainer.arguments import DPTrainingArguments
+from hf_dp.trainer.plain import Given
 from hf_dp.trainer.subclasses import check_subclass
-from hf_dp.trainer.training import Given
 
 
 def check_private(given: Given, args: DPTrainingArguments) -> None:

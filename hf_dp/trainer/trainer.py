@@ -1,8 +1,8 @@
 """``DPTrainer``: transformers' Trainer with differentially private steps.
 
 Only seams of Trainer are overridden, and each is one call of the trainer's kind of training:
-:class:`~hf_dp.trainer.private.PrivateTraining`, or :class:`~hf_dp.trainer.plain.PlainTraining`
-without privacy. Trainer's loop, schedulers, callbacks, evaluation and saving stay as they are.
+:class:`~hf_dp.trainer.private.PrivateTraining`, or :class:`~hf_dp.trainer.plain.Training` without
+privacy. Trainer's loop, schedulers, callbacks, evaluation and saving stay as they are.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.card_facts import describe
 from hf_dp.trainer.from_arguments import own_copy
 from hf_dp.trainer.launch import without_tied_copies
+from hf_dp.trainer.plain import Given, Training, no_plan
 from hf_dp.trainer.private import training_of
 from hf_dp.trainer.publishing import Publishing
-from hf_dp.trainer.training import Given, Training, no_plan
 from hf_dp.tuners.base import Tuner
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from hf_dp.cli.main import main
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.features import base
 from hf_dp.statement.record import read
+from hf_dp.trainer.plain import Training
+from hf_dp.trainer.private import PrivateTraining
 
 
 @pytest.fixture
@@ -78,6 +81,17 @@ def test_a_subclass_of_an_observer_of_ours_is_from_outside():
     assert Mine.__module__.partition(".")[0] != "hf_dp"
 
 
+def test_private_training_replaces_each_of_trainers_seams():
+    """What it inherited would be Trainer's own, which is not private."""
+    seams = {
+        name
+        for name, each in vars(Training).items()
+        if callable(each) and "stock" in inspect.signature(each).parameters
+    }
+    assert {"train", "step", "loader", "log", "save"} <= seams
+    assert seams <= vars(PrivateTraining).keys()
+
+
 def subclasses(kind):
     return {kind} | {found for each in kind.__subclasses__() for found in subclasses(each)}
 
@@ -85,7 +99,7 @@ def subclasses(kind):
 def test_what_stands_inside_the_gate():
     """A privacy review reads these, and no other feature. Add a name after such a review."""
     ours = {each for each in subclasses(base.Inside) if each.__module__.startswith("hf_dp.")}
-    assert {each.__name__ for each in ours} == {"Inside", "Canaries", "Unnoised"}
+    assert {each.__name__ for each in ours} == {"Inside", "Canaries", "PhysicalBatch", "Unnoised"}
 
 
 def test_each_feature_is_imported_by_its_list_alone():

@@ -31,6 +31,7 @@ from hf_dp.errors import (
 from hf_dp.run import physical_size
 from hf_dp.run.options import RunOptions
 from hf_dp.run.physical_size import largest_physical_batch, longest_thought_of
+from hf_dp.trainer.private import PrivateTraining
 
 MIB = 2**20
 COUNT = 300  # rows
@@ -335,7 +336,7 @@ def test_a_search_that_fails_in_one_process_stops_both(tmp_path, on_a_gpu):
 @pytest.fixture
 def no_statement(monkeypatch, on_a_gpu):
     """Statements take seconds and are not what is tested."""
-    monkeypatch.setattr(tiny.DPTrainer, "_write_privacy_files", lambda *_, **__: None)
+    monkeypatch.setattr(PrivateTraining, "write_files", lambda *_, **__: None)
 
 
 class Recorded:
