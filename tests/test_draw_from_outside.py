@@ -19,8 +19,7 @@ from hf_dp.accounting.knows import OUTSIDE
 from hf_dp.errors import ConfigError, UnsupportedArgumentError, UnsupportedEventError
 from hf_dp.plans import PrivacyPlan
 from hf_dp.plans.draws import Draw, DrawWords, PoissonSampler, register_draw
-from hf_dp.statement.record import read
-from hf_dp.statement.verify import disagreements
+from hf_dp.statement.record import disagreements, read
 
 
 @register_event

@@ -14,10 +14,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
 
-from hf_dp._version import __version__
 from hf_dp.accounting import LOSS, SUM, VECTORS, event_from_dict
-from hf_dp.cards.chart import epsilon_over_steps
-from hf_dp.cards.commands import check_commands
 from hf_dp.cards.details import BASE_MODEL, REPOSITORY, CardDetails
 from hf_dp.cards.escaping import markdown, public_name
 from hf_dp.cards.metadata import card_data
@@ -25,9 +22,9 @@ from hf_dp.cards.plain_words import in_short
 from hf_dp.errors import InvalidArgumentError
 from hf_dp.statement.provenance import seen_in_pretraining
 from hf_dp.statement.results import AccountantResult, epsilon_text
-from hf_dp.statement.statement import NOT_ESTABLISHED, PrivacyStatement
+from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.statement.unnoised import UNNOISED
-from hf_dp.statement.wording import EVALUATION_ON_TRAINING_ROWS, TECHNICAL
+from hf_dp.statement.wording import EVALUATION_ON_TRAINING_ROWS
 
 UNKNOWN = "unknown"
 _FRONT_MATTER = re.compile(r"\A---\n.*?^---\n", re.MULTILINE | re.DOTALL)
@@ -63,17 +60,13 @@ def render_card(
                 "Base model": details.base_model,
                 "Pretraining data, as far as listed": details.pretraining_sources or None,
                 "Training data": dataset,
-                "Task": details.task_tag,
-                "Language": details.language or None,
-                "License": details.license_name or details.license,
                 "What was trained": statement.facts.trained,
                 "Recipe": details.recipe,
             }
         ),
         on_training_rows=EVALUATION_ON_TRAINING_ROWS in statement.facts.released,
         metric_rows=_rows(details.metrics),
-        training_rows=_rows(details.training),
-        version_rows=_rows({"hf_dp": __version__, **statement.facts.versions}),
+        settings=[f"{name} {value}" for name, value in _rows(details.training)],
     )
     return f"---\n{card_data(statement, details).to_yaml()}\n---\n\n{body.strip()}\n"
 
@@ -86,20 +79,25 @@ def render_head(
     return (
         _template("privacy.md")
         .render(
-            title=details.model_name or UNKNOWN,
+            title=title_of(statement, details),
             statement=statement,
             in_short=in_short(statement),
             seen_in_pretraining=seen,
             accountant_rows=[_accountant_row(row, statement) for row in statement.epsilons],
             parameter_rows=_parameter_rows(statement),
-            chart=epsilon_over_steps(statement),
-            not_covered=[item for item in statement.not_covered if item not in TECHNICAL],
-            technical=[item for item in statement.not_covered if item in TECHNICAL],
-            check=check_commands(statement),
             where=repository or "THIS_FOLDER",
         )
         .strip()
     )
+
+
+def title_of(statement: PrivacyStatement, details: CardDetails) -> str:
+    """Return what the model does, and at which epsilon."""
+    does = (details.task_tag or "").replace("-", " ")
+    data = f" on {details.dataset}" if details.dataset else ""
+    what = f"{does}{data}".strip()
+    claim = f"epsilon {statement.epsilon_text}" if statement.proven else "no privacy guarantee"
+    return f"{details.model_name or UNKNOWN}: {what + ', ' if what else ''}{claim}"
 
 
 def privacy_head(card: str) -> str | None:
@@ -187,18 +185,12 @@ def _parameter_rows(statement: PrivacyStatement) -> list[tuple[str, str]]:
         "Mechanism": statement.mechanism,
         "Sampling": statement.sampling,
         "Noise multiplier": _noise(statement),
-        "Clipping norm (L2)": repr(statement.clipping_norm),
-        "Clipping": statement.clipping,
-        "Sample rate": _numbers(statement.sample_rates),
-        "Expected batch size": f"{statement.expected_batch_size:g}",
+        "Clipping": f"{statement.clipping}, to an L2 norm of {statement.clipping_norm!r}",
+        "Sample rate": f"{_numbers(statement.sample_rates)} (expected batch size "
+        f"{statement.expected_batch_size:g})",
         "Steps (run / planned)": f"{statement.steps} / {statement.steps_planned}",
         _counted(statement): str(statement.num_examples),
-        "Delta": f"{statement.delta_text} (exactly {statement.delta!r})",
-        "Target epsilon": _target(statement),
         "Precision of sums and noise": facts.precision,
-        "Noise generator": facts.noise_generator,
-        "Sampling generator": facts.sampling_generator,
-        "Privacy mode": statement.privacy_mode,
     }
     if facts.audit is not None:
         texts["Audit (from below)"] = facts.audit.in_words()
@@ -212,12 +204,6 @@ def _parameter_rows(statement: PrivacyStatement) -> list[tuple[str, str]]:
 def _counted(statement: PrivacyStatement) -> str:
     what = "Rows" if statement.users is None else f"Units (each a {statement.users.name})"
     return f"{what} in the training set (public)"
-
-
-def _target(statement: PrivacyStatement) -> str:
-    if statement.target_epsilon is not None:
-        return repr(statement.target_epsilon)
-    return "none" if statement.status == NOT_ESTABLISHED else "none: the noise was given"
 
 
 def _noise(statement: PrivacyStatement) -> str:

@@ -29,9 +29,8 @@ from hf_dp.statement.digests import (
 )
 from hf_dp.statement.durable import replace_file
 from hf_dp.statement.facts import RunFacts
-from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read, to_record
+from hf_dp.statement.record import FILE_NAME, PrivacyRecord, disagreements, read, to_record
 from hf_dp.statement.statement import PrivacyStatement
-from hf_dp.statement.verify import disagreements
 from hf_dp.statement.weaknesses import plain
 
 CARD = "README.md"
@@ -182,7 +181,8 @@ def _refuse_unfit(record: PrivacyRecord, folder: Path) -> None:
             f"that its {LEDGER} counts, and the weights beside it may be older. Resume it to its "
             "end, or name one of its checkpoints, each of which has a statement of its own."
         )
-    if problems := disagreements(record, wording=False):  # it is stated again
+    listed = {} if record.digests is None else record.digests.files
+    if problems := disagreements(record):
         raise LedgerError(
             f"{folder / FILE_NAME} states what does not follow from it: {problems[0]}. Restore it "
             "from a backup, or save the model again with `trainer.save_model()`."
@@ -199,7 +199,6 @@ def _refuse_unfit(record: PrivacyRecord, folder: Path) -> None:
                 f"{path} was saved later than {FILE_NAME} beside it, which is an older one. Save "
                 "the model again with `trainer.save_model()`."
             )
-        listed = {} if record.digests is None else record.digests.files
         if head is None and path.relative_to(folder).as_posix() not in listed:
             raise LedgerError(
                 f"Nothing shows that {path} is of the run of {FILE_NAME} beside it: it names no "
@@ -207,17 +206,15 @@ def _refuse_unfit(record: PrivacyRecord, folder: Path) -> None:
                 "model again: trainer.save_model(), or hf_dp.save_run(mechanism) in a loop of "
                 "your own."
             )
-    if record.digests is None:
-        return
     now = file_digests(folder)
-    for name, digest in record.digests.files.items():
+    for name, digest in listed.items():
         if now.get(name, digest) != digest:
             raise LedgerError(
                 f"{folder / name} is not what was saved with {FILE_NAME} (the SHA-256 differs). "
                 "Save the model again with `trainer.save_model()`, or restore the file."
             )
     for name in SELECTION_FILES:
-        if name in now and name not in record.digests.files:
+        if name in now and name not in listed:
             raise LedgerError(
                 f"{folder / name} was not saved with {FILE_NAME} beside it, which does not account "
                 "for it. Take it out of the folder."

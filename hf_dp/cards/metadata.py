@@ -17,7 +17,7 @@ from hf_dp.statement.audited import as_fields
 from hf_dp.statement.facts import RunFacts
 from hf_dp.statement.statement import NOT_ESTABLISHED, PrivacyStatement
 
-TAGS = ("differential-privacy", "differential_privacy", "dp-sgd", "hf_dp")
+TAGS = ("differential-privacy", "dp-sgd", "hf_dp")
 NOT_PRIVATE_TAGS = ("hf_dp",)  # a search for private models must not find one that is not
 KEY = "differential_privacy"
 _UNITS = {
@@ -90,26 +90,15 @@ def of_metric(name: str, split: str | None) -> tuple[str | None, str]:
 def metadata(statement: PrivacyStatement) -> dict[str, Any]:
     """Return the value of the card's ``differential_privacy`` key, as plain data.
 
-    ``epsilon`` is None unless the status is a proven one.
+    It is what a search asks for; ``privacy.json`` beside the card has all. ``epsilon``, always an
+    upper bound, is None unless the status is a proven one.
     """
     facts = statement.facts
     return {
         "status": statement.status,
-        "status_reason": one_line(statement.status_reason),
         "epsilon": statement.epsilon,
-        "epsilon_kind": "bound" if statement.proven else None,
         "delta": statement.delta,
         "accountant": statement.accountant if statement.proven else None,
-        "epsilon_by_accountant": {
-            row.accountant: {
-                "epsilon": row.epsilon,
-                "kind": row.kind,
-                **({} if row.estimate is None else {"estimate": row.estimate}),
-                **({"note": one_line(row.note)} if row.note else {}),
-            }
-            for row in statement.epsilons
-        },
-        "target_epsilon": statement.target_epsilon,
         "unit": _UNITS[statement.unit_code],
         "rows_are_chunks": statement.rows_are_chunks,
         "neighboring_relation": None if statement.status == NOT_ESTABLISHED else "zero_out",
@@ -118,19 +107,13 @@ def metadata(statement: PrivacyStatement) -> dict[str, Any]:
         "noise_multiplier": _one_or_list(statement.noise_multipliers),
         "sample_rate": _one_or_list(statement.sample_rates),
         "steps": statement.steps,
-        "steps_planned": statement.steps_planned,
         "clipping": statement.clipping,
         "clipping_norm": statement.clipping_norm,
         "expected_batch_size": statement.expected_batch_size,
         **_users(statement),
         "num_examples": statement.num_examples,
-        "num_examples_public": True,
         "released_without_noise": _released(facts),
-        "precision": one_line(facts.precision),
-        "noise_generator": one_line(facts.noise_generator),
-        "sampling_generator": one_line(facts.sampling_generator),
         **as_fields(facts.audit),
-        "events": [dict(row) for row in statement.mechanisms],
         "library": f"hf_dp {__version__}",
     }
 
@@ -164,7 +147,6 @@ def _drawn(users: Users) -> dict[str, Any]:
         return {
             "unit_sampling": users.sampling,
             "num_rows": users.num_rows,
-            "num_rows_public": True,
         }
     return {"unit_sampling": users.sampling, "unit_reduction": users.reduction}
 

@@ -6,7 +6,12 @@ import math
 
 from hf_dp.cards.escaping import markdown
 from hf_dp.plans.units import EXAMPLE
-from hf_dp.statement.statement import NOT_ESTABLISHED, PrivacyStatement, observed
+from hf_dp.statement.statement import (
+    NOT_ESTABLISHED,
+    PROVEN_WEIGHTS_ONLY,
+    PrivacyStatement,
+    observed,
+)
 
 FALSE_ALARMS = 0.01  # of 100 rows that were not used, one is taken for used
 # A delta from which a card says something of it: 1 in 10,000.
@@ -45,34 +50,28 @@ def in_short(statement: PrivacyStatement) -> list[str]:
             f"({statement.num_examples:,} rows)"
         )
     found = most_found(statement.epsilon or 0.0, statement.delta)
-    alone = statement.status == "proven for the weights only"
+    alone = statement.status == PROVEN_WEIGHTS_ONLY
+    beside = ", but not what else was released" if alone else ""
+    knows = "all other rows" if users is None else "the rows of all others"
     lines = [
-        f"**What is protected.** {what[0].upper()}{what[1:]}: whether and how it was used for "
-        "training.",
-        "**Against whom.** Anyone who has the weights"
-        + (" (but not what else was released, see below)" if alone else "")
-        + f", also if they know {'all other rows' if users is None else 'the rows of all others'} "
-        "and how the model was trained.",
-        "**How well.** "
-        + _guessed(_in_100(found), users is not None)
-        + " Without privacy they may find all."
-        + _judged(found),
+        f"**Protects** {what}: whether and how it was used for training. It holds against anyone "
+        f"who has the weights{beside}, also if they know {knows} and how the model was trained.",
+        f"**How strongly:** {_judged(found)}. {_guessed(_in_100(found), users is not None)} "
+        "Without privacy they may find all.",
     ]
     if statement.delta >= LARGE_DELTA:
         customary = "Far less than 1 in 10,000 is customary."
         if statement.num_examples < 1 / LARGE_DELTA:
             few = "rows" if users is None else "units"
             customary = f"Of so few {few} no model can be taught with a delta that is customary."
-        lines.append(
-            f"**A large delta.** Delta, {markdown(statement.delta_text)}, is roughly the chance "
-            f"that all this fails. {customary}"
+        lines[-1] += (
+            f" A large delta: {markdown(statement.delta_text)} is roughly the chance that all this "
+            f"fails. {customary}"
         )
+    several = "rows" if users is None else f"values in the column {markdown(repr(users.column))}"
     lines.append(
-        "**What is not protected.** A person with several "
-        f"{'rows' if users is None else f'values in the column {markdown(repr(users.column))}'} is "
-        "protected less. What the base "
-        "model learned before, evaluation data, and other models trained on the same rows are not "
-        "covered. The full list is below."
+        f"**Does not protect** a person with several {several} as much, nor what the base model "
+        "learned before, nor evaluation data. The full list is below."
     )
     return lines
 
@@ -84,10 +83,9 @@ def _without_a_guarantee(statement: PrivacyStatement) -> list[str]:
         else markdown(statement.status_reason)
     )
     return [
-        "**What is protected.** Nothing that anyone could rely on: treat these weights as if they "
-        "had been trained without any privacy protection.",
-        f"**Why.** {why[0].upper()}{why[1:]}. The numbers below are for the record; no epsilon "
-        "follows from them.",
+        "**Protects** nothing that anyone could rely on: treat these weights as if they had been "
+        "trained without any privacy protection.",
+        f"**Why:** {why}. The numbers below are for the record; no epsilon follows from them.",
     ]
 
 
@@ -111,7 +109,5 @@ def _in_100(share: float) -> str:
 
 def _judged(found: float) -> str:
     if found <= 0.05:
-        return " This is a strong guarantee."
-    if found <= 0.5:
-        return " This is a real guarantee."
-    return " By itself this promises little."
+        return "strongly"
+    return "moderately" if found <= 0.5 else "weakly; by itself this promises little"

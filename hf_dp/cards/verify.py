@@ -18,15 +18,14 @@ from hf_dp._version import __version__
 from hf_dp.accounting import SELECTION, TRAINING
 from hf_dp.cards.card import privacy_head, render_head, repository_of
 from hf_dp.cards.details import CardDetails
-from hf_dp.cards.evidence import CARD, CONFIGS, SELECTION_FILES, file_digests, is_as_made
+from hf_dp.cards.evidence import CARD, file_digests, is_as_made
 from hf_dp.cards.metadata import KEY, front_matter, metadata
 from hf_dp.errors import HfDpError, LedgerError
 from hf_dp.run.ledger_file import LEDGER, read_own
 from hf_dp.run.weights_file import head_in, weights_files
 from hf_dp.statement.digests import digest_of, digest_of_text
-from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read
+from hf_dp.statement.record import FILE_NAME, PrivacyRecord, disagreements, read
 from hf_dp.statement.statement import PrivacyStatement
-from hf_dp.statement.verify import disagreements
 from hf_dp.statement.weaknesses import plain
 
 _WEIGHTS = re.compile(
@@ -153,7 +152,8 @@ def _of_the_schedule(record: PrivacyRecord, statement: PrivacyStatement) -> Iter
 
 def _of_the_files(record: PrivacyRecord, folder: Path) -> Iterator[Check]:
     about = "weights"
-    listed = {} if record.digests is None else record.digests.files
+    assert record.digests is not None
+    listed = record.digests.files
     present = file_digests(folder)
     for name, digest in listed.items():
         if name not in present:
@@ -162,20 +162,14 @@ def _of_the_files(record: PrivacyRecord, folder: Path) -> Iterator[Check]:
             yield Check(about, FAILED, f"{name} is not what was saved: the SHA-256 differs")
         else:
             yield Check(about, OK, f"{name} is what was saved")
-    marked = set()
     for path in weights_files(folder):
         name, head = path.relative_to(folder).as_posix(), head_in(path)
         if head is not None and head.run_id != record.run_id:
             yield Check(about, FAILED, f"{name} is of another run, {head.run_id}")
         elif head is not None and not record.knows(head):
             yield Check(about, FAILED, f"{name} was saved later than {FILE_NAME} beside it")
-        elif head is not None:
-            marked.add(name)
     for name in sorted({*present, *other_weights(folder)} - set(listed)):
-        if record.digests is None and name in (*marked, *SELECTION_FILES, *CONFIGS):
-            yield Check(about, NOT_CHECKED, f"{name} has no digest in {FILE_NAME}")
-        else:
-            yield Check(about, FAILED, f"nothing vouches for {name}: it was not saved by the run")
+        yield Check(about, FAILED, f"nothing vouches for {name}: it was not saved by the run")
     if not weights_files(folder) and not any(name.endswith(".safetensors") for name in listed):
         yield Check(about, NOT_CHECKED, "no weights are here, and none are listed")
 
@@ -212,7 +206,8 @@ def _of_the_card(
     if head is None:
         yield Check(about, FAILED, "it has no section Privacy, or several")
         return
-    if record.digests is None or record.digests.privacy_section is None:
+    assert record.digests is not None
+    if record.digests.privacy_section is None:
         yield Check(
             about, NOT_CHECKED, f"{FILE_NAME} has no digest of a card; `hf-dp card` adds one"
         )
@@ -228,7 +223,7 @@ def _as_made_now(
     record: PrivacyRecord, statement: PrivacyStatement, text: str, block: Any
 ) -> Iterator[Check]:
     """Compare a card with the one that this version would make, where it is of this version."""
-    if record.card is None or not _is_current(record):
+    if record.card is None or record.written_by != __version__:
         return
     differs = block != plain(metadata(statement))
     yield _compared(f"its {KEY} block", differs, "the statement")
@@ -244,11 +239,6 @@ def _compared(what: str, differs: bool, with_what: str) -> Check:
     if differs:
         return Check("card", FAILED, f"{what} does not agree with {with_what} in {FILE_NAME}")
     return Check("card", OK, f"{what} agrees with {with_what}")
-
-
-def _is_current(record: PrivacyRecord) -> bool:
-    """Return whether this version wrote it, and so words it in the same way."""
-    return record.written_by == __version__
 
 
 def _of_the_author() -> Iterator[Check]:

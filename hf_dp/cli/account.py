@@ -275,7 +275,7 @@ def _verdict(record: Any) -> str:
 
     Raises: LedgerError if it does not.
     """
-    from hf_dp.statement.verify import disagreements
+    from hf_dp.statement.record import disagreements
 
     if record.statement is None:
         return "the run has not ended, so nothing is stated yet"

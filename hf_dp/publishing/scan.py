@@ -20,7 +20,7 @@ from huggingface_hub import get_token
 
 from hf_dp.cards.hub_rules import is_repository
 from hf_dp.errors import LedgerError
-from hf_dp.run.other_training import STAMP
+from hf_dp.run.other_training import NOT_PRIVATE_KEY
 from hf_dp.run.weights_file import HEAD_KEY, head_in, read_metadata
 
 _TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")
@@ -42,7 +42,7 @@ _VOCABULARY = "tokenizer.json vocab.json added_tokens.json entity_vocab.json emo
 _NAME_IT = "Name the base on the Hub: --base-model ID, or trainer.describe(base_model=ID)."
 # What the metadata of weights may hold. Other entries are refused: the digest of a file covers
 # them, so they cannot be taken out here.
-_METADATA = {"format": ("pt", "tf", "flax", "np", "mlx"), STAMP: ("hf_dp",)}
+_METADATA = {"format": ("pt", "tf", "flax", "np", "mlx"), NOT_PRIVATE_KEY: ("hf_dp",)}
 
 
 @dataclass(frozen=True)

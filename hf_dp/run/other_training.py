@@ -40,7 +40,7 @@ from hf_dp.statement.record import FILE_NAME
 
 _NOTE = "_trained_by_hf_dp"  # on modules: the runs that trained them, as (id, folder)
 WITHOUT_PRIVACY = ""  # instead of an id
-STAMP = "trained_without_privacy_by"  # in the metadata of weights
+NOT_PRIVATE_KEY = "trained_without_privacy_by"  # in the metadata of weights
 _LEFT_BY_TRAINERS = ("training_args.bin", "trainer_state.json")
 
 # Parameters that an optimizer stepped although no release had paid for it, and those whose next
@@ -151,7 +151,7 @@ def trained_in_files(model: nn.Module, counted: Collection[str]) -> Iterator[str
         head = head_in(path)
         if head is not None and head.run_id in counted:
             continue
-        trained = head is not None or STAMP in read_metadata(path)
+        trained = head is not None or NOT_PRIVATE_KEY in read_metadata(path)
         if trained and _holds_weights_of(path, model):
             yield _run_in_words(WITHOUT_PRIVACY if head is None else head.run_id, str(folder))
             return
@@ -169,7 +169,7 @@ def left_by_trainers(model: nn.Module) -> Path | None:
 def stamp_without_privacy(folder: str | Path) -> None:
     """Put into the metadata of the weights in a folder that a run without privacy trained them."""
     for path in weights_files(Path(folder)):
-        add_metadata(path, {STAMP: "hf_dp"})
+        add_metadata(path, {NOT_PRIVATE_KEY: "hf_dp"})
 
 
 def _run_in_words(run_id: str, folder: str) -> str:

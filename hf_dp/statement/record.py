@@ -13,13 +13,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from hf_dp._validate import non_negative
 from hf_dp._version import __version__
-from hf_dp.accounting import Ledger
-from hf_dp.errors import ConfigError, LedgerError
+from hf_dp.accounting import EARLIER, Ledger
+from hf_dp.errors import ConfigError, InvalidArgumentError, LedgerError
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.statement.digests import Beside, Digests, Head
 from hf_dp.statement.durable import replace_file
-from hf_dp.statement.statement import PrivacyStatement
+from hf_dp.statement.statement import PrivacyStatement, RunFacts
 from hf_dp.statement.strict_json import loads
 from hf_dp.statement.weaknesses import (
     NAMES,
@@ -323,3 +324,56 @@ def _refuse_to_lose(old: PrivacyRecord, new: PrivacyRecord, path: Path) -> None:
             f"{new.weaknesses}. What was true of a run once is true for good. Resume from the "
             f"record in {path.name}."
         )
+
+
+def disagreements(record: PrivacyRecord) -> list[str]:
+    """List, in words, what in the statement does not follow from the rest of the file.
+
+    An epsilon may be larger than what is computed now (another version's bound may be looser), but
+    never smaller. The file is not signed: if all of it is rewritten so that it agrees, nothing is
+    found.
+
+    Raises: LedgerError when the statement cannot be read.
+    """
+    if record.statement is None:
+        return []
+    facts = RunFacts.from_dict(record.statement["facts"])
+    problems = [
+        f"{name} is {getattr(facts, name)!r} in the statement and "
+        f"{getattr(record.weaknesses, name)!r} in the plan"
+        for name in NAMES
+        if getattr(facts, name) != getattr(record.weaknesses, name)
+    ]
+    if problems:
+        return problems  # the facts cannot be used
+    problems += [
+        f"the ledger has steps of {entry.purpose} that are not the plan's: {entry.event.to_dict()}"
+        for entry in record.ledger.entries
+        # What was named as earlier: nothing here can tell whether all of it was.
+        if entry.purpose != EARLIER and not record.plan.makes(entry)
+    ]
+    now = PrivacyStatement.from_ledger(record.plan, record.ledger, facts).to_dict()
+    rows = [(name, record.statement[name], now[name]) for name in now if name != "epsilons"]
+    stated, found = record.statement["epsilons"], now["epsilons"]
+    rows.append(("accountants", *([row["accountant"] for row in each] for each in (stated, found))))
+    rows += [
+        (f"{what} by {again['accountant']}", row[what], again[what])
+        for row, again in zip(stated, found, strict=False)
+        for what in again
+    ]
+    return problems + [
+        f"{name} is stated as {said!r}, and the ledger gives {computed!r}"
+        for name, said, computed in rows
+        if said != computed and not (_is_epsilon(name) and _looser(said, computed))
+    ]
+
+
+def _is_epsilon(name: str) -> bool:
+    return name == "epsilon" or name.startswith(("epsilon by", "estimate by"))
+
+
+def _looser(stated: Any, found: Any) -> bool:
+    try:
+        return found is not None and non_negative("epsilon", stated) >= found
+    except InvalidArgumentError:
+        return False

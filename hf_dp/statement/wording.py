@@ -49,24 +49,11 @@ COVERED = (
 )
 EVALUATION_ON_TRAINING_ROWS = "evaluation_on_training_rows"  # a name in RunFacts.released
 _DERIVED = "sample rate, steps, delta, divisor"
-# What no epsilon of hf_dp covers, whatever ran.
-TECHNICAL = (
-    "a data set whose rows depend on other rows, or that keeps state from one reading to the next: "
-    "each row is taken to be a function of its own example alone; where one example acts through "
-    "several rows, it is protected less",
-    "a collator that keeps state where each call cannot get a fresh copy of it (files, compiled "
-    "code, packages): what it makes of a row is likewise taken to be a function of that row alone",
-    "where a run broke off, if a drawn row broke it (a transform or collator that fails at random, "
-    "a model or loss that fails on it, one long row that exhausts the memory): that the run ended "
-    "there reveals that the row was drawn",
-    "an output folder that was put back as a whole to an earlier state (a backup, a snapshot) and "
-    "trained on, or copied and trained on in both places: neither ledger knows the steps of the "
-    "other, so epsilon does not count them",
-    "running time and memory use",
-    "floating-point attacks on the noise: the proof assumes real-number Gaussian noise",
-    "how kernels round: that an example's gradient or loss is rounded the same way whatever "
-    "examples stand beside it was measured (float32; bfloat16 on a CPU), not proved",
-    "attacks on the random generators: the proof assumes ideal randomness",
+PITFALLS = (
+    "what holds for every run: rows that depend on other rows, collators with state that cannot be "
+    "copied, a folder that was put back or copied as a whole, where a run broke off, running time, "
+    "attacks on floating-point numbers and random generators (how much each matters: the page of "
+    "pitfalls, hf_dp/statement/README.md)"
 )
 
 
@@ -119,8 +106,7 @@ def released_in_words(facts: RunFacts) -> list[str]:
 
 
 def not_covered(facts: RunFacts, plan: PrivacyPlan) -> tuple[str, ...]:
-    """List what epsilon says nothing about: first what depends on the run, then
-    :data:`TECHNICAL`."""
+    """List what epsilon says nothing about: first what depends on the run."""
     return (
         *(
             f"{name}: released without noise at the user's request"
@@ -138,7 +124,7 @@ def not_covered(facts: RunFacts, plan: PrivacyPlan) -> tuple[str, ...]:
         f"the number of {_counted(plan.users)}, which is stated as public (with what is derived "
         f"from it: {_DERIVED})",
         *_of_users(plan.users),
-        *TECHNICAL,
+        PITFALLS,
     )
 
 

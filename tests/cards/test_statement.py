@@ -7,12 +7,14 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from hf_dp.accounting import ACCOUNTANTS, Gaussian, Ledger, PoissonSampledGaussian
 from hf_dp.errors import AccountingRangeError, InvalidArgumentError, LedgerError
 from hf_dp.plans import DpSgdPlan, PrivacyPlan
+from hf_dp.statement import statement as statement_module
 from hf_dp.statement.statement import (
     NOT_PRIVATE,
     PROVEN,
@@ -57,7 +59,7 @@ def sst2() -> PrivacyStatement:
 
 def test_sst2_numbers(sst2: PrivacyStatement) -> None:
     rows = by_accountant(sst2)
-    assert tuple(rows) == ACCOUNTANTS
+    assert list(rows) == ACCOUNTANTS
     # Independent values: PLD 2.410, RDP 3, PRV estimate 2.410 (research/accounting.md A.1), bounds
     # up to slack above.
     assert 2.410 <= sst2.epsilon <= 2.412
@@ -158,16 +160,16 @@ def test_what_is_not_covered_is_listed() -> None:
         "hyperparameter tuning",
         "other runs on the same data",
         "rows of it may occur in the training data",
-        "a data set whose rows depend on other rows, or that keeps state",
-        "a collator that keeps state where each call cannot get a fresh copy of it",
-        "where a run broke off, if a drawn row broke it",
-        "an output folder that was put back as a whole to an earlier state",
+        "rows that depend on other rows",
+        "collators with state that cannot be copied",
+        "where a run broke off",
+        "a folder that was put back or copied as a whole",
         "label set",
         "pretraining data",
         "number of rows",
-        "time and memory",
+        "running time",
         "floating-point",
-        "attacks on the random generators",
+        "random generators",
     ):
         assert item in text
     assert "not used by this run" in text
@@ -318,3 +320,13 @@ def test_cards_need_neither_torch_nor_transformers() -> None:
         "raise SystemExit(any(name in sys.modules for name in ('torch', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_page_of_pitfalls_says_how_much_each_matters() -> None:
+    page = Path(statement_module.__file__).with_name("README.md").read_text()
+    rows = [line.split("|")[1:4] for line in page.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == 8
+    assert {row[1].strip() for row in rows} == {"high", "medium", "low"}
+    assert all(row[2].strip() for row in rows)
+    last = PrivacyStatement.from_ledger(SMALL, Ledger(), FACTS).not_covered[-1]
+    assert "hf_dp/statement/README.md" in last

@@ -141,7 +141,7 @@ TAMPERINGS: dict[str, tuple[Change, str]] = {
         in_card(r"- Hyperparameter tuning.*\n", ""),
         "section Privacy does not agree",
     ),
-    "in short": (in_card("What is protected", "All is protected"), "section Privacy does not"),
+    "in short": (in_card("moderately", "strongly"), "section Privacy does not"),
     "no section": (in_card("## Privacy", "## Something"), "no section Privacy, or several"),
     "epsilon in the block": (
         in_block(lambda block: block.update(epsilon=0.1)),
@@ -151,7 +151,7 @@ TAMPERINGS: dict[str, tuple[Change, str]] = {
         in_block(lambda block: block.update(unit="user")),
         "differential_privacy block does not agree",
     ),
-    "an event in the block": (in_block(lambda block: block["events"].pop()), "block does not agree"),
+    "steps in the block": (in_block(lambda block: block.update(steps=1)), "block does not agree"),
     "no block": (in_card("differential_privacy:", "dp:"), "block does not agree"),
     "broken YAML": (in_card("license: mit", "license: [mit"), "README.md cannot be read"),
 }  # fmt: skip
@@ -205,7 +205,7 @@ CARD_TRICKS: dict[str, tuple[Change, str]] = {
         "no section Privacy, or several",
     ),
     "other line breaks": (
-        in_card("- \\*\\*Against", "\u2028- **Against"),
+        in_card("- \\*\\*Protects", "\u2028- **Protects"),
         "section Privacy does not",
     ),
     "a key twice": (in_card("license: mit", "license: mit\nlicense: mit"), "stands twice"),

@@ -30,9 +30,8 @@ from hf_dp.plans.units import (
     weakest_unit,
 )
 from hf_dp.statement import statement as statement_module
-from hf_dp.statement.record import earlier_runs, read, to_record, write
+from hf_dp.statement.record import disagreements, earlier_runs, read, to_record, write
 from hf_dp.statement.statement import PrivacyStatement, RunFacts
-from hf_dp.statement.verify import disagreements
 from hf_dp.statement.weaknesses import EarlierRun, Weaknesses, each_once
 
 SGD = PrivacyPlan(1000, 100.0, 10, 1e-4, DpSgdPlan(1.0, 2.0))

@@ -26,8 +26,7 @@ from accelerate.commands.launch import launch_command_parser
 from hf_dp.cli import launch, train
 from hf_dp.cli.main import main
 from hf_dp.errors import ConfigError
-from hf_dp.statement.record import read
-from hf_dp.statement.verify import disagreements
+from hf_dp.statement.record import disagreements, read
 
 ROOT = Path(__file__).parent.parent.parent
 FILES = {path.stem: path for path in sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))}

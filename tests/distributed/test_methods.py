@@ -13,8 +13,7 @@ from silence import Silent, weights
 from transformers import set_seed
 
 from hf_dp.run.witnesses import read_run
-from hf_dp.statement.record import read
-from hf_dp.statement.verify import disagreements
+from hf_dp.statement.record import disagreements, read
 from hf_dp.tuners.frost.config import FrostConfig
 from hf_dp.tuners.rgp.config import RgpConfig
 from hf_dp.tuners.single_entries.config import ParamConfig, PvalConfig

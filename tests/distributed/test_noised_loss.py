@@ -24,8 +24,7 @@ from hf_dp.noise import SecretRandomness
 from hf_dp.plans.release import PlannedRelease
 from hf_dp.run.gate import IndependentNoise, Release
 from hf_dp.run.options import RunOptions
-from hf_dp.statement.record import read
-from hf_dp.statement.verify import disagreements
+from hf_dp.statement.record import disagreements, read
 
 LOSS = {"noised_loss_bound": 0.7, "noised_loss_budget_ratio": 0.2}
 PLANNED = PlannedRelease(

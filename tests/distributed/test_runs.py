@@ -23,8 +23,7 @@ from hf_dp.run import other_training
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.run.witnesses import read_run
-from hf_dp.statement.record import read
-from hf_dp.statement.verify import disagreements
+from hf_dp.statement.record import disagreements, read
 
 
 def assert_all_equal(found: list[dict[str, torch.Tensor]]) -> None:

@@ -24,8 +24,7 @@ from hf_dp import DpSgdPlan, PrivacyPlan, PrivateRun, mechanism_for
 from hf_dp.batches.loader import BatchOptions
 from hf_dp.run.options import RunOptions
 from hf_dp.run.witnesses import read_run
-from hf_dp.statement.record import read
-from hf_dp.statement.verify import disagreements
+from hf_dp.statement.record import disagreements, read
 from hf_dp.tuners.frost.config import FrostConfig
 from hf_dp.tuners.rgp.config import RgpConfig
 

@@ -11,8 +11,7 @@ from silence import Silent, distance, weights
 
 from hf_dp.errors import InvalidArgumentError
 from hf_dp.run.private_run import PrivateRun
-from hf_dp.statement.record import read
-from hf_dp.statement.verify import disagreements
+from hf_dp.statement.record import disagreements, read
 
 COUNT = len(set(users.owners()))
 

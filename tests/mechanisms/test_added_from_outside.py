@@ -23,9 +23,8 @@ from hf_dp.plans import MechanismPlan, PrivacyPlan, Words, register_plan
 from hf_dp.plans.draws import PoissonSampler
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.statement.facts import RunFacts
-from hf_dp.statement.record import read
+from hf_dp.statement.record import disagreements, read
 from hf_dp.statement.statement import PrivacyStatement
-from hf_dp.statement.verify import disagreements
 
 
 @register_plan

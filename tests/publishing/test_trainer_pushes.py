@@ -17,6 +17,7 @@ from hf_dp.accounting import epsilon
 from hf_dp.errors import PublishError, UnsupportedArgumentError
 from hf_dp.run.witnesses import read_run
 from hf_dp.trainer.from_arguments import own_copy
+from hf_dp.trainer.private import PrivateTraining
 
 NAME = f"{USER}/model"
 SAVES = {"save_strategy": "steps", "save_steps": 2}
@@ -122,13 +123,13 @@ def test_a_push_that_fails_warns_and_training_goes_on(hub, tmp_path, warnings, f
 def test_a_leak_in_a_checkpoint_warns_and_nothing_of_it_is_pushed(
     hub, tmp_path, warnings, monkeypatch
 ):
-    write = tiny.DPTrainer._write_beside_weights
+    write = PrivateTraining.write_beside_weights
 
     def leaks(self, folder):
         write(self, folder)
         (tmp_path / folder / "generation_config.json").write_text(f'{{"from": "{tmp_path}"}}')
 
-    monkeypatch.setattr(tiny.DPTrainer, "_write_beside_weights", leaks)
+    monkeypatch.setattr(PrivateTraining, "write_beside_weights", leaks)
     trainer = tiny.trainer(tmp_path / "run", **EVERY_SAVE)
     trainer.train()
     assert len(warnings) == 2 and "generation_config.json: from" in warnings[0]

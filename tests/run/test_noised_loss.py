@@ -23,8 +23,7 @@ from hf_dp.plans.release import PlannedRelease
 from hf_dp.run.gate import Release
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.witnesses import read_run
-from hf_dp.statement.record import read
-from hf_dp.statement.verify import disagreements
+from hf_dp.statement.record import disagreements, read
 
 BOUND, RATIO, ROWS, BATCH = 0.75, 0.2, 40, 8
 EXTREMES = [math.nan, math.inf, -math.inf, -5.0, 1e30, 0.3, 0.7, BOUND]

@@ -33,8 +33,7 @@ from hf_dp.noise import SecretRandomness
 from hf_dp.plans import Search
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.options import RunOptions
-from hf_dp.statement.record import read
-from hf_dp.statement.verify import disagreements
+from hf_dp.statement.record import disagreements, read
 from hf_dp.tuners.base import Tuner
 from hf_dp.tuners.frost.config import FrostConfig
 

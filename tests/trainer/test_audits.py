@@ -29,8 +29,7 @@ from hf_dp.noise import SecretRandomness
 from hf_dp.plans.draws import PoissonSampler
 from hf_dp.statement import audited
 from hf_dp.statement.audited import AuditResult
-from hf_dp.statement.record import read
-from hf_dp.statement.verify import disagreements
+from hf_dp.statement.record import disagreements, read
 from hf_dp.tuners.rgp.config import RgpConfig
 
 CANARIES, ROWS, C = 60, 40, 0.1

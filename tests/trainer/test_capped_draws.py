@@ -43,7 +43,6 @@ def test_what_ran_is_what_is_accounted(tmp_path):
         "name": "truncated_poisson",
         "max_batch_size": 9,
     }
-    assert "hf-dp account ledger privacy.json" in (tmp_path / "README.md").read_text()
     assert written["ledger"][0]["type"] == "TruncatedPoissonSampledGaussian"
 
 

@@ -19,9 +19,8 @@ from hf_dp.run.earlier import earlier_claims, earlier_entries
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.ledger_file import COPY, HEAD, LEDGER
 from hf_dp.run.witnesses import read_run
-from hf_dp.statement.record import FILE_NAME, read
+from hf_dp.statement.record import FILE_NAME, disagreements, read
 from hf_dp.statement.statement import PrivacyStatement, RunFacts
-from hf_dp.statement.verify import disagreements
 
 FROZEN = {"privacy_mode": "dp_fp", "dp_fp_variant": "frozen"}
 

@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from hf_dp.errors import ConfigError, InvalidArgumentError, UnsupportedModelError
 from hf_dp.plans.rounding import ROUNDING_MARGIN
 from hf_dp.run.gate import Release
-from hf_dp.statement.record import read
-from hf_dp.statement.verify import disagreements
+from hf_dp.statement.record import disagreements, read
 from hf_dp.tuners.rgp.config import RgpConfig
 from hf_dp.tuners.single_entries import tuner as single_entries
 from hf_dp.tuners.single_entries.config import (

@@ -23,8 +23,7 @@ from hf_dp.run import other_training
 from hf_dp.run.options import RunOptions
 from hf_dp.run.other_training import RestingWeights
 from hf_dp.run.witnesses import read_run
-from hf_dp.statement.record import earlier_runs, read
-from hf_dp.statement.verify import disagreements
+from hf_dp.statement.record import disagreements, earlier_runs, read
 from hf_dp.trainer.save_run import save_run
 
 REFUSED = "only counted steps have trained, got one that was trained by "

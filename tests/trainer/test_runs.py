@@ -23,8 +23,7 @@ from hf_dp.errors import (
     UnsupportedArgumentError,
 )
 from hf_dp.run.witnesses import read_run
-from hf_dp.statement.record import read
-from hf_dp.statement.verify import disagreements
+from hf_dp.statement.record import disagreements, read
 from hf_dp.trainer.trainer import DPTrainer
 
 WITHHELD = {

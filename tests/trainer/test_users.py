@@ -37,9 +37,8 @@ from hf_dp.plans.rounding import ROUNDING_MARGIN
 from hf_dp.plans.units import USER, Users
 from hf_dp.run import user_grouping
 from hf_dp.run.private_run import PrivateRun
-from hf_dp.statement.record import read
+from hf_dp.statement.record import disagreements, read
 from hf_dp.statement.statement import PrivacyStatement
-from hf_dp.statement.verify import disagreements
 from hf_dp.statement.weaknesses import EarlierRun
 from hf_dp.tuners.frost.config import FrostConfig
 
