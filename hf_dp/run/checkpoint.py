@@ -42,7 +42,7 @@ def checkpoint_of(resume_from_checkpoint: str | bool, folder: Path) -> Path:
         raise LedgerError(
             f"resume_from_checkpoint=True, but output_dir {folder.name!r} has no checkpoint. {anew}"
         )
-    chosen = last if resume_from_checkpoint is True else Path(resume_from_checkpoint)
+    chosen = last if resume_from_checkpoint is True else Path(str(resume_from_checkpoint))
     assert chosen is not None
     if not chosen.is_dir():
         instead = "" if last is None else f" The last one in output_dir is {str(last)!r}."
