@@ -159,13 +159,20 @@ class MechanismPlan(ABC):
         By default it knows draws of users, not of their rows.
         """
         if users is not None and users.by_row:
-            raise _validate.invalid(
-                "unit_sampling",
-                BY_ROW,
-                f"to be {BY_USER!r} with a {type(self).__name__}",
-                "No bound is known for several rows of a user there.",
-                UnsupportedArgumentError,
-            )
+            self.by_row()
+
+    def by_row(self) -> Self:
+        """Return this plan for draws of the rows of users.
+
+        Raises: UnsupportedArgumentError where no bound is known for several rows of a user.
+        """
+        raise _validate.invalid(
+            "unit_sampling",
+            BY_ROW,
+            f"to be {BY_USER!r} with a {type(self).__name__}",
+            "No bound is known for several rows of a user there.",
+            UnsupportedArgumentError,
+        )
 
     @abstractmethod
     def calibrated(

@@ -70,7 +70,13 @@ def of_repeated_rows(plan: PrivacyPlan, most: int, compared: str) -> str:
         # A record in so many rows is a user of that many, of whom each row is drawn by itself.
         rows = Users("record", max_rows=most, sampling=BY_ROW, num_rows=plan.num_examples)
         users = plan.num_examples - most + 1
-        records = replace(plan, num_examples=max(2, users), privacy_unit=USER, users=rows)
+        records = replace(
+            plan,
+            num_examples=max(2, users),
+            privacy_unit=USER,
+            users=rows,
+            mechanism=plan.mechanism.by_row(),
+        )
         of_record, of_row = (_epsilon(each.events(), plan.delta) for each in (records, plan))
         weaker = f"has epsilon {of_record:.4g} where a single row has {of_row:.4g}"
     except HfDpError:  # no bound is known for several rows of this plan

@@ -263,15 +263,15 @@ def test_the_step_is_durable_before_its_loss_leaves(tmp_path):
 
 
 def test_planted_ledger_that_is_written_late_is_seen(tmp_path, monkeypatch):
-    honest = RunLedger.save
+    honest = RunLedger._write
     calls: list[int] = []
 
-    def late(self, folder, statement=None):
+    def late(self, *entries):
         calls.append(1)
         if len(calls) > 1:
-            honest(self, folder, statement)
+            honest(self, *entries)
 
-    monkeypatch.setattr(RunLedger, "save", late)
+    monkeypatch.setattr(RunLedger, "_write", late)
     assert not is_recorded_before_the_loss_leaves(tmp_path)
 
 

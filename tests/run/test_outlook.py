@@ -90,7 +90,8 @@ def test_a_delta_that_protects_nobody(delta, warned):
     assert ("above 0.001" in table([], delta)) == warned  # `hf-dp account` and `hf-dp plan`
     default = plan(num_examples=400, expected_batch_size=40)
     assert any("delta is 0.00125, above 0.001" in each for each in said(default, parameters=100))
-    forward = SimpleNamespace(delta=delta, num_examples=400, mechanism=None)
+    mechanism = SimpleNamespace(noises_gradients_alone=False)
+    forward = SimpleNamespace(delta=delta, num_examples=400, mechanism=mechanism)
     assert any("above 0.001" in each for each in said(forward)) == warned
 
 
