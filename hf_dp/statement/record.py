@@ -355,7 +355,8 @@ def disagreements(record: PrivacyRecord) -> list[str]:
     now = PrivacyStatement.from_ledger(record.plan, record.ledger, facts).to_dict()
     rows = [(name, record.statement[name], now[name]) for name in now if name != "epsilons"]
     stated, found = record.statement["epsilons"], now["epsilons"]
-    rows.append(("accountants", *([row["accountant"] for row in each] for each in (stated, found))))
+    said_by, found_by = ([row["accountant"] for row in each] for each in (stated, found))
+    rows.append(("accountants", said_by, found_by))
     rows += [
         (f"{what} by {again['accountant']}", row[what], again[what])
         for row, again in zip(stated, found, strict=False)
