@@ -68,7 +68,7 @@ def test_planted_names_that_are_not_looked_for_are_seen(monkeypatch):
     ("words", "expected"),
     [
         (["trian"], "Did you mean 'train'?"),
-        (["plan", "--traget-epsilon", "1"], "(did you mean --target-epsilon?)"),
+        (["plan", "--traget-epsilon", "1"], "(did you mean --target_epsilon?)"),
         (
             "account epsilon --noise-multiplier 1 --sample-rate 0.1 --steps 1 --delta 1e-5 --jsn".split(),
             "(did you mean --json?)",  # an option of the question, not of the command

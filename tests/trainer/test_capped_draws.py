@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from hf_dp.accounting import PoissonSampledGaussian, TruncatedPoissonSampledGaussian, epsilon
-from hf_dp.errors import InvalidArgumentError, LedgerError, UnsupportedArgumentError
+from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.ledger import RunLedger
 
@@ -68,30 +68,3 @@ def test_steps_beyond_the_plan_are_paid_for_as_capped_draws(tmp_path):
     assert RunLedger(tmp_path, plan).budget.allowed_steps(10) == 3
     # As plain Poisson draws more would have seemed to fit.
     assert epsilon(PoissonSampledGaussian(4.0, 0.2, 4), plan.delta).value < plan.target_epsilon
-
-
-def test_a_ledger_that_grew_before_the_lock_is_not_overwritten(tmp_path):
-    """Another process went on between our reading and our lock, and died: its step must not be
-    lost."""
-    plan = PrivacyPlan.create(
-        num_examples=40,
-        expected_batch_size=8,
-        clipping_norm=0.1,
-        noise_multiplier=1.0,
-        max_steps=60,
-    )
-    first = RunLedger(tmp_path, plan)
-    first.start(50)
-    first.append(plan.event(50), "training")
-    second = RunLedger(tmp_path, plan)
-    second.resume(tmp_path)
-    first.append(plan.event(1), "training")
-    first.stop()
-    with pytest.raises(
-        LedgerError, match="51 steps now, and recorded 50 when it was read.*Resume again"
-    ):
-        second.start(10)
-    third = RunLedger(tmp_path, plan)
-    third.resume(tmp_path)
-    third.start(9)
-    third.stop()
