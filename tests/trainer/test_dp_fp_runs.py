@@ -106,7 +106,7 @@ def test_the_status_reaches_everything_that_anyone_reads(tmp_path, capsys, caplo
     with caplog.at_level(logging.WARNING):
         trainer.train()
     with pytest.raises(
-        UnsupportedArgumentError, match="No epsilon is established for DP-FP as published"
+        UnsupportedArgumentError, match="No epsilon is established for this run.*gdp_clt"
     ):
         trainer.epsilon()
     assert trainer.epsilon("gdp_clt").kind == "not established"
