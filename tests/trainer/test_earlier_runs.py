@@ -19,7 +19,7 @@ from hf_dp.run.earlier import earlier_claims, earlier_entries
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.ledger_file import COPY, HEAD, LEDGER
 from hf_dp.run.witnesses import read_run
-from hf_dp.statement.record import FILE_NAME, disagreements, read
+from hf_dp.statement.record import FILE_NAME, DamagedRecordError, disagreements, read
 from hf_dp.statement.statement import PrivacyStatement, RunFacts
 
 FROZEN = {"privacy_mode": "dp_fp", "dp_fp_variant": "frozen"}
@@ -125,23 +125,23 @@ def test_what_the_ledger_of_an_earlier_run_knows_weakens_it(tmp_path, states):
 
 
 @pytest.mark.parametrize(
-    ("name", "theirs", "also"),
+    ("theirs", "error", "why"),
     [
         (
-            "privacy_unit",
-            "user",
-            {"users": dataclasses.asdict(Users("who"))},
+            {"privacy_unit": "user", "users": dataclasses.asdict(Users("who"))},
+            InvalidArgumentError,
+            "with privacy_unit='.*', not 'user'",
         ),
-        ("neighboring_relation", "add_remove", {}),
+        ({"neighboring_relation": "add_remove"}, DamagedRecordError, "`neighboring_relation`"),
     ],
 )
-def test_a_run_with_another_unit_or_relation_is_refused(tmp_path, name, theirs, also):
+def test_a_run_with_another_unit_or_relation_is_refused(tmp_path, theirs, error, why):
     run(tmp_path / "first")
     path = tmp_path / "first" / FILE_NAME
-    rewrite(path, lambda data: data["plan"].update({name: theirs, **also}))
+    rewrite(path, lambda data: data["plan"].update(theirs))
     for file in (LEDGER, HEAD):  # as it was published
         (path.parent / file).unlink()
-    with pytest.raises(InvalidArgumentError, match=f"with {name}='.*', not '{theirs}'"):
+    with pytest.raises(error, match=why):
         tiny.trainer(tmp_path / "second", earlier_runs=[str(tmp_path / "first")])
 
 
