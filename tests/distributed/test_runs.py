@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -321,7 +322,7 @@ def test_processes_whose_ledgers_differ_stop(tmp_path):
         def meddle(clipped, release):
             honest(clipped, release)
             if made.run.processes.rank == 1:
-                made.run.book.run_id = "another run"
+                made.run.book.head = replace(made.run.book.head, run_id="another run")
                 for module in made.model.modules():  # which remembers the run
                     vars(module).pop(other_training._NOTE, None)
 
