@@ -135,9 +135,8 @@ class Inside(Feature, Observer):
         return dataset
 
     def enter(self, run: PrivateRun, tuner: Tuner) -> None:
-        """Take a place inside the run, which was just made."""
+        """Keep the run, which was just made, and inside which this feature has its place."""
         self.run = run
-        run.let_inside(self)
 
     def fit(self, mechanism: Mechanism, optimizer: Optimizer | None) -> None:
         """Adjust sizes that change memory and speed alone, before the steps of a ``train()``."""

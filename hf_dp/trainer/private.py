@@ -121,7 +121,8 @@ class PrivateTraining(Training):
         run.book.evaluation_compared = self._compared
         trainer.known_names = frozenset(n for each in self.features for n in each.names)
         trainer.mechanism = self.mechanism = mechanism_for(run, self.tuner)
-        for inside in self.inside:
+        for inside in self.inside:  # which the statement names, whatever it overrides
+            run.let_inside(inside)
             inside.enter(run, self.tuner)
         self.refuse_optimizers()
         self._seen = Seen(

@@ -74,6 +74,16 @@ def test_an_observer_from_outside_makes_the_statement_not_established(tmp_path, 
     assert main(["verify", str(tmp_path)]) in (0, 1)
 
 
+def test_an_observer_that_takes_its_place_in_its_own_way_is_named(tmp_path, registered):
+    class Own(outside.Peek):
+        def enter(self, run, tuner):
+            """Keep nothing that Inside keeps."""
+
+    registered(Own)
+    (named,) = trainer(tmp_path).run.book.observers
+    assert named.endswith("Own")
+
+
 def test_a_subclass_of_an_observer_of_ours_is_from_outside():
     class Mine(hf_dp.features.canaries.Canaries):
         pass
