@@ -65,7 +65,8 @@ def test_train_then_evaluate(task, capsys):
         path.name for path in out.iterdir()
     }
     card = (out / "README.md").read_text()
-    assert "| Training data | tiny pictures |" in card and "| Task | image-classification |" in card
+    assert "| Training data | tiny pictures |" in card
+    assert "# out: image classification on tiny pictures, epsilon 8.000" in card
     assert str(task.parent) not in card
     config = json.loads((out / "config.json").read_text())
     assert list(config["id2label"].values()) == NAMES
