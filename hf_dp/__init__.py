@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from hf_dp.mechanisms import mechanism_for as mechanism_for
     from hf_dp.plans import DpSgdPlan as DpSgdPlan
     from hf_dp.plans import FrozenPlan as FrozenPlan
-    from hf_dp.plans import NoisedLoss as NoisedLoss
     from hf_dp.plans import PrivacyPlan as PrivacyPlan
     from hf_dp.plans import PrivateEncoderPlan as PrivateEncoderPlan
     from hf_dp.plans import PublishedPlan as PublishedPlan
+    from hf_dp.plans.dp_sgd import NoisedLoss as NoisedLoss
     from hf_dp.publishing.hub import publish as publish
     from hf_dp.run.private_run import PrivateRun as PrivateRun
     from hf_dp.statement.statement import PrivacyStatement as PrivacyStatement

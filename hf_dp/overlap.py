@@ -25,7 +25,7 @@ from hf_dp.batches.structure import is_picture
 from hf_dp.batches.units import UnitTable, unit_values
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.noise import untouched_generators
-from hf_dp.plans.search import ARGUMENT
+from hf_dp.plans.dp_sgd import MEAN_RUNS
 
 logger = logging.get_logger(__name__)
 
@@ -252,8 +252,8 @@ class _Training:
             if search and (found.equal.size or not found.comparable):
                 shares = f"{shares}. {self.move}" if found.comparable else f"{which} {self.unknown}"
                 raise UnsupportedArgumentError(
-                    f"With {ARGUMENT}, the score that selects a run must read no training row, but "
-                    f"{shares}, or leave {ARGUMENT} out."
+                    f"With {MEAN_RUNS}, the score that selects a run must read no training row, "
+                    f"but {shares}, or leave {MEAN_RUNS} out."
                 )
             if found.refused:
                 raise UnsupportedArgumentError(

@@ -17,7 +17,7 @@ from hf_dp.clipping import clipped_sum, weights
 from hf_dp.clipping.engine import ClippingEngine
 from hf_dp.mechanisms.dp_sgd import DpSgd
 from hf_dp.noise import SecretRandomness
-from hf_dp.plans.draws import PoissonSampler
+from hf_dp.plans.samplers import PoissonSampler
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.training_data import TrainingData
 

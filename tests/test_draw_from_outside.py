@@ -18,7 +18,8 @@ from hf_dp.accounting import SUM, Event, PoissonSampledGaussian, epsilon, regist
 from hf_dp.accounting.knows import OUTSIDE
 from hf_dp.errors import ConfigError, UnsupportedArgumentError, UnsupportedEventError
 from hf_dp.plans import PrivacyPlan
-from hf_dp.plans.draws import Draw, DrawWords, PoissonSampler, register_draw
+from hf_dp.plans.draws import Draw, DrawWords, register_draw
+from hf_dp.plans.samplers import PoissonSampler
 from hf_dp.statement.record import disagreements, read
 
 
@@ -93,15 +94,14 @@ def test_its_epsilon_is_that_of_one_coin_with_both_chances():
         expected_batch_size=50,
         clipping_norm=0.1,
         max_steps=20,
-        target_epsilon=2.0,
+        noise_multiplier=0.7,
         sampling="two_coins",
     )
     found = epsilon(plan.events(), plan.delta).value
-    assert 1.99 < found <= 2.0
     one_coin = epsilon(PoissonSampledGaussian(plan.noise_multiplier, 0.05, 20), plan.delta).value
     assert one_coin == pytest.approx(found, abs=0.005)
     planted = PoissonSampledGaussian(plan.noise_multiplier, math.sqrt(0.05), 20)
-    assert epsilon(planted, plan.delta).value > 3
+    assert epsilon(planted, plan.delta).value > 1.5 * found
     drawn = [len(draw) for draw in plan.sampler(400)]
     assert np.mean(drawn) == pytest.approx(50, abs=1.5)  # 4 standard errors
 

@@ -22,7 +22,7 @@ from hf_dp.batches.physical import physical_batches
 from hf_dp.batches.structure import Batch, Example, leaves
 from hf_dp.errors import DataError
 from hf_dp.noise import SecretRandomness
-from hf_dp.plans.draws import Sampler as LogicalSampler
+from hf_dp.plans.samplers import Sampler as LogicalSampler
 
 Watch = Callable[[LogicalSampler], Sampler[list[int]]]
 T = TypeVar("T")

@@ -28,8 +28,8 @@ from hf_dp.batches.loader import (
 from hf_dp.batches.physical import physical_batches
 from hf_dp.batches.structure import Example
 from hf_dp.errors import DataError
-from hf_dp.plans.draws import RandomBytes
-from hf_dp.plans.draws import Sampler as LogicalSampler
+from hf_dp.plans.samplers import RandomBytes
+from hf_dp.plans.samplers import Sampler as LogicalSampler
 from hf_dp.plans.units import Users
 
 Rows = tuple[int, ...]  # indices of the rows of one drawn unit

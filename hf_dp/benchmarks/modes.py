@@ -32,9 +32,9 @@ from hf_dp.errors import (
     UnsupportedModelError,
 )
 from hf_dp.losses import base_model, per_example_loss
-from hf_dp.mechanisms.dp_fp.representation import PrivateRepresentation, find_last_layer
+from hf_dp.mechanisms.last_layer import find_last_layer, noising
 from hf_dp.noise import SecretRandomness
-from hf_dp.plans.strategies import STRATEGIES
+from hf_dp.plans.dp_sgd import STRATEGIES
 from hf_dp.run.memory import is_out_of_memory
 
 CLIPPING_NORM = 0.1  # the library's default; its value changes no operation
@@ -126,7 +126,7 @@ class ForwardNoised(NonPrivate):
 
     def __init__(self, model: nn.Module, workload: Workload):
         super().__init__(model, workload)
-        self._representation: PrivateRepresentation | None = None
+        self._layer: nn.Module | None = None
         self._randomness = SecretRandomness()
 
     def _noised(self, vectors: Tensor) -> Tensor:
@@ -136,11 +136,10 @@ class ForwardNoised(NonPrivate):
 
     def step(self, batches: Sequence[Batch]) -> None:
         self.reset()
-        if self._representation is None:  # before the first round, which warms up
-            _, layer = find_last_layer(self.model, batches[0])
-            self._representation = PrivateRepresentation(layer, 1.0)
+        if self._layer is None:  # before the first round, which warms up
+            _, self._layer = find_last_layer(self.model, batches[0])
         for batch in batches:
-            with self._representation.noising(self._noised):
+            with noising(self._layer, 1.0, self._noised):
                 (self.losses(batch).mean() / len(batches)).backward()
 
 

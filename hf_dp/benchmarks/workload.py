@@ -52,7 +52,7 @@ class Workload:
     def __post_init__(self) -> None:
         import torch
 
-        from hf_dp.plans.strategies import check_memory_ratio
+        from hf_dp.plans.dp_sgd import check_memory_ratio
 
         _validate.one_of("model", self.model, SHAPES)
         if self.threads is None:

@@ -217,7 +217,7 @@ def _transfer(plan: PrivacyPlan, num_examples: int) -> Any:
     """Return the settings for another number of examples. Raises: ConfigError for a cut sample."""
     from hf_dp.planning import transfer
 
-    if plan.mechanism.moved > 1:
+    if plan.mechanism.draw.moved > 1:
         raise ConfigError(
             "A limit on the sample (--max_logical_batch_size) does not carry over to other data. "
             "Transfer without it."

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hf_dp.accounting.event import LOSS, joint_noise_multiplier
 from hf_dp.cli.answers import table
 from hf_dp.errors import HfDpError
 from hf_dp.plans.dp_fp import DP_FP, FROZEN, PRIVATE_ENCODER, PUBLISHED
@@ -16,7 +15,6 @@ from hf_dp.plans.units import SAMPLINGS, Users
 if TYPE_CHECKING:
     from hf_dp.batches.units import UnitTable
     from hf_dp.planning import Forecast
-    from hf_dp.plans.noised_loss import NoisedLoss
     from hf_dp.plans.privacy import PrivacyPlan
 
 NO_GUARANTEE = (
@@ -29,7 +27,7 @@ def sums(found: Forecast) -> str:
     plan = found.plan
     drawn = "" if plan.words.sampling_code == POISSON else f", {plan.words.drawn}"
     what = "examples" if plan.users is None else "rows" if plan.users.by_row else "users"
-    most = plan.mechanism.most(plan)
+    most = plan.mechanism.draw.most(plan)
     capped = "" if most == plan.drawn_from else f", of which at most {most} are used"
     lines = [
         f"{plan.drawn_from:,} {what}, {plan.expected_batch_size:g} expected in a step{capped}: "
@@ -38,8 +36,7 @@ def sums(found: Forecast) -> str:
         f"noise multiplier {plan.noise_multiplier:.6g}, effective "
         f"{found.effective_noise_multiplier:.5g} (/ sample rate)",
     ]
-    if plan.mechanism.loss is not None:
-        lines.append(_noised_loss(plan, plan.mechanism.loss))
+    lines += plan.mechanism.outline(plan)
     if plan.selection is not None:
         lines.insert(
             2,
@@ -65,17 +62,6 @@ def sums(found: Forecast) -> str:
             f"{size} for weights, gradient sums and Adam's moments in float32; activations on top"
         )
     return "\n".join([*lines, "", table(found.answers, plan.delta)])
-
-
-def _noised_loss(plan: PrivacyPlan, loss: NoisedLoss) -> str:
-    parts = plan.event(1).noise_multipliers
-    together = joint_noise_multiplier(*parts.values())
-    return (
-        f"noised loss of each step: losses clipped to [0, {loss.bound:g}], noise "
-        f"multiplier {parts[LOSS]:.6g}, standard deviation of the mean "
-        f"{loss.std(plan, plan.noise_multiplier):.4g}; with the gradients, as one sum with "
-        f"noise multiplier {together:.6g}"
-    )
 
 
 def rows_of_users(table: UnitTable, users: Users) -> str:

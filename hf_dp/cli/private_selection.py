@@ -23,7 +23,7 @@ from typing import Any
 from hf_dp.cli.cell_runs import Cell, result, run_cell, why_it_failed, with_settings
 from hf_dp.cli.sweep_report import signed
 from hf_dp.errors import ConfigError, HfDpError
-from hf_dp.plans.search import ARGUMENT, check_mean_runs
+from hf_dp.plans.dp_sgd import MEAN_RUNS, check_mean_runs
 
 DRAWN = "search.json"
 BEST = "best"
@@ -88,7 +88,7 @@ class Search:
     @property
     def settings(self) -> dict[str, Any]:
         """Return those of every run, JSON-ready: the recipe's, and that it is one of a search."""
-        own = {"report_to": "none", ARGUMENT: self.mean_runs}
+        own = {"report_to": "none", MEAN_RUNS: self.mean_runs}
         said = self.recipe.get("card") or {}
         card = {"model_name": self.folder.name, **said} if isinstance(said, dict) else said
         return {"accountant": "rdp", **self.recipe, **own, "card": card}
@@ -227,7 +227,7 @@ def _drawn(search: Search) -> dict[str, Any]:
             )
         for trial in search.folder.glob("trial-*"):
             shutil.rmtree(trial)
-        if drawn["search"]["settings"][ARGUMENT] == search.mean_runs:
+        if drawn["search"]["settings"][MEAN_RUNS] == search.mean_runs:
             return _draw(search, len(drawn["runs"]))  # nobody can draw until it suits
         return _draw(search, _geometric(search.mean_runs))
     if search.folder.exists() and any(search.folder.iterdir()):

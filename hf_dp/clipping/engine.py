@@ -39,9 +39,8 @@ from hf_dp.clipping.shared import SharedMethod, find_shared_method
 from hf_dp.clipping.strategies import LargeUnit, book_keeping, two_pass
 from hf_dp.clipping.tape import Tape
 from hf_dp.errors import UnaccountedGradientError, UnsupportedLossError, UnsupportedModelError
-from hf_dp.plans.dp_sgd import CLIPPINGS
+from hf_dp.plans.dp_sgd import CLIPPINGS, MEMORY_RATIO, STRATEGIES, check_memory_ratio
 from hf_dp.plans.rounding import SMALL_GROUP, regrouping_share, slack_cap
-from hf_dp.plans.strategies import MEMORY_RATIO, STRATEGIES, check_memory_ratio
 
 # ``per_example`` is book-keeping of explicit gradients: no module has a rule, and each is
 # differentiated example by example.

@@ -14,7 +14,7 @@ from hf_dp.features.base import Inside, Seen, register
 from hf_dp.features.canary_rows import with_canaries
 from hf_dp.features.one_run_audit import OneRunAudit
 from hf_dp.overlap import TrainingRows
-from hf_dp.plans.draws import Sampler as LogicalSampler
+from hf_dp.plans.samplers import Sampler as LogicalSampler
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.statement.audited import DIRECTIONS, GRADIENTS, LOSSES
 from hf_dp.statement.statement import REFUTED_BY_AUDIT

@@ -22,8 +22,8 @@ from torch.utils.data import Sampler as BatchSampler
 
 from hf_dp.accounting.one_run import best_number_of_guesses
 from hf_dp.errors import ConfigError
-from hf_dp.plans.draws import RandomBytes, Sampler
 from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.plans.samplers import RandomBytes, Sampler
 from hf_dp.statement.audited import DIRECTIONS, GRADIENTS, AuditResult
 
 GradientOf = Callable[[int], dict[str, Tensor]]

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from hf_dp.clipping.sharding import is_sharded
@@ -21,6 +22,9 @@ from hf_dp.run.physical_size import PhysicalSize, largest_physical_batch
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.tuners.base import Tuner
+
+# The input of one step: physical batches of one draw, or what a mechanism's own loader gives.
+Batches = Any
 
 
 @dataclass
@@ -47,7 +51,7 @@ class Mechanism(ABC):
             where these are the noised sum itself; else None.
     """
 
-    plan_type: ClassVar[type[Any]]
+    plan_type: ClassVar[type[MechanismPlan]]
     gradients_are_noised: ClassVar[bool] = True  # so that the norm of one may be logged
     needs_whole_weights: ClassVar[str] = ""  # why, where a sharded model cannot be trained
     noised: Mapping[str, Tensor] = MappingProxyType({})
@@ -89,7 +93,7 @@ class Mechanism(ABC):
     # -- the step --
 
     @abstractmethod
-    def clip(self, batches: Any) -> Clipped:
+    def clip(self, batches: Batches) -> Clipped:
         """Return what a logical batch contributes, clipped. Not private."""
 
     @abstractmethod
@@ -114,7 +118,7 @@ class Mechanism(ABC):
 
     # -- the size of physical batches --
 
-    def rehearse(self, batches: Any, optimizer: Any) -> None:
+    def rehearse(self, batches: Batches, optimizer: Optimizer | None) -> None:
         """Do what a step does to the memory, on made-up physical batches, without drawing and
         without releasing. Args: optimizer: makes a step, too, unless it is None.
 
@@ -128,7 +132,7 @@ class Mechanism(ABC):
 
     def find_physical_batch(
         self,
-        optimizer: Any,
+        optimizer: Optimizer | None,
         *,
         length: int | None = None,
         most_examples: int | None = None,
@@ -173,7 +177,7 @@ class Mechanism(ABC):
 
     # -- a loop of one's own --
 
-    def logical_batches(self) -> Iterator[Any]:
+    def logical_batches(self) -> Iterator[Batches]:
         """Yield the planned logical batches, one a step, and stop before the target is passed.
 
         Opens the run's ledger at the start and leaves it at the end.
@@ -201,7 +205,7 @@ class Mechanism(ABC):
         finally:
             run.stop()
 
-    def _endless(self) -> Iterator[Any]:
+    def _endless(self) -> Iterator[Batches]:
         while True:
             yield from self.loader()
 

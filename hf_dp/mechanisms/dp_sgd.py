@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hf_dp.accounting import SUM
-from hf_dp.mechanisms.base import Clipped, Mechanism, register_mechanism
+from hf_dp.mechanisms.base import Batches, Clipped, Mechanism, register_mechanism
 from hf_dp.plans.dp_sgd import DpSgdPlan
+from hf_dp.plans.mechanism import MechanismPlan
 from hf_dp.run.gate import Release
 
 
@@ -22,12 +24,12 @@ from hf_dp.run.gate import Release
 class DpSgd(Mechanism):
     """Per-example gradients clipped by the engine, summed, noised once per logical batch."""
 
-    plan_type: ClassVar[type[Any]] = DpSgdPlan
+    plan_type: ClassVar[type[MechanismPlan]] = DpSgdPlan
 
     def prepare(self) -> None:
         self.run.check_engine()
 
-    def clip(self, batches: Any) -> Clipped:
+    def clip(self, batches: Batches) -> Clipped:
         """Return, by parameter, the sum of clipped gradients: ``sum_i w_i g_i``, norms at most C;
         and the sum of clipped losses, where the plan releases one. Not private."""
         run, part = self.run, self.plan.loss
@@ -65,7 +67,7 @@ class DpSgd(Mechanism):
         self.noise_norm = math.sqrt(numbers) * std if as_noised else None
         return {p: gradients.pop(name) for name, p in self._trainable().items()}
 
-    def rehearse(self, batches: Any, optimizer: Any) -> None:
+    def rehearse(self, batches: Batches, optimizer: Optimizer | None) -> None:
         """Clip made-up batches, and give the optimizer zeros: sums without noise must not reach
         it."""
         with self.tuner.engine(self.run) as engine:

@@ -1,34 +1,217 @@
-"""DP-SGD: per-example gradients, clipped, summed, noised (Li et al., algorithm 1)."""
+"""DP-SGD: per-example gradients, clipped, summed, noised (Li et al., algorithm 1).
+
+Its plan is composed of a draw, of a noised loss beside the gradients, and of a search of which the
+run is one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from hf_dp import _validate
 from hf_dp._dataclasses import checked_fields
-from hf_dp.accounting import BOUNDS, SUM, BestOfRandomRuns, Event
-from hf_dp.accounting.knows import SELECTION, USER_ROWS, Asked, refuse_together
-from hf_dp.errors import ConfigError
-from hf_dp.plans.draws import Draw, Poisson, Sampler, UserRows, draw_from_dict
-from hf_dp.plans.mechanism import MechanismPlan, register_plan
-from hf_dp.plans.noised_loss import NoisedLoss
+from hf_dp.accounting import LOSS, SUM, BestOfRandomRuns, Event
+from hf_dp.accounting.event import joint_noise_multiplier
+from hf_dp.accounting.knows import LOSS as LOSS_KIND
+from hf_dp.accounting.knows import SEARCH, SELECTION, USER_ROWS, Asked, refuse_together
+from hf_dp.errors import ConfigError, InvalidArgumentError
+from hf_dp.plans.draws import POISSON, Draw, Poisson, Schedule, UserRows, draw_from_dict, draw_of
+from hf_dp.plans.mechanism import MechanismPlan, Words, register_plan
 from hf_dp.plans.rounding import clipping_share, rounding_margin
-from hf_dp.plans.schedule import Schedule
-from hf_dp.plans.search import Search
-from hf_dp.plans.selection import SelectionPlan, calibrated_together
 from hf_dp.plans.units import BY_USER, Users
-from hf_dp.plans.words import Words
 
 DP_SGD = "dp_sgd"
 CLIPPINGS = ("flat", "automatic", "per_layer")
 
+# How clipped sums may be computed, and in how much memory: never what they are. One backward pass
+# with all records held, two passes over one graph, or explicit per-example gradients.
+STRATEGIES = ("book_keeping", "two_pass", "per_example")
+MEMORY_RATIO = 1.05
+
+# The arguments of a noised loss, and of a search.
+BOUND, RATIO = "noised_loss_bound", "noised_loss_budget_ratio"
+MEAN_RUNS = "private_selection_mean_runs"
+
+_LARGEST_BOUND = 1e30  # near the ends of float32 a loss is not computed any more
 _CLIPPED = {
     "flat": "clipped to an L2 norm of at most",
     "automatic": "rescaled (automatic clipping) to an L2 norm of at most",
     "per_layer": "clipped layer by layer to a total L2 norm of at most",
 }
+
+
+@dataclass(frozen=True)
+class NoisedLoss:
+    """Noise on the sum of clipped losses, over the draw whose gradients are summed.
+
+    The two sums are one Gaussian mechanism. Its budget is divided in the terms in which it adds up,
+    1 / noise_multiplier^2: the losses get ``budget_ratio`` of it, the gradients the rest. A
+    ``noise_multiplier`` that is given is that of the gradients; that of the losses follows, and
+    costs extra.
+
+    Args:
+        bound: B > 0. Each loss is clipped to [0, B]; one that is not finite counts 0.
+        budget_ratio: in (0, 1).
+
+    Raises: InvalidArgumentError.
+    """
+
+    bound: float
+    budget_ratio: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bound", loss_bound(BOUND, self.bound))
+        object.__setattr__(self, "budget_ratio", budget_ratio(RATIO, self.budget_ratio))
+
+    @property
+    def asked(self) -> Asked:
+        """What a user set to get it, for a refusal."""
+        return Asked(LOSS_KIND, BOUND, self.bound)
+
+    def part(self, noise_multiplier: float) -> Mapping[str, float]:
+        """Return the noise multiplier of the losses beside this one of the gradients."""
+        return {LOSS: noise_multiplier * math.sqrt((1 - self.budget_ratio) / self.budget_ratio)}
+
+    def std(self, schedule: Schedule, noise_multiplier: float) -> float:
+        """Return the standard deviation of the noise in one step's noised mean loss."""
+        return self.part(noise_multiplier)[LOSS] * self.bound / schedule.expected_batch_size
+
+    def unit(self, schedule: Schedule) -> float:
+        """Return the power of two of which each clipped loss is made a multiple before it is added.
+
+        The losses of all N examples are together less than 2^53 such units, so their sum is exact
+        in float64, in whatever order and in however many parts it is formed: one example moves it
+        by at most B, and adding rounds nothing. What the forward rounds is not covered: the losses
+        of examples that regroup may change by that (made-up logits of 1e7 moved the sum by 4 B).
+        """
+        above = math.frexp(self.bound)[1] + schedule.num_examples.bit_length()
+        return math.ldexp(1.0, above - 53)  # N < 2^bits and B < 2^exponent: N B < 2^above
+
+    def outline(self, schedule: Schedule, noise_multiplier: float) -> str:
+        """Return its numbers, on one line."""
+        losses = self.part(noise_multiplier)[LOSS]
+        return (
+            f"noised loss of each step: losses clipped to [0, {self.bound:g}], noise multiplier "
+            f"{losses:.6g}, standard deviation of the mean "
+            f"{self.std(schedule, noise_multiplier):.4g}; with the gradients, as one sum with "
+            f"noise multiplier {joint_noise_multiplier(noise_multiplier, losses):.6g}"
+        )
+
+    def words(self, alone: Words, schedule: Schedule, noise_multiplier: float) -> Words:
+        """Return how a statement speaks of both sums. Args: alone: how it does of the gradients."""
+        losses = self.part(noise_multiplier)[LOSS]
+        of_same = "The losses of the same rows"
+        if schedule.users is not None:
+            of_same = f"The losses of the same draw, the mean over the rows of each {schedule.one}"
+        return replace(
+            alone,
+            name=f"{alone.name} and a noised loss",
+            mechanism=(
+                f"{alone.mechanism}. {of_same}, each clipped to [0, {self.bound!r}], are summed, "
+                f"too; Gaussian noise with standard deviation {losses:.6g} x {self.bound!r} is "
+                "added once to their sum, which is divided by the expected batch size and logged "
+                "as noised_loss. Each step's two sums are accounted together, as one with noise "
+                f"multiplier {joint_noise_multiplier(noise_multiplier, losses):.6g}"
+            ),
+            also_covered="the noised losses in its logs, and whatever is computed from them",
+        )
+
+
+def loss_bound(name: str, value: object) -> float:
+    """Return the bound of one example's loss, a number above 0. Raises: InvalidArgumentError."""
+    bound = _validate.positive(name, value, "It is public: choose it without looking at the rows.")
+    if not 1 / _LARGEST_BOUND <= bound <= _LARGEST_BOUND:
+        raise _validate.invalid(
+            name, value, "to be from 1e-30 to 1e30", "Losses are computed in float32."
+        )
+    return bound
+
+
+def budget_ratio(name: str, value: object) -> float:
+    """Return the part of the budget that goes to the loss. Raises: InvalidArgumentError."""
+    return _validate.in_unit_interval(name, value, "A hundredth is enough for a curve.")
+
+
+def half_given(missing: str, given: str) -> InvalidArgumentError:
+    """Return the error for one of the two arguments without the other; the caller raises it."""
+    return _validate.invalid(
+        missing,
+        None,
+        f"to be given with `{given}`",
+        "A noised loss needs both; for none, remove both.",
+    )
+
+
+@dataclass(frozen=True)
+class Search:
+    """K runs, K geometric with the mean ``mean_runs``, of which this is one.
+
+    Of a secret, random number of runs only the best is released. The noise is calibrated so that
+    the whole search meets the target, and each run states what the whole search costs (Papernot
+    and Steinke 2021, arXiv 2110.03620).
+
+    The conditions are those of :class:`hf_dp.accounting.BestOfRandomRuns`; ``hf-dp sweep
+    --private-selection`` meets them. A run refuses evaluation sets with a training row, and those
+    that cannot be compared, so that the score reads none.
+
+    Args: mean_runs: the expectation of K, above 1.
+
+    Raises: InvalidArgumentError.
+    """
+
+    mean_runs: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mean_runs", check_mean_runs(MEAN_RUNS, self.mean_runs))
+
+    @property
+    def asked(self) -> Asked:
+        """What a user set to get it, for a refusal."""
+        return Asked(SEARCH, MEAN_RUNS, self.mean_runs)
+
+    def words(self, of_one: Words) -> Words:
+        """Return how a statement speaks of a run in it. Args: of_one: how it does outside of it."""
+        return replace(
+            of_one,
+            name=f"{of_one.name} in a private selection",
+            mechanism=(
+                f"{of_one.mechanism}; this is the best of a secret number of independent runs, "
+                f"which is random (geometric, mean {self.mean_runs:g}), and nothing of the others "
+                "is released"
+            ),
+            proof=(
+                f"{of_one.proof}, in each of a secret, random number of runs, the best of which by "
+                "a score on data that epsilon does not cover was released (Papernot and Steinke "
+                "2021)"
+            ),
+            tuning=(
+                "hyperparameter tuning outside of this search, and other runs on the same data: "
+                "each run adds its own epsilon"
+            ),
+            conditions=(
+                *of_one.conditions,
+                "whether the search kept its conditions: the number of runs was drawn in secret "
+                "before the first of them, the settings of each run were drawn independently of "
+                "all others, the score reads no training row, and nothing of the other runs was "
+                "released (`hf-dp sweep --private-selection` does so; this record cannot show it)",
+            ),
+        )
+
+
+def check_mean_runs(name: str, value: object) -> float:
+    """Return the expected number of runs of a search.
+
+    Raises: InvalidArgumentError for what is no number above 1: a single run is no search.
+    """
+    mean = _validate.real(name, value)
+    if not 1 + 1e-6 <= mean <= 1e9:
+        raise _validate.invalid(
+            name, value, "to be above 1, and at most 10^9", "A single run is no search."
+        )
+    return mean
 
 
 @register_plan
@@ -57,38 +240,49 @@ class DpSgdPlan(MechanismPlan):
     noises_gradients_alone: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_noise(self)
+        super().__post_init__()
         _validate.one_of("clipping", self.clipping, CLIPPINGS)
+
+    @classmethod
+    def of(
+        cls,
+        clipping_norm: float,
+        noise_multiplier: float | None = None,
+        clipping: str = "flat",
+        *,
+        sampling: str = POISSON,
+        max_batch_size: int | None = None,
+        by_row: bool = False,
+        noised_loss_bound: float | None = None,
+        noised_loss_budget_ratio: float | None = None,
+        mean_runs: float | None = None,
+    ) -> Self:
+        """Return the plan that these arguments ask for; the draw's as :func:`draw_of`.
+
+        Raises: InvalidArgumentError.
+        """
+        loss = None
+        if noised_loss_bound is not None or noised_loss_budget_ratio is not None:
+            if noised_loss_bound is None:
+                raise half_given(BOUND, RATIO)
+            if noised_loss_budget_ratio is None:
+                raise half_given(RATIO, BOUND)
+            loss = NoisedLoss(noised_loss_bound, noised_loss_budget_ratio)
+        search = None if mean_runs is None else Search(mean_runs)
+        draw = draw_of(sampling, max_batch_size, by_row)
+        return cls(clipping_norm, noise_multiplier, clipping, draw, loss, search)
+
+    @property
+    def is_searched(self) -> bool:
+        return self.search is not None
 
     def margin(self, schedule: Schedule) -> float:
         """Return what the rounding of float32 sums can add to C, in units of it."""
-        return rounding_margin(schedule.expected_batch_size, self.most(schedule))
+        return rounding_margin(schedule.expected_batch_size, self.draw.most(schedule))
 
     def clips_to(self, schedule: Schedule) -> float:
-        share = clipping_share(schedule.expected_batch_size, self.most(schedule))
+        share = clipping_share(schedule.expected_batch_size, self.draw.most(schedule))
         return self.clipping_norm * share
-
-    def sample_rate(self, schedule: Schedule) -> float:
-        return self.draw.sample_rate(schedule)
-
-    def steps_per_epoch(self, drawn_from: int, expected_batch_size: float) -> int | None:
-        return self.draw.steps_per_epoch(drawn_from, expected_batch_size)
-
-    def steps_released_together(self, schedule: Schedule) -> int:
-        return self.draw.steps_released_together(schedule)
-
-    def most(self, schedule: Schedule) -> int:
-        return self.draw.most(schedule)
-
-    def used(self, schedule: Schedule) -> float:
-        return self.draw.used(schedule)
-
-    @property
-    def moved(self) -> int:
-        return self.draw.moved
-
-    def sampler(self, schedule: Schedule, steps: int) -> Sampler:
-        return self.draw.sampler(schedule, steps)
 
     def step_event(self, schedule: Schedule, noise_multiplier: float, steps: int) -> Event:
         event: Any = self.draw.event(schedule, noise_multiplier, steps)
@@ -98,7 +292,7 @@ class DpSgdPlan(MechanismPlan):
 
     def sensitivities(self, schedule: Schedule) -> Mapping[str, float]:
         own = {SUM: self.clipping_norm * (1 + self.margin(schedule))}
-        return own if self.loss is None else {**own, **self.loss.sensitivities}
+        return own if self.loss is None else {**own, LOSS: self.loss.bound}
 
     def check_users(self, users: Users | None) -> None:
         by_row = users is not None and users.by_row
@@ -115,47 +309,21 @@ class DpSgdPlan(MechanismPlan):
             return super().by_row()
         return replace(self, draw=UserRows())
 
-    def check(self, schedule: Schedule, selection: SelectionPlan | None) -> None:
-        refuse_estimates(schedule)
+    def check(self, schedule: Schedule, selects: bool) -> None:
+        super().check(schedule, selects)
         asked = [part.asked for part in (self.search, self.draw, self.loss) if part is not None]
-        if selection is not None:
+        if selects:
             asked.append(Asked(SELECTION, "peft_config", "one that selects what trains"))
         refuse_together(asked, schedule.accountant)
         self.draw.check(schedule)
 
-    def calibrated(
-        self,
-        schedule: Schedule,
-        target_epsilon: float,
-        prior_events: Sequence[Event],
-        selection: SelectionPlan | None,
-    ) -> tuple[Self, SelectionPlan | None]:
-        def event(noise_multiplier: float, steps: int) -> Event:
-            return self.step_event(schedule, noise_multiplier, steps)
-
-        rate = self.sample_rate(schedule)
-        if selection is None:
-            sigma = schedule.calibrated(target_epsilon, prior_events, rate, event)
-            return replace(self, noise_multiplier=sigma), None
-        sigma, noised = calibrated_together(
-            selection,
-            target_epsilon,
-            schedule.delta,
-            sample_rate=rate,
-            steps=schedule.steps,
-            accountant=schedule.accountant,
-            prior_events=prior_events,
-            event=event,
-        )
-        return replace(self, noise_multiplier=sigma), noised
+    def outline(self, schedule: Schedule) -> tuple[str, ...]:
+        return () if self.loss is None else (self.loss.outline(schedule, self.sigma),)
 
     def words(self, schedule: Schedule) -> Words:
         draw, users, one = self.draw.words(schedule), schedule.users, schedule.one
-        sampling, gradients, clipping = (
-            draw.sampling,
-            "per-example gradients",
-            "per-example clipping",
-        )
+        sampling, gradients = draw.sampling, "per-example gradients"
+        clipping = "per-example clipping"
         if users is not None and not users.by_row:
             gradients = f"the gradient of each drawn {one}, the {users.reduction} over its rows,"
             clipping = f"one clipping for all rows of a {one}"
@@ -186,11 +354,6 @@ class DpSgdPlan(MechanismPlan):
             words = self.loss.words(words, schedule, self.sigma)
         return words if self.search is None else self.search.words(words)
 
-    def what_ran(self, schedule: Schedule, steps: int, released: Sequence[Event]) -> str:
-        if steps == 0:
-            return super().what_ran(schedule, steps, released)
-        return self.draw.what_ran(schedule, steps, self.words(schedule).name)
-
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), "draw": self.draw.to_dict()}
 
@@ -204,20 +367,17 @@ class DpSgdPlan(MechanismPlan):
         return cls(**given)
 
 
-def check_noise(plan: Any) -> None:
-    """Raise InvalidArgumentError for a clipping norm or noise multiplier that is not positive."""
-    norm = _validate.positive("per_example_max_grad_norm", plan.clipping_norm)
-    object.__setattr__(plan, "clipping_norm", norm)
-    if plan.noise_multiplier is not None:
-        sigma = _validate.positive(
-            "noise_multiplier", plan.noise_multiplier, "Noise 0 gives no privacy."
-        )
-        object.__setattr__(plan, "noise_multiplier", sigma)
+def check_memory_ratio(name: str, value: object) -> float:
+    """Return the memory that clipping may take relative to training without, at least 1.
 
-
-def refuse_estimates(schedule: Schedule) -> None:
-    """Raise InvalidArgumentError for an accountant that cannot calibrate."""
-    if schedule.accountant not in BOUNDS and schedule.target_epsilon is not None:
+    Raises: InvalidArgumentError, naming the argument.
+    """
+    ratio = _validate.positive(name, value)
+    if ratio < 1:
         raise _validate.invalid(
-            "accountant", schedule.accountant, "to be a bound when `target_epsilon` is given"
+            name,
+            value,
+            "to be at least 1, the memory of training without privacy",
+            "1.05 allows 5 % more, for speed.",
         )
+    return ratio

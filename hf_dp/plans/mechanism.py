@@ -1,29 +1,113 @@
 """What every mechanism's plan has: its numbers, its releases, its calibration and its words.
 
-A mechanism is one plan (here and beside this file), one step (:mod:`hf_dp.mechanisms`) and one set
-of words (:class:`Words`). Arguments, ledger, statement, card and verification ask the plan; none of
-them knows a mechanism by name. To add one, subclass :class:`MechanismPlan` and register it.
+A mechanism is one plan (here and beside this file) and one step (:mod:`hf_dp.mechanisms`).
+Arguments, ledger, statement, card and verification ask the plan; none of them knows a mechanism by
+name. To add one, subclass :class:`MechanismPlan` and register it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypeVar
 
 from hf_dp import _validate
 from hf_dp._dataclasses import checked_fields
-from hf_dp.accounting import TRAINING, Event
+from hf_dp.accounting import (
+    BOUNDS,
+    RELEASE,
+    SELECTION,
+    TRAINING,
+    Event,
+    calibrate_noise_multiplier,
+)
+from hf_dp.accounting.calibration import MakeEvent
 from hf_dp.errors import ConfigError, UnsupportedArgumentError
-from hf_dp.plans.draws.base import Sampler
-from hf_dp.plans.noised_loss import NoisedLoss
-from hf_dp.plans.release import PlannedRelease
-from hf_dp.plans.schedule import Schedule
-from hf_dp.plans.search import Search
-from hf_dp.plans.selection import SelectionPlan
+from hf_dp.plans.draws import Draw, Poisson, Schedule
 from hf_dp.plans.units import BY_ROW, BY_USER, EXAMPLE, ZERO_OUT, Users
-from hf_dp.plans.words import Words
+
+
+@dataclass(frozen=True)
+class Words:
+    """How a statement speaks of a mechanism: sentences beside codes, which no program reads.
+
+    Args:
+        name: short, for example "DP-SGD".
+        mechanism: what is clipped, noised and released, as a card describes it.
+        sampling: who takes part in a step, as a card describes it.
+        drawn: the sampling in two or three words, for "900 steps of DP-SGD with ...".
+        proof: why the epsilon holds, as the reason of the status "proven".
+        tag: on the Hub.
+        sampling_code: the value of the argument ``sampling``, or "none" where all examples take
+            part at once.
+        also_covered: what epsilon covers beside the weights; empty if nothing is released beside
+            them.
+        tuning: what epsilon does not cover of other runs.
+        conditions: what else epsilon rests on that a record holds no evidence of.
+    """
+
+    name: str
+    mechanism: str
+    sampling: str
+    drawn: str
+    proof: str
+    tag: str
+    sampling_code: str = "poisson"
+    also_covered: str = ""
+    tuning: str = (
+        "hyperparameter tuning and other runs on the same data: each run adds its own epsilon"
+    )
+    conditions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PlannedRelease:
+    """One event and the sensitivity of each part that it lets out.
+
+    The noise is derived from the event itself, so what is drawn and what is accounted cannot
+    differ.
+
+    Args:
+        event: what the ledger records.
+        purpose: why, as the ledger names it: training, selection or release.
+        sensitivities: by part of the event (:data:`hf_dp.accounting.SUM`,
+            :data:`hf_dp.accounting.VECTORS`, :data:`hf_dp.accounting.LOSS`), the largest L2
+            distance by which one example can move what is noised, above 0.
+
+    Raises: ConfigError when the parts are not those of the event; InvalidArgumentError.
+    """
+
+    event: Event
+    purpose: str
+    sensitivities: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _validate.one_of("purpose", self.purpose, (TRAINING, SELECTION, RELEASE))
+        if set(self.sensitivities) != set(self.event.noise_multipliers):
+            raise ConfigError(
+                f"Expected the sensitivities of {sorted(self.event.noise_multipliers)}, which "
+                f"{type(self.event).__name__} releases, got those of {sorted(self.sensitivities)}. "
+                "Plan one release for each event."
+            )
+        checked = {
+            part: _validate.positive(part, value) for part, value in self.sensitivities.items()
+        }
+        object.__setattr__(self, "sensitivities", MappingProxyType(checked))
+
+    def noise_std(self, part: str) -> float:
+        """Return the standard deviation of the noise on a part: noise multiplier x sensitivity.
+
+        Raises: ConfigError for a part that the event does not release.
+        """
+        if part not in self.sensitivities:
+            raise ConfigError(
+                f"Expected a part that {type(self.event).__name__} releases "
+                f"({sorted(self.sensitivities)}), got {part!r}."
+            )
+        return self.event.noise_multipliers[part] * self.sensitivities[part]
 
 
 @dataclass(frozen=True)
@@ -39,6 +123,8 @@ class MechanismPlan(ABC):
         privacy_mode: the ``privacy_mode`` argument that selects it.
         established: whether a bound on its epsilon is known.
         noises_gradients_alone: whether all its noise is on sums of gradients.
+
+    Raises: InvalidArgumentError for a clipping norm or noise multiplier that is not positive.
     """
 
     clipping_norm: float
@@ -48,6 +134,15 @@ class MechanismPlan(ABC):
     privacy_mode: ClassVar[str]
     established: ClassVar[bool] = True
     noises_gradients_alone: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        norm = _validate.positive("per_example_max_grad_norm", self.clipping_norm)
+        object.__setattr__(self, "clipping_norm", norm)
+        if self.noise_multiplier is not None:
+            sigma = _validate.positive(
+                "noise_multiplier", self.noise_multiplier, "Noise 0 gives no privacy."
+            )
+            object.__setattr__(self, "noise_multiplier", sigma)
 
     # -- what is protected --
 
@@ -64,24 +159,19 @@ class MechanismPlan(ABC):
     # -- what is drawn and released --
 
     @property
+    def draw(self) -> Draw:
+        """Who takes part in a step."""
+        return Poisson()
+
+    @property
     def clipping(self) -> str:
         """How a norm becomes a weight."""
         return "flat"
 
     @property
-    def loss(self) -> NoisedLoss | None:
-        """The noised loss that a step releases beside its gradients, if it does."""
-        return None
-
-    @property
-    def search(self) -> Search | None:
-        """The search of which a run is one, if it is."""
-        return None
-
-    @property
-    def moved(self) -> int:
-        """How many examples join or leave a step with one example more, at the most."""
-        return 1
+    def is_searched(self) -> bool:
+        """Whether a run is one of several, of which the best by a score is released."""
+        return False
 
     @property
     def releases_each_step(self) -> bool:
@@ -98,34 +188,9 @@ class MechanismPlan(ABC):
             )
         return self.noise_multiplier
 
-    def sample_rate(self, schedule: Schedule) -> float:
-        """Return q, the probability with which each example joins each draw: B / N."""
-        return schedule.expected_batch_size / schedule.drawn_from
-
-    def steps_per_epoch(self, drawn_from: int, expected_batch_size: float) -> int | None:
-        """Return the whole number of steps in which each example takes part once, where there is
-        one; None where it takes part once on average."""
-        return None
-
-    def steps_released_together(self, schedule: Schedule) -> int:
-        """Return how many steps one entry of the ledger pays for, from the first of them on."""
-        return 1
-
-    def most(self, schedule: Schedule) -> int:
-        """Return how many examples a step uses at the most."""
-        return schedule.drawn_from
-
-    def used(self, schedule: Schedule) -> float:
-        """Return how many examples a step uses on average."""
-        return schedule.expected_batch_size
-
     def forwarded(self, schedule: Schedule) -> float:
         """Return how many examples go through the model in all steps, on average."""
-        return schedule.steps * self.used(schedule)
-
-    @abstractmethod
-    def sampler(self, schedule: Schedule, steps: int) -> Sampler:
-        """Return a sampler of ``steps`` logical batches."""
+        return schedule.steps * self.draw.used(schedule)
 
     @abstractmethod
     def step_event(self, schedule: Schedule, noise_multiplier: float, steps: int) -> Event:
@@ -139,19 +204,21 @@ class MechanismPlan(ABC):
         """Return the L2 norm that the engine clips to, at most ``clipping_norm``."""
         return self.clipping_norm
 
-    def step_release(self, schedule: Schedule) -> PlannedRelease:
-        """Return what one step releases."""
-        event = self.step_event(schedule, self.sigma, 1)
-        return PlannedRelease(event, TRAINING, self.sensitivities(schedule))
-
     def releases_before(self, schedule: Schedule) -> tuple[PlannedRelease, ...]:
         """Return what is released once, before the first step."""
         return ()
 
     # -- how the noise is decided --
 
-    def check(self, schedule: Schedule, selection: SelectionPlan | None) -> None:
-        """Raise InvalidArgumentError for what does not go with this mechanism."""
+    def check(self, schedule: Schedule, selects: bool) -> None:
+        """Raise InvalidArgumentError for what does not go with this mechanism.
+
+        Args: selects: whether a selection is released before the steps.
+        """
+        if schedule.accountant not in BOUNDS and schedule.target_epsilon is not None:
+            raise _validate.invalid(
+                "accountant", schedule.accountant, "to be a bound when `target_epsilon` is given"
+            )
 
     def check_users(self, users: Users | None) -> None:
         """Raise InvalidArgumentError where this mechanism cannot protect users in this way.
@@ -174,18 +241,40 @@ class MechanismPlan(ABC):
             UnsupportedArgumentError,
         )
 
-    @abstractmethod
     def calibrated(
+        self, schedule: Schedule, target_epsilon: float, prior_events: Sequence[Event]
+    ) -> Self:
+        """Return this plan with the noise with which its steps, and what ran before, just meet the
+        target.
+
+        Raises: InvalidArgumentError for noise that is given beside a target; CalibrationError.
+        """
+        event = partial(self.step_event, schedule)
+        sigma = self.smallest_noise(schedule, target_epsilon, prior_events, event)
+        return replace(self, noise_multiplier=sigma)
+
+    def smallest_noise(
         self,
         schedule: Schedule,
         target_epsilon: float,
         prior_events: Sequence[Event],
-        selection: SelectionPlan | None,
-    ) -> tuple[Self, SelectionPlan | None]:
-        """Return this plan, and the selection's, with the noise that meets the target together.
+        event: MakeEvent,
+    ) -> float:
+        """Return the smallest noise multiplier with which all steps stay inside the target.
 
-        Raises: InvalidArgumentError for noise that is given beside a target; CalibrationError.
+        Args: event: ``(noise_multiplier, steps)`` -> what that many steps release.
+
+        Raises: CalibrationError, AccountingRangeError.
         """
+        return calibrate_noise_multiplier(
+            target_epsilon,
+            schedule.delta,
+            self.draw.sample_rate(schedule),
+            schedule.steps,
+            schedule.accountant,
+            prior_events,
+            event,
+        )
 
     def require_noise(self) -> None:
         """Raise InvalidArgumentError where noise is missing that only a target could decide."""
@@ -196,6 +285,10 @@ class MechanismPlan(ABC):
     def words(self, schedule: Schedule) -> Words:
         """Return how a statement speaks of it."""
 
+    def outline(self, schedule: Schedule) -> tuple[str, ...]:
+        """Return what to say of the plan beside its numbers, one line each."""
+        return ()
+
     def what_ran(self, schedule: Schedule, steps: int, released: Sequence[Event]) -> str:
         """Return what ran, for the sentence of a statement.
 
@@ -204,8 +297,7 @@ class MechanismPlan(ABC):
         if steps == 0:
             return "no step on the training set has run"
         words = self.words(schedule)
-        counted = f"{steps:,} steps" if steps != 1 else "1 step"
-        return f"{counted} of {words.name} with {words.drawn}"
+        return self.draw.what_ran(schedule, steps, words.name, words.drawn)
 
     # -- as JSON --
 
@@ -221,23 +313,22 @@ class MechanismPlan(ABC):
 
 MECHANISM_PLANS: dict[str, type[MechanismPlan]] = {}
 
-Plan = TypeVar("Plan", bound=MechanismPlan)
+AnyPlan = TypeVar("AnyPlan", bound=MechanismPlan)
 
 
-def register_plan(cls: type[Plan]) -> type[Plan]:
+def register_plan(cls: type[AnyPlan]) -> type[AnyPlan]:
     """Make a mechanism's plan known by its ``name``: a class decorator.
 
     Raises: ConfigError when another plan has that name.
     """
-    if MECHANISM_PLANS.get(cls.name, cls) is not cls:
+    if MECHANISM_PLANS.setdefault(cls.name, cls) is not cls:
         raise ConfigError(
             f"Expected a mechanism name of its own, got {cls.name!r}, which is taken."
         )
-    MECHANISM_PLANS[cls.name] = cls
     return cls
 
 
-def mechanism_from_dict(values: Any) -> MechanismPlan:
+def mechanism_from_dict(values: object) -> MechanismPlan:
     """Read back what :meth:`MechanismPlan.to_dict` wrote.
 
     Raises: ConfigError for an unknown mechanism, or fields that it does not have;

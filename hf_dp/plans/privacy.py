@@ -6,27 +6,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from inspect import signature
+from typing import Any, Self
 
 from hf_dp import _validate
 from hf_dp._dataclasses import checked_fields
-from hf_dp.accounting import (
-    ACCOUNTANTS,
-    RELEASE,
-    SELECTION,
-    SUM,
-    TRAINING,
-    Event,
-    LedgerEntry,
-)
+from hf_dp.accounting import ACCOUNTANTS, RELEASE, SELECTION, SUM, TRAINING, Event, LedgerEntry
 from hf_dp.errors import ConfigError
 from hf_dp.plans.dp_sgd import DpSgdPlan
-from hf_dp.plans.draws import POISSON, Sampler, draw_of
-from hf_dp.plans.mechanism import MechanismPlan, mechanism_from_dict
-from hf_dp.plans.noised_loss import NoisedLoss
-from hf_dp.plans.release import PlannedRelease
-from hf_dp.plans.schedule import Schedule
-from hf_dp.plans.search import Search
+from hf_dp.plans.draws import Schedule
+from hf_dp.plans.mechanism import MechanismPlan, PlannedRelease, Words, mechanism_from_dict
+from hf_dp.plans.samplers import Sampler
 from hf_dp.plans.selection import SelectionPlan
 from hf_dp.plans.units import (
     BY_ROW,
@@ -38,7 +28,6 @@ from hf_dp.plans.units import (
     USER,
     Users,
 )
-from hf_dp.plans.words import Words
 
 MAX_STEPS = 10**9
 
@@ -54,7 +43,7 @@ class PrivacyPlan(Schedule):
         mechanism: how privacy is obtained, with its clipping norm and noise.
         selection: what is released before training to choose what trains; None: nothing.
         privacy_unit, neighboring_relation: what the user asked to be protected, and against what.
-        others: as in :class:`hf_dp.plans.schedule.Schedule`.
+        others: as in :class:`hf_dp.plans.draws.Schedule`.
     """
 
     mechanism: MechanismPlan
@@ -66,7 +55,14 @@ class PrivacyPlan(Schedule):
         _validate.integer("num_examples", self.num_examples, 2)
         _validate.positive("expected_batch_size", self.expected_batch_size)
         _validate.integer("steps", self.steps, 1)
-        _check_delta(self.delta, self.num_examples)
+        if _validate.in_unit_interval("target_delta", self.delta) >= 1 / self.num_examples:
+            raise _validate.invalid(
+                "target_delta",
+                self.delta,
+                f"to be < 1/num_examples ({1 / self.num_examples:.3g})",
+                "At 1/N publishing one random row would count as private. Leave it unset for "
+                "1/(2N).",
+            )
         _validate.one_of("accountant", self.accountant, ACCOUNTANTS)
         _validate.one_of("privacy_unit", self.privacy_unit, PRIVACY_UNITS)
         _validate.one_of("neighboring_relation", self.neighboring_relation, NEIGHBORING_RELATIONS)
@@ -74,34 +70,50 @@ class PrivacyPlan(Schedule):
         _validate.one_of("relation", self.mechanism.relation, RELATIONS)
         if self.target_epsilon is not None:
             _validate.positive("target_epsilon", self.target_epsilon)
-        of_epoch = self.mechanism.steps_per_epoch(self.drawn_from, self.expected_batch_size)
-        if of_epoch is not None and self.expected_batch_size != self.drawn_from / of_epoch:
-            raise _validate.invalid(
-                "expected_batch_size",
-                self.expected_batch_size,
-                f"to be {self.drawn_from} / {of_epoch}, what a step of an epoch has on average",
-                "Plan with PrivacyPlan.solve, which sees to it.",
-            )
-        if (self.users is not None) != (self.privacy_unit == USER):
+        self._check_users()
+        self._check_batch()
+
+    def _check_users(self) -> None:
+        users = self.users
+        if (users is not None) != (self.privacy_unit == USER):
             raise _validate.invalid(
                 "privacy_unit",
                 self.privacy_unit,
-                f"to be {USER!r} exactly where `users` is given, which is {self.users!r}",
+                f"to be {USER!r} exactly where `users` is given, which is {users!r}",
             )
-        if self.users is not None:
-            self._check_rows(self.users)
-        self.mechanism.check_users(self.users)
+        if users is not None:
+            n, most = self.num_examples, self.num_examples * users.max_rows
+            if users.by_row != (users.num_rows is not None):
+                raise _validate.invalid(
+                    "num_rows",
+                    users.num_rows,
+                    f"to be given exactly with unit_sampling={BY_ROW!r}, not {users.sampling!r}",
+                    "It is the number of rows to draw from, at most max_rows_per_unit of each "
+                    "user.",
+                )
+            if users.num_rows is not None and not n <= users.num_rows <= most:
+                raise _validate.invalid(
+                    "num_rows",
+                    users.num_rows,
+                    f"to be from {n} (one of each user) to {most} (max_rows_per_unit of each)",
+                )
+        self.mechanism.check_users(users)
 
-    def _check_rows(self, users: Users) -> None:
-        if users.by_row != (users.num_rows is not None):
+    def _check_batch(self) -> None:
+        n, b = self.drawn_from, self.expected_batch_size
+        if b > n:
+            name = "num_examples" if n == self.num_examples else "num_rows"
             raise _validate.invalid(
-                "num_rows",
-                users.num_rows,
-                f"to be given exactly with unit_sampling={BY_ROW!r}, not {users.sampling!r}",
-                "It is the number of rows to draw from, at most max_rows_per_unit of each user.",
+                "expected_batch_size", b, f"to be at most {name} ({n})", "Lower it."
             )
-        if users.num_rows is not None:
-            _check_num_rows(users.num_rows, self.num_examples, users.max_rows)
+        of_epoch = self.mechanism.draw.steps_per_epoch(n, b)
+        if of_epoch is not None and b != n / of_epoch:
+            raise _validate.invalid(
+                "expected_batch_size",
+                b,
+                f"to be {n} / {of_epoch}, what a step of an epoch has on average",
+                "Plan with PrivacyPlan.solve, which sees to it.",
+            )
 
     # -- numbers --
 
@@ -114,7 +126,7 @@ class PrivacyPlan(Schedule):
     @property
     def sample_rate(self) -> float:
         """q: the probability with which each example (or user) joins each draw."""
-        return self.mechanism.sample_rate(self)
+        return self.mechanism.draw.sample_rate(self)
 
     @property
     def noise_multiplier(self) -> float:
@@ -157,13 +169,13 @@ class PrivacyPlan(Schedule):
     @property
     def pays_ahead(self) -> bool:
         """Whether the ledger holds steps before they are made."""
-        return self.mechanism.steps_released_together(self) > 1
+        return self.mechanism.draw.steps_released_together(self) > 1
 
     @property
     def steps_recorded(self) -> int:
         """The steps that the ledger will hold: all, and what was released together with the last
         of them."""
-        together = self.mechanism.steps_released_together(self)
+        together = self.mechanism.draw.steps_released_together(self)
         return -(-self.steps // together) * together
 
     # -- what is drawn and released --
@@ -172,7 +184,7 @@ class PrivacyPlan(Schedule):
         """Return a sampler of this plan; ``random_bytes=`` replaces the operating system's source
         (tests only)."""
         count = self.steps if steps is None else steps
-        return replace(self.mechanism.sampler(self, count), **source)
+        return replace(self.mechanism.draw.sampler(self, count), **source)
 
     @property
     def epoch(self) -> int:
@@ -189,7 +201,7 @@ class PrivacyPlan(Schedule):
 
     def step_release(self) -> PlannedRelease:
         """Return what one training step releases."""
-        return self.mechanism.step_release(self)
+        return PlannedRelease(self.event(1), TRAINING, self.mechanism.sensitivities(self))
 
     def releases_before(self) -> tuple[PlannedRelease, ...]:
         """Return what is released once, before the first step, other than by a selection."""
@@ -216,33 +228,14 @@ class PrivacyPlan(Schedule):
     # -- made and read --
 
     @classmethod
-    def create(
-        cls,
-        *,
-        clipping_norm: float,
-        noise_multiplier: float | None = None,
-        clipping: str = "flat",
-        max_batch_size: int | None = None,
-        noised_loss_bound: float | None = None,
-        noised_loss_budget_ratio: float | None = None,
-        sampling: str = POISSON,
-        mean_runs: float | None = None,
-        users: Users | None = None,
-        **others: Any,
-    ) -> PrivacyPlan:
-        """Plan DP-SGD by its arguments, and :meth:`solve`.
+    def create(cls, *, users: Users | None = None, **given: Any) -> Self:
+        """Plan DP-SGD by the arguments of :meth:`DpSgdPlan.of`, and :meth:`solve` with the others.
 
         Raises: as there.
         """
-        mechanism = DpSgdPlan(
-            clipping_norm,
-            noise_multiplier,
-            clipping,
-            draw_of(sampling, max_batch_size, users is not None and users.by_row),
-            NoisedLoss.of(noised_loss_bound, noised_loss_budget_ratio),
-            None if mean_runs is None else Search(mean_runs),
-        )
-        return cls.solve(mechanism=mechanism, users=users, **others)
+        own = {name: given.pop(name) for name in signature(DpSgdPlan.of).parameters.keys() & given}
+        by_row = users is not None and users.by_row
+        return cls.solve(mechanism=DpSgdPlan.of(**own, by_row=by_row), users=users, **given)
 
     @classmethod
     def solve(
@@ -256,8 +249,9 @@ class PrivacyPlan(Schedule):
         target_epsilon: float | None = None,
         target_delta: float | None = None,
         prior_events: Sequence[Event] = (),
+        users: Users | None = None,
         **others: Any,
-    ) -> PrivacyPlan:
+    ) -> Self:
         """Return the plan that a user asks for, its noise calibrated where a target is given.
 
         Args:
@@ -275,31 +269,12 @@ class PrivacyPlan(Schedule):
         Raises: InvalidArgumentError, naming the argument; CalibrationError when no noise meets the
             target.
         """
-        n = _validate.integer(
-            "num_examples",
-            num_examples,
-            2,
-            "A private training set has at least two rows, or users.",
-        )
-        if expected_batch_size is None:
-            raise _validate.invalid(
-                "expected_batch_size",
-                None,
-                "to be given",
-                "It is the logical batch size; 1024 suits many tasks.",
-            )
-        b = _validate.positive("expected_batch_size", expected_batch_size)
-        users = others.get("users")
-        rows = None if users is None else users.num_rows
-        drawn_from = n if rows is None else rows
-        if b > drawn_from:
-            raise _validate.invalid(
-                "expected_batch_size",
-                expected_batch_size,
-                f"to be at most {'num_examples' if rows is None else 'num_rows'} ({drawn_from})",
-                "Lower it.",
-            )
-        of_epoch = mechanism.steps_per_epoch(drawn_from, b)
+        least = "A private training set has at least two rows, or users."
+        n = _validate.integer("num_examples", num_examples, 2, least)
+        hint = "It is the logical batch size; 1024 suits many tasks."
+        b = _validate.positive("expected_batch_size", expected_batch_size, hint)
+        drawn_from = n if users is None or users.num_rows is None else users.num_rows
+        of_epoch = mechanism.draw.steps_per_epoch(drawn_from, b)
         if of_epoch is None:
             steps = _steps(max_steps, num_train_epochs, drawn_from, b)
         else:
@@ -311,30 +286,39 @@ class PrivacyPlan(Schedule):
                 target_epsilon,
                 f"or `noise_multiplier` ({sigma!r}) to be given, exactly one of them",
             )
+        delta = 1 / (2 * n) if target_delta is None else target_delta
         asked = cls(
-            num_examples=n,
-            expected_batch_size=b,
-            steps=steps,
-            delta=1 / (2 * n) if target_delta is None else target_delta,
-            mechanism=mechanism,
-            target_epsilon=target_epsilon,
-            **others,
+            n, b, steps, delta, mechanism, target_epsilon=target_epsilon, users=users, **others
         )
-        mechanism.check(asked, asked.selection)
+        mechanism.check(asked, asked.selection is not None)
         if target_epsilon is not None:
-            solved, selection = mechanism.calibrated(
-                asked, target_epsilon, prior_events, asked.selection
-            )
-            return replace(asked, mechanism=solved, selection=selection)
-        if asked.selection is not None and asked.selection.noise_multiplier is None:
+            return asked._calibrated(target_epsilon, prior_events)
+        asked._require_noise()
+        return asked
+
+    def _calibrated(self, target_epsilon: float, prior_events: Sequence[Event]) -> Self:
+        """Return this plan with the noise of training, and then that of the selection, with which
+        everything together just meets the target."""
+        selection = self.selection
+        share = 1.0 if selection is None else selection.training_share()
+        mechanism = self.mechanism.calibrated(self, share * target_epsilon, prior_events)
+        trained = replace(self, mechanism=mechanism, selection=None)
+        if selection is None:
+            return trained
+        others = (*prior_events, *trained.events())
+        solved = selection.calibrated(target_epsilon, self.delta, self.accountant, others)
+        return replace(trained, selection=solved)
+
+    def _require_noise(self) -> None:
+        if self.selection is not None and self.selection.noise_multiplier is None:
             raise _validate.invalid(
                 "selection_noise_multiplier",
                 None,
                 "to be given beside `noise_multiplier`",
                 "Only a target_epsilon can decide it.",
             )
-        mechanism.require_noise()
-        return asked
+        self.mechanism.require_noise()
+        _validate.positive("noise_multiplier", self.noise_multiplier)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields and what is derived from them, for ``privacy.json``."""
@@ -343,11 +327,10 @@ class PrivacyPlan(Schedule):
             del own["users"]
         else:
             own["users"] = asdict(self.users)
-        selection = None if self.selection is None else self.selection.to_dict()
         return {
             **own,
             "mechanism": self.mechanism.to_dict(),
-            "selection": selection,
+            "selection": None if self.selection is None else asdict(self.selection),
             "noise_multiplier": self.noise_multiplier,
             "clipping_norm": self.clipping_norm,
             "sample_rate": self.sample_rate,
@@ -355,7 +338,7 @@ class PrivacyPlan(Schedule):
         }
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> PrivacyPlan:
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Read back what :meth:`to_dict` wrote.
 
         Raises: ConfigError when a field is missing; InvalidArgumentError when one could not have
@@ -377,8 +360,7 @@ class PrivacyPlan(Schedule):
         if "users" in given:
             given["users"] = Users(**checked_fields(Users, given["users"], ConfigError))
         plan = cls(**given)
-        plan.mechanism.require_noise()
-        _validate.positive("noise_multiplier", plan.noise_multiplier)
+        plan._require_noise()
         return plan
 
 
@@ -394,23 +376,3 @@ def _steps(max_steps: int, num_train_epochs: float, drawn_from: int, batch_size:
             "Lower it.",
         )
     return math.ceil(steps)
-
-
-def _check_num_rows(num_rows: int, num_users: int, max_rows: int) -> None:
-    if not num_users <= num_rows <= num_users * max_rows:
-        raise _validate.invalid(
-            "num_rows",
-            num_rows,
-            f"to be from {num_users} (one of each user) to {num_users * max_rows} "
-            "(max_rows_per_unit of each)",
-        )
-
-
-def _check_delta(delta: float, num_examples: int) -> None:
-    if _validate.in_unit_interval("target_delta", delta) >= 1 / num_examples:
-        raise _validate.invalid(
-            "target_delta",
-            delta,
-            f"to be < 1/num_examples ({1 / num_examples:.3g})",
-            "At 1/N publishing one random row would count as private. Leave it unset for 1/(2N).",
-        )

@@ -1,24 +1,31 @@
-"""What a private selection releases before training: part of the
-:class:`hf_dp.plans.privacy.PrivacyPlan`."""
+"""What a private selection releases before training, to choose what trains."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from hf_dp import _validate
 from hf_dp._dataclasses import checked_fields
-from hf_dp.accounting import SELECTION, SUM, Event, PoissonSampledGaussian
-from hf_dp.accounting.budget import compute_sigma
-from hf_dp.accounting.calibration import MakeEvent
-from hf_dp.errors import ConfigError
-from hf_dp.plans.draws import PoissonSampler
-from hf_dp.plans.release import PlannedRelease
+from hf_dp.accounting import (
+    SELECTION,
+    SUM,
+    Event,
+    PoissonSampledGaussian,
+    calibrate_noise_multiplier,
+)
+from hf_dp.errors import CalibrationError, ConfigError
+from hf_dp.plans.mechanism import PlannedRelease
+from hf_dp.plans.samplers import PoissonSampler
 
 # What a release holds, and so what bounds one example's part in it: magnitudes of partitions
 # (DP-FROST, definition 9) or the whole summed gradient (PARAM).
-MAGNITUDES = ("mg", "mgn", "mgna")
+MAGNITUDES = {
+    "mg": "as they are",
+    "mgn": "normalized by partition",
+    "mgna": "absolute and normalized by partition",
+}
 QUANTITIES = (*MAGNITUDES, "gradient")
 
 
@@ -68,25 +75,58 @@ class SelectionPlan:
 
     def sampler(self, num_examples: int, iterations: int | None = None) -> PoissonSampler:
         """Return a sampler of ``iterations`` (default: all) of its draws."""
-        return PoissonSampler(
-            num_examples, self.sample_rate, self.iterations if iterations is None else iterations
-        )
+        return PoissonSampler(num_examples, self.sample_rate, iterations or self.iterations)
 
     def event(self, iterations: int | None = None) -> PoissonSampledGaussian:
         """Return what the accountant is told about ``iterations`` (default: all) releases."""
         if self.noise_multiplier is None:
             raise ConfigError(
-                "This SelectionPlan has no noise multiplier yet; PrivacyPlan.create decides it."
+                "This SelectionPlan has no noise multiplier yet; PrivacyPlan.solve decides it."
             )
-        return PoissonSampledGaussian(
-            self.noise_multiplier,
-            self.sample_rate,
-            self.iterations if iterations is None else iterations,
-        )
+        steps = self.iterations if iterations is None else iterations
+        return PoissonSampledGaussian(self.noise_multiplier, self.sample_rate, steps)
 
     def release(self, sensitivity: float) -> PlannedRelease:
         """Return one release of a noisy sum. Args: sensitivity: how far one example can move it."""
         return PlannedRelease(self.event(1), SELECTION, {SUM: sensitivity})
+
+    def training_share(self) -> float:
+        """Return how much of a target epsilon the training may cost, before the selection is paid
+        from what is left (DP-FROST, section 4.6, algorithm 2).
+
+        Raises: InvalidArgumentError for noise that is given beside a target.
+        """
+        if self.noise_multiplier is not None or self.budget_ratio is None:
+            raise _validate.invalid(
+                "selection_noise_multiplier",
+                self.noise_multiplier,
+                "to be None with a target_epsilon, which decides it",
+                "Leave it out and set `selection_budget_ratio`, or give `noise_multiplier` instead "
+                "of the target.",
+            )
+        return 1 - self.budget_ratio
+
+    def calibrated(
+        self, target_epsilon: float, delta: float, accountant: str, others: Sequence[Event]
+    ) -> Self:
+        """Return it with the smallest noise with which everything together meets the target
+        (algorithm 3). Epsilons do not add up, so it gets more than its ratio.
+
+        Args: others: the training, and what ran before on the same rows.
+
+        Raises: CalibrationError when it does not fit; the message names what to change.
+        """
+        try:
+            sigma = calibrate_noise_multiplier(
+                target_epsilon, delta, self.sample_rate, self.iterations, accountant, others
+            )
+        except CalibrationError as problem:
+            raise CalibrationError(
+                f"The selection does not fit beside the training: {problem} Raise "
+                f"`selection_budget_ratio` (now {self.budget_ratio:g}), or lower "
+                "`selection_sample_rate` or `selection_iterations`."
+            ) from problem
+        return replace(self, noise_multiplier=sigma)
 
     def in_words(self, one: str = "row") -> str:
         """Return how what trains is chosen, and what bounds one example's part in it (DP-FROST,
@@ -94,18 +134,12 @@ class SelectionPlan:
         of_each, drawn = "per-example gradients", "rows"
         if one != "row":
             of_each, drawn = f"the gradients of each {one}", f"each {one}"
+        what = f"the sum of {of_each} clipped to an L2 norm of at most"
         if self.quantity in MAGNITUDES:
-            how = {
-                "mg": "as they are",
-                "mgn": "normalized by partition",
-                "mgna": "absolute and normalized by partition",
-            }
             what = (
                 f"one magnitude for each partition of the model, of {of_each} "
-                f"({how[self.quantity]}) clipped in the {self.norm_order}-norm to"
+                f"({MAGNITUDES[self.quantity]}) clipped in the {self.norm_order}-norm to"
             )
-        else:
-            what = f"the sum of {of_each} clipped to an L2 norm of at most"
         return (
             'What trains was chosen from noisy releases (of purpose "selection" in the ledger), '
             f"each on its own Poisson draw of {drawn} with probability {self.sample_rate!r}: "
@@ -113,53 +147,9 @@ class SelectionPlan:
             f"{self.noise_multiplier!r} x sensitivity"
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data, JSON-ready; :meth:`from_dict` reads it back."""
-        return asdict(self)
-
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> SelectionPlan:
-        """Read back what :meth:`to_dict` wrote. Raises: ConfigError, InvalidArgumentError."""
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Read back its fields. Raises: ConfigError, InvalidArgumentError."""
         plan = cls(**checked_fields(cls, values, ConfigError))
         plan.event()
         return plan
-
-
-def calibrated_together(
-    plan: SelectionPlan,
-    target_epsilon: float,
-    delta: float,
-    *,
-    sample_rate: float,
-    steps: int,
-    accountant: str,
-    prior_events: Sequence[Event],
-    event: MakeEvent,
-) -> tuple[float, SelectionPlan]:
-    """Return the noise multiplier of training, and the plan with that of the selection.
-
-    Args: as :func:`hf_dp.accounting.budget.compute_sigma`.
-
-    Raises: InvalidArgumentError for a selection that has noise beside a target; CalibrationError.
-    """
-    if plan.noise_multiplier is not None or plan.budget_ratio is None:
-        raise _validate.invalid(
-            "selection_noise_multiplier",
-            plan.noise_multiplier,
-            "to be None with a target_epsilon, which decides it",
-            "Leave it out and set `selection_budget_ratio`, or give `noise_multiplier` instead of "
-            "the target.",
-        )
-    training, selection = compute_sigma(
-        target_epsilon,
-        delta,
-        sample_rate=sample_rate,
-        steps=steps,
-        selection_sample_rate=plan.sample_rate,
-        selection_iterations=plan.iterations,
-        selection_budget_ratio=plan.budget_ratio,
-        accountant=accountant,
-        prior_events=prior_events,
-        event=event,
-    )
-    return training, replace(plan, noise_multiplier=selection)

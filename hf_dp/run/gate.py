@@ -19,7 +19,7 @@ from hf_dp.distributed.processes import Processes
 from hf_dp.distributed.sums import add_up_with_noise
 from hf_dp.errors import LedgerError
 from hf_dp.noise import SecretRandomness, randomized_response
-from hf_dp.plans.release import PlannedRelease
+from hf_dp.plans.mechanism import PlannedRelease
 from hf_dp.run.ledger import RunLedger
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_dp.plans.draws import Sampler as LogicalSampler
+from hf_dp.plans.samplers import Sampler as LogicalSampler
 
 
 class Observer:

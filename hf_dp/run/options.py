@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hf_dp.batches.loader import BatchOptions
-from hf_dp.plans.strategies import MEMORY_RATIO
+from hf_dp.plans.dp_sgd import MEMORY_RATIO
 
 
 @dataclass(frozen=True)

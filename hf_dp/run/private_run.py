@@ -49,9 +49,9 @@ from hf_dp.errors import (
 from hf_dp.losses import any_number_of_end_tokens, per_example_loss
 from hf_dp.noise import SecretRandomness, untouched_generators
 from hf_dp.overlap import TrainingRows, TrainingUsers
-from hf_dp.plans.draws import Sampler, Share
+from hf_dp.plans.mechanism import PlannedRelease
 from hf_dp.plans.privacy import PrivacyPlan
-from hf_dp.plans.release import PlannedRelease
+from hf_dp.plans.samplers import Sampler, Share
 from hf_dp.run.checks import (
     check_collator,
     check_launch,
@@ -407,7 +407,7 @@ class PrivateRun:
             metrics are released on purpose. In a private search already for one equal row, and for
             a set that cannot be compared.
         """
-        search = self.plan.mechanism.search is not None
+        search = self.plan.mechanism.is_searched
         asked_for = EVALUATION_ON_TRAINING_ROWS in self.book.released and not search
         if asked_for or self.train_dataset is None:
             return
@@ -606,7 +606,7 @@ class PrivateRun:
         It is the size of a batch for each example that moves with it (:meth:`MechanismPlan.moved`).
         """
         size = self.options.batches.physical_batch_size
-        return self.plan.mechanism.moved * size
+        return self.plan.mechanism.draw.moved * size
 
     def _clipped(self, engine: ClippingEngine, batches: Iterable[Any]) -> Iterator[Tensor]:
         """Feed each physical batch to the engine, and yield the losses of its units, (units,)."""

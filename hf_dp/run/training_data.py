@@ -25,7 +25,7 @@ from hf_dp.batches.units import UnitTable, unit_dataloader
 from hf_dp.errors import DataError, HfDpError, UnsupportedLossError
 from hf_dp.losses import IGNORED_LABEL, targets_of
 from hf_dp.noise import SecretRandomness
-from hf_dp.plans.draws import Sampler as LogicalSampler
+from hf_dp.plans.samplers import Sampler as LogicalSampler
 from hf_dp.plans.units import Users
 from hf_dp.run.failing_row import why_a_row_fails
 from hf_dp.run.precision import Watched

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hf_dp.plans.mechanism import Words
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.units import (
     EXAMPLE,
@@ -15,7 +16,6 @@ from hf_dp.plans.units import (
     ZERO_OUT,
     Users,
 )
-from hf_dp.plans.words import Words
 from hf_dp.statement.facts import RunFacts
 from hf_dp.statement.weaknesses import OTHER_ROWS, PUBLIC_ROWS
 

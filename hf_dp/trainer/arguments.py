@@ -18,7 +18,7 @@ from hf_dp._validate import invalid, one_of
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.features import problems_of
 from hf_dp.plans.dp_fp import DP_FP
-from hf_dp.plans.noised_loss import BOUND, RATIO
+from hf_dp.plans.dp_sgd import BOUND, RATIO
 from hf_dp.trainer.audit_arguments import AuditArguments
 from hf_dp.trainer.forward_arguments import ForwardArguments, resolve_forward
 from hf_dp.trainer.inherited import FREE, Refusal, environment_problems, inherited_problems

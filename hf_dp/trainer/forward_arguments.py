@@ -36,19 +36,28 @@ _CHOICES = (
     "DP-SGD: (epsilon, delta) is proven, too. 'published' trains everything by an ordinary "
     "optimizer, as Du and Mi do: nothing is proven, and no epsilon is printed."
 )
-# Arguments of DP-SGD that no variant has, and those that only a private encoder has; with why.
 _UNBOUNDED = "No bound is implemented for both"
-_OF_NONE = {
-    "max_logical_batch_size": "Draws are not truncated",
-    "adam_bc_floor": "Its gradients have noise of several kinds",
-    "sampling": _UNBOUNDED,
-    "private_selection_mean_runs": _UNBOUNDED,
-}
-_OF_CLIPPED = {
-    "clipping_strategy": "No gradients are clipped",
-    "clipping_memory_ratio": "No gradients are clipped",
-    "chunked_loss": "It is for causal language models",
-    "clipping": "No gradients are clipped",
+_UNCLIPPED = "No gradients are clipped"
+# Arguments that not every variant has: those that have it, and why the others do not.
+_ONLY_OF: dict[str, tuple[tuple[str, ...], str]] = {
+    "max_logical_batch_size": ((), "Draws are not truncated"),
+    "adam_bc_floor": ((), "Its gradients have noise of several kinds"),
+    "sampling": ((), _UNBOUNDED),
+    "private_selection_mean_runs": ((), _UNBOUNDED),
+    "clipping": ((PRIVATE_ENCODER,), _UNCLIPPED),
+    "clipping_strategy": ((PRIVATE_ENCODER,), _UNCLIPPED),
+    "clipping_memory_ratio": ((PRIVATE_ENCODER,), _UNCLIPPED),
+    "chunked_loss": ((PRIVATE_ENCODER,), "It is for causal language models"),
+    "representation_noise_multiplier": (
+        (PRIVATE_ENCODER,),
+        "There `noise_multiplier` is the noise of the representation",
+    ),
+    "label_epsilon": (
+        (FROZEN,),
+        "Vectors that are drawn anew in each step protect the labels with labels_in_vector=True, "
+        "at no further cost; the published variant protects none",
+    ),
+    "labels_in_vector": ((FROZEN, PRIVATE_ENCODER), "The published variant protects no labels"),
 }
 
 
@@ -149,21 +158,12 @@ class ForwardArguments(ArgumentGroup):
 
 
 def _variant_problems(args: Any, found: Problems) -> None:
-    variant = args.dp_fp_variant
-    if variant != PRIVATE_ENCODER and args.representation_noise_multiplier is not None:
-        found.refuse(
-            "representation_noise_multiplier",
-            f"to be unset with dp_fp_variant={variant!r}",
-            "There `noise_multiplier` is the noise of the representation.",
-        )
-    defaults = type(args).__dataclass_fields__
-    refused = _OF_NONE if variant == PRIVATE_ENCODER else {**_OF_CLIPPED, **_OF_NONE}
-    for name, why in refused.items():
-        default = defaults[name].default
-        if getattr(args, name) != default:
+    for name, (variants, why) in _ONLY_OF.items():
+        default = type(args).__dataclass_fields__[name].default
+        if args.dp_fp_variant not in variants and getattr(args, name) != default:
             found.unsupported(
                 name,
-                f"to be left at {default!r} with dp_fp_variant={variant!r}",
+                f"to be left at {default!r} with dp_fp_variant={args.dp_fp_variant!r}",
                 f"{why}. Remove it.",
             )
     try:
@@ -178,13 +178,12 @@ def forward_plan(args: Any, num_classes: int | None) -> ForwardPlan:
 
     Raises: InvalidArgumentError for arguments that the variant does not have.
     """
-    variant, sigma = args.dp_fp_variant, args.noise_multiplier
-    _check_labels(args)
+    sigma, norm = args.noise_multiplier, args.representation_clipping_norm
+    draws = args.num_micro_batches
     classes = num_classes if args.label_epsilon is not None or args.labels_in_vector else None
-    norm, draws = args.representation_clipping_norm, args.num_micro_batches
-    if variant == PUBLISHED:
+    if args.dp_fp_variant == PUBLISHED:
         return PublishedPlan(norm, sigma, draws)
-    if variant == FROZEN:
+    if args.dp_fp_variant == FROZEN:
         return FrozenPlan(
             norm,
             sigma,
@@ -207,26 +206,6 @@ def forward_plan(args: Any, num_classes: int | None) -> ForwardPlan:
         args.labels_in_vector,
         classes,
     )
-
-
-def _check_labels(args: Any) -> None:
-    """Raise InvalidArgumentError for a protection of labels that the variant does not have."""
-    protected = args.label_epsilon is not None or args.labels_in_vector
-    if protected and args.dp_fp_variant == PUBLISHED:
-        raise invalid(
-            "dp_fp_variant",
-            args.dp_fp_variant,
-            "to be 'frozen' or 'private_encoder' with `label_epsilon` or `labels_in_vector`",
-            "The published variant protects no labels, and no guarantee is established for it.",
-        )
-    if args.label_epsilon is not None and args.dp_fp_variant == PRIVATE_ENCODER:
-        raise invalid(
-            "label_epsilon",
-            args.label_epsilon,
-            "to be None with a private encoder",
-            "Its vectors are drawn anew in each step. Protect the labels with "
-            "labels_in_vector=True, at no further cost.",
-        )
 
 
 def resolve_forward(args: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from hf_dp._arguments import ArgumentGroup, Check, Problems, argument
 from hf_dp._validate import integer, one_of
 from hf_dp.plans.dp_fp import DP_FP, PRIVATE_ENCODER
-from hf_dp.plans.strategies import MEMORY_RATIO, STRATEGIES, check_memory_ratio
+from hf_dp.plans.dp_sgd import MEMORY_RATIO, STRATEGIES, check_memory_ratio
 
 
 @dataclass

@@ -18,11 +18,17 @@ from hf_dp._validate import (
 )
 from hf_dp.accounting import ACCOUNTANTS
 from hf_dp.plans.dp_fp import DP_FP, PUBLISHED
-from hf_dp.plans.dp_sgd import CLIPPINGS
+from hf_dp.plans.dp_sgd import (
+    BOUND,
+    CLIPPINGS,
+    MEAN_RUNS,
+    RATIO,
+    budget_ratio,
+    check_mean_runs,
+    half_given,
+    loss_bound,
+)
 from hf_dp.plans.draws import POISSON, check_sampling
-from hf_dp.plans.noised_loss import BOUND, RATIO, budget_ratio, half_given, loss_bound
-from hf_dp.plans.search import ARGUMENT as MEAN_RUNS
-from hf_dp.plans.search import check_mean_runs
 from hf_dp.plans.units import NEIGHBORING_RELATIONS
 from hf_dp.statement.unnoised import CLIPPED_GRADIENT_NORM, RELEASABLE
 from hf_dp.statement.weaknesses import OTHER_TRAINING

@@ -8,10 +8,7 @@ from typing import Any
 from hf_dp.errors import ConfigError
 from hf_dp.plans.dp_fp import DP_FP
 from hf_dp.plans.dp_sgd import DP_SGD, DpSgdPlan
-from hf_dp.plans.draws import draw_of
 from hf_dp.plans.mechanism import MechanismPlan
-from hf_dp.plans.noised_loss import NoisedLoss
-from hf_dp.plans.search import Search
 from hf_dp.plans.units import BY_ROW, USER
 from hf_dp.trainer.forward_arguments import forward_plan
 
@@ -21,15 +18,16 @@ PlanOfArguments = Callable[[Any, int | None], MechanismPlan]
 
 def gradient_plan(args: Any, num_classes: int | None) -> DpSgdPlan:
     """Return the plan of ``privacy_mode="dp_sgd"``."""
-    runs = args.private_selection_mean_runs
-    by_row = args.privacy_unit == USER and args.unit_sampling == BY_ROW
-    return DpSgdPlan(
+    return DpSgdPlan.of(
         args.per_example_max_grad_norm,
         args.noise_multiplier,
         args.clipping,
-        draw_of(args.sampling, args.max_logical_batch_size, by_row),
-        NoisedLoss.of(args.noised_loss_bound, args.noised_loss_budget_ratio),
-        None if runs is None else Search(runs),
+        sampling=args.sampling,
+        max_batch_size=args.max_logical_batch_size,
+        by_row=args.privacy_unit == USER and args.unit_sampling == BY_ROW,
+        noised_loss_bound=args.noised_loss_bound,
+        noised_loss_budget_ratio=args.noised_loss_budget_ratio,
+        mean_runs=args.private_selection_mean_runs,
     )
 
 

@@ -16,7 +16,7 @@ from hf_dp.batches.loader import Drawn, PhysicalBatches
 from hf_dp.batches.padding import Padding
 from hf_dp.batches.units import UnitBatch, UnitBatches, UnitDraws, UnitTable, split_off_units
 from hf_dp.errors import DataError
-from hf_dp.plans.draws import PoissonSampler, Share
+from hf_dp.plans.samplers import PoissonSampler, Share
 from hf_dp.plans.units import Users
 
 USERS = Users("who", max_rows=3)

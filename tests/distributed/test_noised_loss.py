@@ -21,7 +21,7 @@ from hf_dp.batches.loader import BatchOptions
 from hf_dp.distributed import sums as module
 from hf_dp.distributed.processes import Processes
 from hf_dp.noise import SecretRandomness
-from hf_dp.plans.release import PlannedRelease
+from hf_dp.plans.mechanism import PlannedRelease
 from hf_dp.run.gate import IndependentNoise, Release
 from hf_dp.run.options import RunOptions
 from hf_dp.statement.record import disagreements, read

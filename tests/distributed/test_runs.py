@@ -89,7 +89,7 @@ def drawn(rate: float, steps: int, shift: float = 0.0) -> list[list[int]]:
     """This process's draws, as a run makes them. Args: shift: of rank 1's rate, planted."""
     import dataclasses
 
-    from hf_dp.plans.draws import PoissonSampler, Share
+    from hf_dp.plans.samplers import PoissonSampler, Share
 
     rank = int(os.environ["RANK"])
     sampler = PoissonSampler(40, rate + shift * rank, steps)
@@ -140,7 +140,7 @@ def test_a_process_without_examples_of_its_own_takes_part(tmp_path):
 
 
 def test_an_allocation_is_recorded_once_by_all_processes(tmp_path, monkeypatch):
-    from hf_dp.plans.draws import AllocationSampler
+    from hf_dp.plans.samplers import AllocationSampler
 
     drawn, honest = [], AllocationSampler.__iter__
 

@@ -10,7 +10,7 @@ from faults import noise_times
 from golden import runs
 from golden.compare import EXPECTED, difference, summary
 
-from hf_dp.plans.draws import PoissonSampler
+from hf_dp.plans.samplers import PoissonSampler
 
 WANTED = json.loads(EXPECTED.read_text())
 REFUSED = WANTED.pop("refused")

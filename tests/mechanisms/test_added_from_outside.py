@@ -7,7 +7,7 @@ without a line of theirs.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import tiny
 import torch
@@ -18,9 +18,8 @@ from hf_dp.accounting import SUM, Gaussian, Ledger, epsilon
 from hf_dp.cards.card import render_card
 from hf_dp.cards.details import CardDetails
 from hf_dp.mechanisms import Clipped, Mechanism, mechanism_for, register_mechanism
-from hf_dp.mechanisms.dp_fp.representation import clip_vectors
+from hf_dp.mechanisms.last_layer import clip_vectors
 from hf_dp.plans import MechanismPlan, PrivacyPlan, Words, register_plan
-from hf_dp.plans.draws import PoissonSampler
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.statement.facts import RunFacts
 from hf_dp.statement.record import disagreements, read
@@ -35,24 +34,11 @@ class FeatureMeanPlan(MechanismPlan):
     name = "feature_mean"
     privacy_mode = "feature_mean"
 
-    def sample_rate(self, schedule):
-        return 1.0
-
-    def sampler(self, schedule, steps):
-        return PoissonSampler(schedule.num_examples, 1.0, steps)
-
     def step_event(self, schedule, noise_multiplier, steps):
         return Gaussian(noise_multiplier, steps)
 
     def sensitivities(self, schedule):
         return {SUM: self.clipping_norm}
-
-    def calibrated(self, schedule, target_epsilon, prior_events, selection):
-        def event(sigma, steps):
-            return Gaussian(sigma, steps)
-
-        sigma = schedule.calibrated(target_epsilon, prior_events, 1.0, event)
-        return replace(self, noise_multiplier=sigma), None
 
     def words(self, schedule):
         what = f"the noisy mean of features clipped to {self.clipping_norm!r}"

@@ -18,7 +18,7 @@ from loopback_hub import TOKEN, USER
 from peft import LoraConfig
 from transformers import DataCollatorWithPadding, TrainerCallback
 
-from hf_dp.plans.draws import PoissonSampler
+from hf_dp.plans.samplers import PoissonSampler
 from hf_dp.publishing import allowed
 from hf_dp.trainer.trainer import DPTrainer
 

@@ -19,7 +19,7 @@ from hf_dp.errors import LedgerError, SelfCheckError
 from hf_dp.losses import per_example_loss
 from hf_dp.mechanisms.dp_sgd import BoundedLosses
 from hf_dp.noise import SecretRandomness
-from hf_dp.plans.release import PlannedRelease
+from hf_dp.plans.mechanism import PlannedRelease
 from hf_dp.run.gate import Release
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.witnesses import read_run

@@ -13,8 +13,8 @@ from hf_dp.cards.verify import verify
 from hf_dp.errors import AuditError, BudgetExceededError, InvalidArgumentError, LedgerError
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans import DpSgdPlan, RandomAllocation
-from hf_dp.plans.draws import AllocationSampler
 from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.plans.samplers import AllocationSampler
 from hf_dp.run.witnesses import read_run
 from hf_dp.tuners.frost.config import FrostConfig
 

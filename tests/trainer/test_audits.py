@@ -26,7 +26,7 @@ from hf_dp.features import canary_rows
 from hf_dp.features.canaries import audit_of
 from hf_dp.features.one_run_audit import OneRunAudit
 from hf_dp.noise import SecretRandomness
-from hf_dp.plans.draws import PoissonSampler
+from hf_dp.plans.samplers import PoissonSampler
 from hf_dp.statement import audited
 from hf_dp.statement.audited import AuditResult
 from hf_dp.statement.record import disagreements, read

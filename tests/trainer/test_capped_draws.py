@@ -26,7 +26,7 @@ def test_what_ran_is_what_is_accounted(tmp_path):
         return drawn[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_dp.plans.draws.PoissonSampler.draw", watched)
+        patch.setattr("hf_dp.plans.samplers.PoissonSampler.draw", watched)
         trainer.train()
     assert len(drawn) >= 6
     assert max(map(len, drawn)) <= 9

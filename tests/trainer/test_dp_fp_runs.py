@@ -4,7 +4,6 @@ into it."""
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 
 import datasets
@@ -31,10 +30,9 @@ from hf_dp.errors import (
     UnsupportedModelError,
 )
 from hf_dp.mechanisms import Frozen
-from hf_dp.mechanisms.dp_fp.frozen import RELEASED_ROWS
-from hf_dp.mechanisms.dp_fp.last_layer import LastLayer
-from hf_dp.mechanisms.dp_fp.representation import clip_vectors
-from hf_dp.plans import FrozenPlan, PrivacyPlan, PrivateEncoderPlan
+from hf_dp.mechanisms.dp_fp import RELEASED_ROWS
+from hf_dp.mechanisms.last_layer import LastLayer, clip_vectors
+from hf_dp.plans import PrivateEncoderPlan
 from hf_dp.statement.record import disagreements, read
 from hf_dp.trainer.trainer import DPTrainer
 from hf_dp.tuners.frost.config import FrostConfig
@@ -42,13 +40,29 @@ from hf_dp.tuners.frost.config import FrostConfig
 STATUS = "as published, not established"
 
 
+def made(folder: Path, variant: str, **options):
+    """A trainer; a private encoder has noise on the vectors as well."""
+    if variant == "private_encoder" and options.get("target_epsilon") is None:
+        options = {"representation_noise_multiplier": 1.0, **options}
+    return tiny.trainer(folder, privacy_mode="dp_fp", dp_fp_variant=variant, **options)
+
+
 def run(folder: Path, variant: str, **options):
-    given = options.pop("given", None)
-    trainer = tiny.trainer(
-        folder, given=given, privacy_mode="dp_fp", dp_fp_variant=variant, **options
-    )
+    trainer = made(folder, variant, **options)
     trainer.train()
     return trainer
+
+
+def released_nothing(folder: Path) -> bool:
+    return not (folder / "ledger.jsonl").exists() and not list(folder.glob("*.safetensors"))
+
+
+def with_layers_above(*, frozen: bool = False) -> torch.nn.Module:
+    """A model with a head of several layers."""
+    model, linear = tiny.model(), torch.nn.Linear
+    model.classifier = torch.nn.Sequential(linear(16, 8), torch.nn.Tanh(), linear(8, 2))
+    model.classifier[2].bias.requires_grad_(not frozen)
+    return model
 
 
 # -- published ---
@@ -61,13 +75,8 @@ def test_one_padded_batch_gives_what_m_passes_give(tmp_path, monkeypatch):
         "hf_dp.noise.SecretRandomness.gaussian_like",
         lambda self, tensor, std: torch.zeros_like(tensor),
     )
-    trainer = tiny.trainer(
-        tmp_path,
-        privacy_mode="dp_fp",
-        dp_fp_variant="published",
-        num_micro_batches=3,
-        given={"model": tiny.model().double()},
-    )
+    given = {"model": tiny.model().double()}
+    trainer = made(tmp_path, "published", num_micro_batches=3, given=given)
     trainer.run.open()
     trainer.mechanism.start()
     trainer.run.book.start(10)
@@ -88,23 +97,22 @@ def test_one_padded_batch_gives_what_m_passes_give(tmp_path, monkeypatch):
         assert torch.allclose(one, apart, rtol=1e-9, atol=1e-12)
 
 
-def test_the_status_reaches_everything_that_anyone_reads(tmp_path, capsys, caplog):
+def test_the_status_reaches_everything_that_anyone_reads(tmp_path, capsys, monkeypatch):
     seen: list[dict] = []
 
     class Logs(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **kwargs):
             seen.append(dict(logs))
 
-    trainer = tiny.trainer(
-        tmp_path,
-        privacy_mode="dp_fp",
-        dp_fp_variant="published",
-        given={"callbacks": [Logs()]},
-        save_strategy="steps",
-        save_steps=2,
+    said: list[str] = []
+    monkeypatch.setattr(
+        "hf_dp.mechanisms.dp_fp.logger.warning", lambda text, *args: said.append(text)
     )
-    with caplog.at_level(logging.WARNING):
-        trainer.train()
+    given = {"callbacks": [Logs()]}
+    trainer = run(tmp_path, "published", given=given, save_strategy="steps", save_steps=2)
+    (warning,) = said
+    assert len(warning.splitlines()) == 2
+    assert "NO differential privacy guarantee is established" in warning
     with pytest.raises(
         UnsupportedArgumentError, match="No epsilon is established for this run.*gdp_clt"
     ):
@@ -147,19 +155,6 @@ def test_the_status_reaches_everything_that_anyone_reads(tmp_path, capsys, caplo
     assert [row["epsilon"] for row in json.loads(capsys.readouterr().out)["results"]] == [None]
 
 
-def test_first_use_warns_in_two_lines(tmp_path, monkeypatch):
-    said: list[str] = []
-    monkeypatch.setattr(
-        "hf_dp.mechanisms.dp_fp.published.logger.warning", lambda text, *args: said.append(text)
-    )
-    run(tmp_path, "published")
-    (warning,) = said
-    assert (
-        len(warning.splitlines()) == 2
-        and "NO differential privacy guarantee is established" in warning
-    )
-
-
 def test_defaults_are_the_papers(tmp_path):
     args = tiny.arguments(
         tmp_path,
@@ -178,18 +173,15 @@ def test_defaults_are_the_papers(tmp_path):
 
 
 def test_noise_is_calibrated_to_the_papers_figure(tmp_path):
-    options = {"privacy_mode": "dp_fp", "dp_fp_variant": "published"}
-    trainer = tiny.trainer(tmp_path, **options, target_epsilon=1.5, max_steps=20)
-    (event,) = trainer.privacy_plan.events()
-    assert epsilon(event, trainer.privacy_plan.delta, "gdp_clt").value == pytest.approx(
-        1.5, rel=1e-6
-    )
+    plan = made(tmp_path, "published", target_epsilon=1.5, max_steps=20).privacy_plan
+    (event,) = plan.events()
+    assert epsilon(event, plan.delta, "gdp_clt").value == pytest.approx(1.5, rel=1e-6)
     assert event.num_micro_batches == 32 and event.sample_rate == 8 / (32 * 40)
 
 
 def test_an_empty_step_is_a_step(tmp_path):
-    trainer = run(tmp_path, "published", expected_batch_size=1, max_steps=30, num_micro_batches=4)
-    assert trainer.ledger.steps() == 30 == trainer.state.global_step
+    trainer = run(tmp_path, "published", expected_batch_size=1, max_steps=9, num_micro_batches=4)
+    assert trainer.ledger.steps() == 9 == trainer.state.global_step
 
 
 def canary_moves(folder: Path, variant: str, **options) -> list[bool]:
@@ -274,9 +266,7 @@ def test_frozen_trains_the_last_layer_alone_and_records_what_it_released(tmp_pat
 
 def test_after_the_release_nothing_of_the_private_rows_is_looked_at(tmp_path, monkeypatch):
     """Rows, labels and encoder could be gone: the same steps come out of what was released."""
-    trainer = tiny.trainer(
-        tmp_path, privacy_mode="dp_fp", dp_fp_variant="frozen", label_epsilon=1.0
-    )
+    trainer = made(tmp_path, "frozen", label_epsilon=1.0)
     start = Frozen.start
 
     def start_and_destroy(self, checkpoint=None):
@@ -292,13 +282,8 @@ def test_after_the_release_nothing_of_the_private_rows_is_looked_at(tmp_path, mo
 
 @pytest.mark.parametrize("blocks", [False, True])
 def test_one_record_moves_its_own_row_alone_and_by_no_more_than_the_clipping_norm(tmp_path, blocks):
-    trainer = tiny.trainer(
-        tmp_path,
-        privacy_mode="dp_fp",
-        dp_fp_variant="frozen",
-        representation_clipping_norm=0.2,
-        labels_in_vector=blocks,
-    )
+    options = {"representation_clipping_norm": 0.2, "labels_in_vector": blocks}
+    trainer = made(tmp_path, "frozen", **options)
     last = LastLayer(trainer.run, trainer.privacy_plan.mechanism)
     rows, labels = last.all_vectors()
     columns = trainer.train_dataset.remove_columns("label")
@@ -321,43 +306,32 @@ def test_one_record_moves_its_own_row_alone_and_by_no_more_than_the_clipping_nor
 
 
 def test_a_resumed_run_goes_on_with_the_rows_that_were_released(tmp_path):
-    first = run(tmp_path, "frozen", label_epsilon=1.0, save_strategy="steps", save_steps=2)
-    options = {
-        "privacy_mode": "dp_fp",
-        "dp_fp_variant": "frozen",
-        "label_epsilon": 1.0,
-        "save_strategy": "steps",
-        "save_steps": 2,
-    }
-    again = tiny.trainer(tmp_path, **options)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert torch.equal(again.mechanism._vectors, first.mechanism._vectors) and torch.equal(
-        again.mechanism._labels, first.mechanism._labels
-    )
+    options = {"label_epsilon": 1.0, "save_strategy": "steps", "save_steps": 2}
+    first = run(tmp_path, "frozen", **options)
+    again, checkpoint = made(tmp_path, "frozen", **options), str(tmp_path / "checkpoint-2")
+    again.train(resume_from_checkpoint=checkpoint)
+    assert torch.equal(again.mechanism._vectors, first.mechanism._vectors)
+    assert torch.equal(again.mechanism._labels, first.mechanism._labels)
     assert again.ledger == first.ledger and again.epsilon() == first.epsilon()
     (tmp_path / RELEASED_ROWS).unlink()
     with pytest.raises(LedgerError, match="Releasing them again would cost epsilon again"):
-        tiny.trainer(tmp_path, **options).train(
-            resume_from_checkpoint=str(tmp_path / "checkpoint-2")
-        )
+        made(tmp_path, "frozen", **options).train(resume_from_checkpoint=checkpoint)
 
 
-def test_train_called_twice_releases_once(tmp_path):
-    trainer = run(tmp_path, "frozen")
-    rows = trainer.mechanism._vectors
-    trainer.train()
-    assert trainer.mechanism._vectors is rows and trainer.ledger.steps() == 1
-
-
-def test_more_steps_than_planned_cost_nothing_more(tmp_path):
+def test_rows_are_released_once_however_much_is_trained_on_them(tmp_path):
     trainer = run(tmp_path, "frozen", target_epsilon=3.0, noise_multiplier=None, max_steps=60)
     assert trainer.state.global_step == 60 and trainer.epsilon().value <= 3
+    rows = trainer.mechanism._vectors
+    (tmp_path / RELEASED_ROWS).unlink()  # what was not written is written the next time
+    trainer.train()
+    assert trainer.mechanism._vectors is rows and trainer.ledger.steps() == 1
+    assert (tmp_path / RELEASED_ROWS).exists()
 
 
 def test_it_learns_from_noisy_rows(tmp_path):
-    """The words good and bad alone decide; with rows that tell (noise 0.05) the head finds them,
+    """The words good and bad alone decide; with rows that tell (noise 0.06) the head finds them,
     with labels hidden, too."""
-    for options in ({}, {"labels_in_vector": True}, {"representation_release": "fresh"}):
+    for options in ({"labels_in_vector": True}, {"representation_release": "fresh"}):
         dataset = tiny.dataset().map(
             lambda row: {"input_ids": [2, 4 + row["label"], 3], "attention_mask": [1] * 3}
         )
@@ -366,11 +340,11 @@ def test_it_learns_from_noisy_rows(tmp_path):
             parameter.data *= (
                 20 if parameter.dim() == 2 else 1
             )  # the representation depends on the words
-        trainer = tiny.trainer(
-            tmp_path / "-".join(options), privacy_mode="dp_fp", dp_fp_variant="frozen", noise_multiplier=0.06, max_steps=150,
-            learning_rate=3e-2, given={"train_dataset": dataset, "model": model}, logging_steps=50, **options,
+        given = {"train_dataset": dataset, "model": model}
+        trainer = run(
+            tmp_path / "-".join(options), "frozen", noise_multiplier=0.06, max_steps=150,
+            learning_rate=3e-2, given=given, logging_steps=50, **options,
         )  # fmt: skip
-        trainer.train()
         rows, labels = trainer.mechanism._last.all_vectors()
         assert (trainer.model.classifier(rows).argmax(1) == labels).all()
 
@@ -409,14 +383,12 @@ def draws_of(trainer) -> list[tuple[list, list]]:
 
 def records_what_ran(folder: Path, draws: str) -> bool:
     """Whether the recorded event says of the draws what they were: one for both, or two."""
-    trainer = tiny.trainer(
-        folder, privacy_mode="dp_fp", dp_fp_variant="private_encoder", representation_draws=draws,
-        representation_noise_multiplier=2.0, max_steps=6, expected_batch_size=20,
-    )  # fmt: skip
+    options = {"representation_draws": draws, "max_steps": 3, "expected_batch_size": 20}
+    trainer = made(folder, "private_encoder", **options)
     seen = draws_of(trainer)
     trainer.train()
     ((event, purpose),) = [(entry.event, entry.purpose) for entry in trainer.ledger.entries]
-    assert purpose == "training" and event.steps == 6
+    assert purpose == "training" and event.steps == 3
     same = all(gradients == released for gradients, released in seen)
     return same == event.one_draw
 
@@ -427,17 +399,11 @@ def test_the_ledger_says_whether_one_draw_served_both(tmp_path, draws):
 
 
 def test_planted_poisson_event_on_the_shared_draw_is_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        PrivateEncoderPlan,
-        "step_event",
-        lambda self, schedule, sigma, steps: SumAndRows(
-            sigma,
-            self.record_noise_multiplier,
-            self.sample_rate(schedule),
-            steps,
-            one_draw=False,
-        ),
-    )
+    def two_draws(self, schedule, sigma, steps):
+        rate = self.draw.sample_rate(schedule)
+        return SumAndRows(sigma, self.record_noise_multiplier, rate, steps, one_draw=False)
+
+    monkeypatch.setattr(PrivateEncoderPlan, "step_event", two_draws)
     assert not records_what_ran(tmp_path, "shared")
 
 
@@ -466,8 +432,7 @@ def test_a_private_encoder_trains_everything_within_its_target(tmp_path, peft, l
     before = {name: value.clone() for name, value in model.state_dict().items()}
     trainer = run(
         tmp_path, "private_encoder", target_epsilon=target, noise_multiplier=given_noise, labels_in_vector=labels,
-        learning_rate=0.1, representation_noise_multiplier=given_noise, accountant="rdp",
-        given={"model": model, "peft_config": config},
+        learning_rate=0.1, accountant="rdp", given={"model": model, "peft_config": config},
     )  # fmt: skip
     assert trainer.privacy_statement().status == "proven"
     if target is not None:
@@ -516,7 +481,7 @@ def tied() -> torch.nn.Module:
         ({"representation_clipping_norm": 0}, "`representation_clipping_norm` to be > 0"),
         (
             {"label_epsilon": 1.0},
-            "`dp_fp_variant` to be 'frozen' or 'private_encoder' with `label_epsilon`",
+            "`label_epsilon` to be left at None with dp_fp_variant='published'",
         ),
         (
             {"dp_fp_variant": "frozen", "label_epsilon": 1.0, "labels_in_vector": True},
@@ -565,11 +530,6 @@ def test_bad_arguments_are_named(tmp_path, options, message):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_rate_above_1_is_refused():
-    with pytest.raises(InvalidArgumentError, match="`num_micro_batches`|expected_batch_size"):
-        PrivacyPlan.solve(num_examples=10, expected_batch_size=11, mechanism=FrozenPlan(1.0, 1.0))
-
-
 @pytest.mark.parametrize(
     ("given", "options", "error", "message"),
     [
@@ -583,7 +543,7 @@ def test_a_rate_above_1_is_refused():
             {"model": tied()},
             {},
             UnsupportedModelError,
-            "has no parameters of its own: it shares .'bert.pooler.dense.bias'",
+            "has no parameters of its own",
         ),
         (
             {"peft_config": FrostConfig(unfreeze_ratio=0.5)},
@@ -608,26 +568,14 @@ def test_what_cannot_be_frozen_is_refused_before_anything_is_released(
     keywords = {name: value for name, value in given.items() if name != "cls"}
     with pytest.raises(error, match=message):
         tiny.trainer(tmp_path, cls=given.get("cls", DPTrainer), given=keywords, **options).train()
-    assert not list(tmp_path.glob("*.safetensors")) and not (tmp_path / "ledger.jsonl").exists()
+    assert released_nothing(tmp_path)
 
 
 def test_labels_in_a_vector_need_a_linear_last_layer(tmp_path):
-    model = tiny.model()
-    model.classifier = torch.nn.Sequential(
-        torch.nn.Linear(16, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)
-    )
-    options = {
-        "privacy_mode": "dp_fp",
-        "dp_fp_variant": "frozen",
-        "representation_module": "classifier",
-    }
+    options = {"given": {"model": with_layers_above()}, "representation_module": "classifier"}
     with pytest.raises(UnsupportedModelError, match="labels_in_vector needs a linear last layer"):
-        tiny.trainer(
-            tmp_path / "a", given={"model": model}, labels_in_vector=True, **options
-        ).train()
-    trainer = tiny.trainer(tmp_path / "b", given={"model": model}, **options)
-    trainer.train()
-    assert trainer.privacy_statement().proven
+        run(tmp_path / "a", "frozen", labels_in_vector=True, **options)
+    assert run(tmp_path / "b", "frozen", **options).privacy_statement().proven
 
 
 def test_protected_labels_are_classes(tmp_path):
@@ -654,54 +602,51 @@ class KeepsRows(torch.nn.Module):
         return output
 
 
-@pytest.mark.parametrize("evaluation", [False, True])
-@pytest.mark.parametrize("variant", ["frozen", "private_encoder"])
+@pytest.mark.parametrize(
+    ("variant", "evaluation"), [("frozen", False), ("frozen", True), ("private_encoder", True)]
+)
 def test_a_model_that_keeps_rows_is_refused_before_it_sees_one(tmp_path, variant, evaluation):
     model = tiny.model()
     model.bert.pooler = KeepsRows(model.bert.pooler, evaluation)
-    options = {"representation_noise_multiplier": 1.0} if variant == "private_encoder" else {}
     with pytest.raises(SelfCheckError, match="forward pass changed .'bert.pooler.last'"):
-        run(tmp_path, variant, given={"model": model}, **options)
-    assert not (tmp_path / "ledger.jsonl").exists() and not list(tmp_path.glob("*.safetensors"))
+        run(tmp_path, variant, given={"model": model})
+    assert released_nothing(tmp_path)
 
 
 @pytest.mark.parametrize("variant", ["frozen", "private_encoder"])
 def test_rows_that_neighbors_move_are_refused(tmp_path, variant):
     """(FNet mixes padding into every row: stock, and without an attention mask.)"""
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "intermediate_size": 32,
-        "max_position_embeddings": 24,
-    }
-    model = FNetForSequenceClassification(
-        FNetConfig(vocab_size=19, tpu_short_seq_length=24, **sizes)
-    )
-    options = {"representation_noise_multiplier": 1.0} if variant == "private_encoder" else {}
+    config = FNetConfig(
+        vocab_size=19, tpu_short_seq_length=24, hidden_size=16, num_hidden_layers=1,
+        intermediate_size=32, max_position_embeddings=24,
+    )  # fmt: skip
     with pytest.raises(SelfCheckError, match="changes when other examples stand beside it"):
-        run(tmp_path, variant, given={"model": model}, **options)
-    assert not (tmp_path / "ledger.jsonl").exists()
+        run(tmp_path, variant, given={"model": FNetForSequenceClassification(config)})
+    assert released_nothing(tmp_path)
 
 
-@pytest.mark.parametrize("options", [{"label_epsilon": 0.1}, {"labels_in_vector": True}])
-@pytest.mark.parametrize("label", [-100, 2, 0.25])
+@pytest.mark.parametrize(
+    ("options", "label"),
+    [
+        ({"label_epsilon": 0.1}, -100),
+        ({"label_epsilon": 0.1}, 0.25),
+        ({"labels_in_vector": True}, 2),
+        ({"labels_in_vector": True}, 0.25),
+    ],
+)
 def test_a_label_that_is_no_class_is_not_released_as_it_is(tmp_path, options, label):
     columns = tiny.dataset().to_dict()
     columns["label"] = [
         label if i == 7 else type(label)(value) for i, value in enumerate(columns["label"])
     ]
     model = tiny.model(problem_type="single_label_classification")
+    given = {"train_dataset": datasets.Dataset.from_dict(columns), "model": model}
     with pytest.raises(
         HfDpError, match="protected labels to be whole|`labels` holds (2|-100|0.0, a float)"
     ):
-        run(
-            tmp_path,
-            "frozen",
-            given={"train_dataset": datasets.Dataset.from_dict(columns), "model": model},
-            **options,
-        )
-    assert not (tmp_path / RELEASED_ROWS).exists() and not (tmp_path / "ledger.jsonl").exists()
+        run(tmp_path, "frozen", given=given, **options)
+    assert released_nothing(tmp_path)
 
 
 def test_weights_of_16_bits_are_refused(tmp_path):
@@ -712,7 +657,7 @@ def test_weights_of_16_bits_are_refused(tmp_path):
 
 
 def test_other_data_than_planned_is_refused(tmp_path):
-    trainer = tiny.trainer(tmp_path / "before", privacy_mode="dp_fp", dp_fp_variant="frozen")
+    trainer = made(tmp_path / "before", "frozen")
     trainer.train_dataset = tiny.dataset(60)
     with pytest.raises(DataError, match="has 60 rows, but the privacy plan was made for 40"):
         trainer.train()
@@ -723,43 +668,23 @@ def test_other_data_than_planned_is_refused(tmp_path):
         trainer.train()
 
 
-@pytest.mark.parametrize("variant", ["published", "frozen", "private_encoder"])
-def test_model_init_is_refused(tmp_path, variant):
-    options = {"representation_noise_multiplier": 1.0} if variant == "private_encoder" else {}
+def test_model_init_is_refused(tmp_path):
+    given = {"model": None, "model_init": tiny.model}
     with pytest.raises(
         InvalidArgumentError, match="`model_init` to be None with privacy_mode='dp_fp'"
     ):
-        run(tmp_path, variant, given={"model": None, "model_init": tiny.model}, **options)
+        run(tmp_path, "frozen", given=given)
 
 
-@pytest.mark.parametrize("kind", ["torch", "numpy"])
-def test_data_sets_of_tensors(tmp_path, kind):
-    assert (
-        run(
-            tmp_path, "frozen", given={"train_dataset": tiny.dataset().with_format(kind)}
-        ).ledger.steps()
-        == 1
-    )
-
-
-def test_what_was_not_written_is_written_the_next_time(tmp_path):
-    trainer = run(tmp_path, "frozen")
-    (tmp_path / RELEASED_ROWS).unlink()
-    trainer.train()
-    assert (tmp_path / RELEASED_ROWS).exists() and trainer.ledger.steps() == 1
+def test_data_sets_of_tensors(tmp_path):
+    given = {"train_dataset": tiny.dataset().with_format("torch")}
+    assert run(tmp_path, "frozen", given=given).ledger.steps() == 1
 
 
 def test_a_private_encoder_with_a_head_of_several_layers_partly_frozen_and_empty_draws(tmp_path):
-    model = tiny.model()
-    model.classifier = torch.nn.Sequential(
-        torch.nn.Linear(16, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)
-    )
-    model.classifier[2].bias.requires_grad_(False)
-    trainer = run(
-        tmp_path, "private_encoder", representation_module="classifier", representation_noise_multiplier=1.0,
-        expected_batch_size=1, max_steps=12, given={"model": model},
-    )  # fmt: skip
-    assert trainer.ledger.steps() == 12
+    given = {"model": with_layers_above(frozen=True)}
+    options = {"representation_module": "classifier", "expected_batch_size": 1, "max_steps": 5}
+    assert run(tmp_path, "private_encoder", given=given, **options).ledger.steps() == 5
     frozen = tiny.model()
     frozen.classifier.requires_grad_(False)
     with pytest.raises(HfDpError, match="is frozen|would stay frozen"):

@@ -22,8 +22,8 @@ from hf_dp.errors import (
     HfDpError,
     InvalidArgumentError,
 )
-from hf_dp.plans.draws import PoissonSampler
 from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.plans.samplers import PoissonSampler
 from hf_dp.plans.selection import SelectionPlan
 from hf_dp.run.gate import Release
 from hf_dp.run.ledger import RunLedger

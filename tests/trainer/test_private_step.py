@@ -13,7 +13,7 @@ from hf_dp.features.guards import StopBeforeTarget
 from hf_dp.losses import per_example_loss
 from hf_dp.mechanisms import DpSgd
 from hf_dp.noise import SecretRandomness
-from hf_dp.plans.draws import PoissonSampler
+from hf_dp.plans.samplers import PoissonSampler
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.witnesses import read_run
 

@@ -18,9 +18,9 @@ from hf_dp.batches.units import UnitTable
 from hf_dp.cli.main import main
 from hf_dp.errors import DataError, InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.plans.dp_sgd import DpSgdPlan
-from hf_dp.plans.draws import UserRowsSampler
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.rounding import ROUNDING_MARGIN
+from hf_dp.plans.samplers import UserRowsSampler
 from hf_dp.plans.units import USER, Users
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.statement.record import disagreements, read

@@ -16,13 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BertForTokenClassification
 
 from hf_dp.errors import UnsupportedModelError
-from hf_dp.mechanisms.dp_fp.representation import (
-    PrivateRepresentation,
-    block_loss,
-    clip_vectors,
-    find_last_layer,
-    into_blocks,
-)
+from hf_dp.mechanisms import last_layer
+from hf_dp.mechanisms.last_layer import block_loss, clip_vectors, find_last_layer, into_blocks
 from hf_dp.noise import SecretRandomness, randomized_response
 
 REJECT = 1e-6
@@ -35,8 +30,10 @@ def noising(
     insecure_seed: int | None = None,
 ) -> AbstractContextManager[None]:
     randomness = SecretRandomness(insecure_seed)
-    return PrivateRepresentation(layer, clipping_norm).noising(
-        lambda vectors: vectors + randomness.gaussian_like(vectors, noise_std)
+    return last_layer.noising(
+        layer,
+        clipping_norm,
+        lambda vectors: vectors + randomness.gaussian_like(vectors, noise_std),
     )
 
 
@@ -204,10 +201,10 @@ def test_gradient_checkpointing_gets_the_same_noise_again(monkeypatch):
         for pair in zip(gradients("checkpointed"), plain, strict=True)
     )
 
-    def fresh_each_time(self, noise, released, module, inputs):
-        return (noise(self.clipped(inputs[0])),)
+    def fresh_each_time(clipping_norm, noise, released, module, inputs):
+        return (noise(clip_vectors(inputs[0], clipping_norm)),)
 
-    monkeypatch.setattr(PrivateRepresentation, "_enter", fresh_each_time)
+    monkeypatch.setattr(last_layer, "_enter", fresh_each_time)
     assert not torch.allclose(gradients("checkpointed")[2], plain[2], rtol=1e-2)
 
 

@@ -1,0 +1,435 @@
+"""The layer above DP-FP's noise, and the vectors that enter it (Du and Mi 2021, equations 8, 9).
+
+A vector is computed from its own example alone, and nothing else of the example is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from hf_dp.batches.loader import Drawn
+from hf_dp.clipping.rounding import full_precision
+from hf_dp.errors import (
+    DataError,
+    SelfCheckError,
+    UnsupportedArgumentError,
+    UnsupportedModelError,
+)
+from hf_dp.losses import base_model, classification_loss, problem_type, task_of
+from hf_dp.plans.dp_fp import ForwardPlan
+from hf_dp.run.private_run import PrivateRun
+
+_ONE_VECTOR = ("sequence_classification", "image_classification")
+_CHUNK = 1024  # rows fetched at a time; among them, examples of similar length go together
+# How far padding and neighbors may move a vector, relative to its norm (float32 rounds to 1e-6).
+_TOLERANCE = 1e-5
+_OR_DP_SGD = "or use privacy_mode='dp_sgd'."
+
+# What entered a layer and what it returned, by the layer's name.
+Calls = dict[str, list[tuple[object, object]]]
+
+
+class LastLayer:
+    """The layer above the noise, with the loss of the vectors that enter it.
+
+    Raises:
+        UnsupportedModelError: the layer shares a parameter with the layers below, is frozen, or is
+            not linear although labels are in the vector; or weights have 16 bits, whose rounding
+            moves vectors by more than the margin.
+        UnsupportedArgumentError: labels are to be protected and are not classes.
+        SelfCheckError: a neighbor could move a vector, and would so enter what is noised for one
+            example alone; or the forward pass changes the model. Seen on synthetic examples.
+    """
+
+    def __init__(self, run: PrivateRun, plan: ForwardPlan):
+        self.run, self.plan, self.model = run, plan, run.model
+        self.name, self.layer = last_layer(run)
+        self.parameters = [p for p in self.layer.parameters() if p.requires_grad]
+        self._blocks = plan.num_classes if plan.labels_in_vector else None
+        self._check_layer()
+        self._width = 0
+        self._width = self._check_vectors()
+
+    def _check_layer(self) -> None:
+        own = set(self.layer.parameters())
+        if not own or own & set(self.below()):
+            raise UnsupportedModelError(
+                f"The last layer {self.name!r} has no parameters of its own: it has none, or "
+                "shares them with the layers below the noise. Use a model whose last layer has its "
+                f"own parameters, {_OR_DP_SGD}"
+            )
+        if self._blocks is not None and type(self.layer) is not nn.Linear:
+            raise UnsupportedModelError(
+                f"labels_in_vector needs a linear last layer, and {self.name!r} is a "
+                f"{type(self.layer).__name__}. Protect the labels with `label_epsilon` instead."
+            )
+        kind = problem_type(base_model(self.model), torch.zeros(1, dtype=torch.long))
+        if self.plan.protects_labels and kind != "single_label_classification":
+            raise UnsupportedArgumentError(
+                "`label_epsilon` and `labels_in_vector` protect one class per example, and this "
+                f"model's task is {kind}. Remove them, {_OR_DP_SGD}"
+            )
+        if not self.parameters:
+            raise UnsupportedModelError(
+                f"The last layer {self.name!r} is frozen, so nothing would be learned from the "
+                "released vectors. Unfreeze it."
+            )
+
+    def _check_vectors(self) -> int:
+        """Check that a vector depends on its own example alone; return its width."""
+        dtypes = {p.dtype for p in self.model.parameters()}
+        low = sorted(str(each).removeprefix("torch.") for each in dtypes if each.itemsize < 4)
+        if low:
+            raise UnsupportedModelError(
+                f"The model's weights are {', '.join(low)}. An example's vector would be rounded "
+                "differently beside other examples, by more than the noise is scaled to. Load the "
+                "model in float32 (bf16=True in the arguments is for gradients)."
+            )
+        padded, alone = self.run.check_batches()
+        together, _ = self.vectors_of([padded])
+        apart, _ = self.vectors_of(list(alone))
+        backwards, _ = self.vectors_of([{name: value.flip(0) for name, value in padded.items()}])
+        scale = apart.norm(dim=1).max().clamp_min(torch.finfo(torch.float32).tiny)
+        for other in (together, backwards.flip(0)):
+            if other.shape != apart.shape or not bool(
+                (other - apart).norm(dim=1).max() <= _TOLERANCE * scale
+            ):
+                raise SelfCheckError(
+                    "On synthetic examples, the representation of an example changes when other "
+                    "examples stand beside it. Noise for one example would not cover what it does "
+                    "to its neighbors' vectors. Check the attention mask and how the model pools, "
+                    f"{_OR_DP_SGD}"
+                )
+        return apart.shape[1]
+
+    def below(self) -> list[nn.Parameter]:
+        """Return the parameters of all modules below the noise; one that is tied to the layer is
+        among them."""
+        inside = set(self.layer.modules())
+        outside = [module for module in self.model.modules() if module not in inside]
+        return [p for module in outside for p in module.parameters(recurse=False)]
+
+    def clipped(self, rows: Tensor, labels: Tensor) -> Tensor:
+        """Return what noise is added to, from the representations ``rows``.
+
+        These are clipped vectors, (b, d), or vectors with the label inside, (b, K d).
+        """
+        rows = clip_vectors(rows, self.plan.vector_clipping_norm)
+        if self._blocks is None:
+            return rows
+        check_classes(labels, self._blocks)
+        return into_blocks(rows, labels, self._blocks)
+
+    def loss(self, released: Tensor, labels: Tensor) -> Tensor:
+        """Sum the losses of released vectors; ignore ``labels`` where the vectors hold them."""
+        released = released.to(next(self.layer.parameters()).dtype)
+        if self._blocks is None:
+            model = base_model(self.model)
+            return classification_loss(model, self.layer(released), labels).sum()
+        assert isinstance(self.layer, nn.Linear)
+        return block_loss(self.layer, released).sum()
+
+    def gradients(self, released: Tensor, labels: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        """Return the sum of losses, (), and by parameter its gradient / the expected batch size."""
+        with self.run.randomness.streams():
+            loss = self.loss(released, labels)
+            mean = loss / self.run.plan.expected_batch_size
+            found = torch.autograd.grad(mean, self.parameters, allow_unused=True)
+        return loss.detach(), list(found)
+
+    def vectors_of(self, batches: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Return what enters the layer, (n, d) in float32 or better, and labels (n, ...).
+
+        Both are in the order of the batches. Dropout is off.
+
+        Raises: SelfCheckError when the forward pass changed a buffer or parameter, which could then
+            hold an example and would be saved.
+        """
+        vectors, labels = [], []
+        entered: list[Tensor] = []
+
+        def note(module: nn.Module, inputs: tuple[object, ...]) -> None:
+            entered.append(one_vector_per_example(inputs, module))
+
+        model = self.model
+        handle = self.layer.register_forward_pre_hook(note)
+        training = model.training
+        try:
+            with (
+                torch.no_grad(),
+                full_precision(),
+                self.run.randomness.streams(),
+                _nothing_kept(model),
+            ):
+                model.eval()
+                for batch in batches:
+                    entered.clear()
+                    # Only the forward pass is wanted, so labels of any kind are replaced by zeros.
+                    self.run.losses({**batch, "labels": torch.zeros_like(batch["labels"])})
+                    if len(entered) != 1 or len(entered[0]) != len(batch["labels"]):
+                        raise SelfCheckError(
+                            "Expected the model to call its last layer once per batch, with one "
+                            f"representation per example; it made {len(entered)} call(s), or gave "
+                            "another number of representations. Use a model that does, "
+                            f"{_OR_DP_SGD}"
+                        )
+                    vectors.append(_float32_or_better(entered[0]))
+                    labels.append(batch["labels"].to(entered[0].device))
+        finally:
+            handle.remove()
+            model.train(training)
+        if not vectors:
+            device = self.run.device
+            none = torch.zeros(0, dtype=torch.long, device=device)
+            return torch.zeros(0, self._width, device=device), none
+        return torch.cat(vectors), torch.cat(labels)
+
+    def all_vectors(self) -> tuple[Tensor, Tensor]:
+        """Return :meth:`vectors_of` for all training examples, in their order.
+
+        Raises: DataError when the data are not those that were planned for.
+        """
+        data, quiet = self.run.training_data(), self.run.options.batches.quiet
+        cut, count = data.batches(), len(data.examples)
+        whole: list[Tensor] = []  # vectors and labels
+        for first in tqdm(
+            range(0, count, _CHUNK), desc="Representations", unit_scale=_CHUNK, disable=quiet
+        ):
+            examples = data.examples.__getitems__(range(first, min(first + _CHUNK, count)))
+            drawn = [Drawn(example, place) for place, example in enumerate(examples)]
+            groups = cut.cut(examples, range(len(examples)))
+            places = torch.tensor([first + i for group in groups for i in group])
+            found = self.vectors_of(cut(drawn))
+            whole = whole or [each.new_empty(count, *each.shape[1:]) for each in found]
+            for all_of_them, part in zip(whole, found, strict=True):
+                all_of_them[places.to(part.device)] = part
+        vectors, labels = whole
+        return vectors, labels
+
+
+def last_layer(run: PrivateRun) -> tuple[str, nn.Module]:
+    """Return name and module of the layer whose input is the representation.
+
+    Raises: UnsupportedModelError as :func:`find_last_layer`.
+    """
+    padded, _ = run.check_batches()
+    return find_last_layer(run.model, padded, run.options.representation_module)
+
+
+@torch.no_grad()
+def find_last_layer(
+    model: nn.Module, batch: Mapping[str, Tensor], name: str | None = None
+) -> tuple[str, nn.Module]:
+    """Find the layer from the representation to the logits; return its name and module.
+
+    Args:
+        batch: a few examples, for one forward without labels; made-up ones suffice.
+        name: the layer's dotted name. None means the linear layer that gives the logits: the
+            ``classifier`` of BERT, DistilBERT, ALBERT, DeBERTa, ModernBERT and ViT, the
+            ``out_proj`` in the heads of RoBERTa and ELECTRA.
+
+    Raises: UnsupportedModelError for a task without a single representation, or when there is no
+        such layer. The message lists layers that could be named.
+    """
+    if task_of(model) not in _ONE_VECTOR:
+        raise UnsupportedModelError(
+            f"{type(base_model(model)).__name__} predicts for each token (or generates text), so "
+            "no single representation of an example can be clipped and noised (Du and Mi leave "
+            "this case open, section 6). Use privacy_mode='dp_sgd'."
+        )
+    modules = dict(model.named_modules())
+    linear = [known for known, module in modules.items() if isinstance(module, nn.Linear)]
+    if name is not None and name not in modules:
+        raise UnsupportedModelError(
+            f"Expected `representation_module` to name a module of the model, got {name!r}. Name "
+            f"the layer that gives the logits; the last linear layers are {linear[-4:]}."
+        )
+    calls: Calls = {}
+    handles = [
+        modules[known].register_forward_hook(partial(_note, calls, known))
+        for known in (linear if name is None else [name])
+    ]
+    training = model.training
+    try:
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        logits = model.eval()(**inputs).logits
+    finally:
+        model.train(training)
+        for handle in handles:
+            handle.remove()
+    rows = len(next(iter(inputs.values())))
+    could = [known for known, seen in calls.items() if _takes_vectors(seen, rows)]
+    found = [known for known in could if _gives(calls[known], logits)]
+    if len(found) == 1:
+        return found[0], modules[found[0]]
+    wanted = "" if name is None else f"`representation_module`={name!r} to be "
+    raise UnsupportedModelError(
+        f"Expected {wanted}the last layer of {type(base_model(model)).__name__}: a layer that is "
+        "used once, takes one vector per example and gives the logits. Layers that take one vector "
+        f"per example: {could or 'none'}. Name the layer that gives the logits with "
+        f"`representation_module`, {_OR_DP_SGD}"
+    )
+
+
+def _note(
+    calls: Calls, name: str, module: nn.Module, inputs: tuple[object, ...], output: object
+) -> None:
+    calls.setdefault(name, []).append((inputs[0] if inputs else None, output))
+
+
+def _gives(seen: list[tuple[object, object]], logits: Tensor) -> bool:
+    output = seen[0][1]
+    return len(seen) == 1 and isinstance(output, Tensor) and torch.equal(output, logits)
+
+
+def _takes_vectors(seen: list[tuple[object, object]], rows: int) -> bool:
+    return all(
+        isinstance(entered, Tensor) and entered.dim() == 2 and len(entered) == rows
+        for entered, _ in seen
+    )
+
+
+def one_vector_per_example(inputs: tuple[object, ...], layer: nn.Module) -> Tensor:
+    """Return the layer's input, (b, d). Raises: UnsupportedModelError for another shape."""
+    rows = inputs[0] if inputs else None
+    if not isinstance(rows, Tensor) or rows.dim() != 2 or not rows.is_floating_point():
+        shape = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
+        raise UnsupportedModelError(
+            f"Expected {type(layer).__name__} to take one vector per example, of shape (batch, "
+            f"features), got {shape}. Name another layer with `representation_module`."
+        )
+    return rows
+
+
+def clip_vectors(rows: Tensor, clipping_norm: float) -> Tensor:
+    """Return ``h min(1, C / |h|_2)`` for each vector h in (b, d) (equation 8), differentiably.
+
+    A vector that is not finite becomes 0.
+    """
+    finite = torch.isfinite(rows.detach()).all(1, keepdim=True)
+    rows = torch.where(finite, rows, torch.zeros_like(rows))
+    # float64: squares of float32 values neither overflow nor vanish, and rounding stays far below
+    # the plan's margin.
+    norms = torch.linalg.vector_norm(rows.double(), dim=1, keepdim=True)
+    weights = (clipping_norm / norms.clamp_min(torch.finfo(torch.float64).tiny)).clamp_max(1)
+    return (rows.double() * weights).to(rows.dtype)
+
+
+@contextmanager
+def noising(
+    layer: nn.Module, clipping_norm: float, noise: Callable[[Tensor], Tensor]
+) -> Iterator[None]:
+    """Clip and noise each vector that enters ``layer``, inside, for forward and backward of one
+    batch. Outside, and therefore in evaluation, the layer gets what the model computes.
+
+    Gradient checkpointing may run the layer again in the backward pass. The layer then gets the
+    very values that were released: fresh noise would be a second release, and the gradient would
+    belong to no forward pass.
+
+    Args: layer: takes one vector per example, (b, d). clipping_norm: C, their largest L2 norm.
+    """
+    handle = layer.register_forward_pre_hook(partial(_enter, clipping_norm, noise, []))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _enter(
+    clipping_norm: float,
+    noise: Callable[[Tensor], Tensor],
+    released: list[tuple[Tensor, Tensor]],
+    module: nn.Module,
+    inputs: tuple[object, ...],
+) -> tuple[object, ...]:
+    rows = one_vector_per_example(inputs, module)
+    clipped = clip_vectors(_float32_or_better(rows), clipping_norm)
+    if not released:
+        noised = noise(clipped)
+        released.append((rows.detach(), noised.detach()))
+    else:
+        before, values = released[0]
+        if before.shape != rows.shape or not torch.allclose(
+            before, rows.detach(), rtol=1e-3, atol=1e-5
+        ):
+            raise UnsupportedModelError(
+                f"The last layer ({type(module).__name__}) was given two different "
+                "representations of one batch. privacy_mode='dp_fp' needs a model that uses "
+                f"its last layer once per forward pass. Use one that does, {_OR_DP_SGD}"
+            )
+        noised = clipped + (values - clipped).detach()
+    return (noised.to(rows.dtype), *inputs[1:])
+
+
+def _float32_or_better(vectors: Tensor) -> Tensor:
+    return vectors if vectors.dtype == torch.float64 else vectors.float()
+
+
+def into_blocks(rows: Tensor, labels: Tensor, num_classes: int) -> Tensor:
+    """Put each vector into the block of its label, with zeros elsewhere: (b, K d).
+
+    The norm of a vector stays the same.
+    """
+    blocks = rows.new_zeros(len(rows), num_classes, rows.shape[1])
+    blocks[torch.arange(len(rows), device=rows.device), labels] = rows
+    return blocks.flatten(1)
+
+
+def block_loss(layer: nn.Linear, vectors: Tensor) -> Tensor:
+    """Compute the cross-entropy of a linear layer, (b,), from vectors whose blocks hide the label.
+
+    The labels themselves are not needed. Let v hold h in the block of its class y, and noise
+    everywhere. Then ``u = sum over blocks of v`` is h with noise, and the loss is
+    ``logsumexp(W u + b) - sum_k <w_k, v_k>``. The second term has the mean <w_y, h>, so it takes
+    the place of the label's logit. It is linear in v, so the label part of the gradient is
+    unbiased. The gradient of a bias would need the label as well, so the bias stays as it is.
+    """
+    blocks = vectors.view(len(vectors), layer.out_features, layer.in_features)
+    bias = None if layer.bias is None else layer.bias.detach()
+    logits = nn.functional.linear(blocks.sum(1), layer.weight, bias)
+    return torch.logsumexp(logits, 1) - (blocks * layer.weight).sum((1, 2))
+
+
+def check_classes(labels: Tensor, num_classes: int) -> None:
+    """Raise DataError unless all labels are classes 0..K-1.
+
+    A special treatment of other labels would reveal that there are some.
+    """
+    whole = not labels.is_floating_point() and labels.dim() == 1
+    if not whole or bool(((labels < 0) | (labels >= num_classes)).any()):
+        raise DataError(
+            f"Expected protected labels to be whole numbers from 0 to {num_classes - 1}, one for "
+            "each example; some are not. Remove rows without a class, or correct "
+            "config.num_labels."
+        )
+
+
+@contextmanager
+def _nothing_kept(model: nn.Module) -> Iterator[None]:
+    before = _versions(model)
+    # Values as well as versions: a write to `.data` does not change the version.
+    values = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    yield
+    after = _versions(model)
+    changed = {name for name in before | after if before.get(name) != after.get(name)}
+    changed |= {
+        name
+        for name, buffer in model.named_buffers()
+        if name in values and not torch.equal(buffer.nan_to_num(), values[name].nan_to_num())
+    }
+    if changed:
+        raise SelfCheckError(
+            f"The model's forward pass changed {sorted(changed)}: values computed from private "
+            "rows would be saved with the model, without noise. Freeze or remove these statistics."
+        )
+
+
+def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
+    tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    return {name: (id(tensor), tensor._version) for name, tensor in tensors.items()}

@@ -1,0 +1,519 @@
+"""DP-FP's plans (Du and Mi 2021): noise on the representation that enters the last layer.
+
+``published``: everything trains by an ordinary optimizer; no epsilon is established. ``frozen``:
+only the last layer trains, from released vectors. ``private_encoder``: DP-SGD below the noise,
+released vectors above it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+from hf_dp import _validate
+from hf_dp.accounting import (
+    RELEASE,
+    SUM,
+    VECTORS,
+    Event,
+    PublishedForwardNoise,
+    RandomizedResponse,
+    RecordRelease,
+    SampledRecordRelease,
+    SumAndRows,
+)
+from hf_dp.accounting.knows import VISIBLE
+from hf_dp.errors import UnsupportedArgumentError
+from hf_dp.plans.dp_sgd import CLIPPINGS, DpSgdPlan
+from hf_dp.plans.draws import POISSON, Draw, DrawWords, Schedule
+from hf_dp.plans.mechanism import MechanismPlan, PlannedRelease, Words, register_plan
+from hf_dp.plans.rounding import ROUNDING_MARGIN
+from hf_dp.plans.samplers import MicroBatchSampler
+from hf_dp.plans.units import (
+    EXAMPLE,
+    FEATURES,
+    NONE,
+    RECORD_AND_LABEL_ZERO_OUT,
+    RECORD_ZERO_OUT,
+    USER,
+    Users,
+)
+
+DP_FP = "dp_fp"
+PUBLISHED, FROZEN, PRIVATE_ENCODER = "published", "frozen", "private_encoder"
+VARIANTS = (FROZEN, PRIVATE_ENCODER, PUBLISHED)
+ONCE, FRESH = "once", "fresh"
+REUSES = (ONCE, FRESH)
+SEPARATE, SHARED = "separate", "shared"
+DRAWS = (SEPARATE, SHARED)
+
+_PROOF = (
+    "what trains above the noise is a function of clipped and noised representations; below it "
+    "nothing trains, or DP-SGD does; composed over the releases in the ledger"
+)
+_SHOWN = "The rows that are released show who was drawn, so the sampling amplifies nothing"
+_JOINS = (
+    "each row joins each draw independently with the probability sample_rate; an empty draw counts"
+)
+
+
+@dataclass(frozen=True)
+class MicroBatches(Draw):
+    """Rows of M independent Poisson draws a step (section 3.2), each at the rate B / (M N)."""
+
+    num_micro_batches: int
+
+    name: ClassVar[str] = "micro_batches"
+    sampling: ClassVar[str] = POISSON
+    kind: ClassVar[str] = VISIBLE
+
+    def sample_rate(self, schedule: Schedule) -> float:
+        return schedule.expected_batch_size / (self.num_micro_batches * schedule.num_examples)
+
+    def sampler(self, schedule: Schedule, steps: int) -> MicroBatchSampler:
+        rate = self.sample_rate(schedule)
+        return MicroBatchSampler(schedule.num_examples, rate, steps, self.num_micro_batches)
+
+    def words(self, schedule: Schedule) -> DrawWords:
+        many = self.num_micro_batches > 1
+        draws = f"{self.num_micro_batches} independent Poisson draws a step" if many else "Poisson"
+        return DrawWords(f"{draws}: {_JOINS}", "Poisson sampling")
+
+
+@dataclass(frozen=True)
+class ForwardPlan(MechanismPlan):
+    """What the variants share: one clipped vector per example, with noise in each coordinate.
+
+    Args: clipping_norm: C of a representation (equation 8). noise_multiplier: of the noise on it.
+    """
+
+    privacy_mode: ClassVar[str] = DP_FP
+    variant: ClassVar[str]
+
+    @property
+    def may_select(self) -> bool:
+        """Whether a private selection may say what trains."""
+        return False
+
+    @property
+    def labels_in_vector(self) -> bool:
+        """Whether the vector has a block for each class, and the representation is in its own."""
+        return False
+
+    @property
+    def num_classes(self) -> int | None:
+        """K, where labels are protected."""
+        return None
+
+    @property
+    def vector_clipping_norm(self) -> float:
+        """C of a representation."""
+        return self.clipping_norm
+
+    @property
+    def vector_noise_multiplier(self) -> float:
+        """The noise multiplier of a representation."""
+        return self.sigma
+
+    @property
+    def vector_sensitivity(self) -> float:
+        """How far one example can move its own vector, the rounding of float32 included."""
+        return self.vector_clipping_norm * (1 + ROUNDING_MARGIN)
+
+    @property
+    def protects_labels(self) -> bool:
+        """Whether epsilon covers the labels."""
+        return self.labels_in_vector
+
+    @property
+    def unit(self) -> str:
+        return EXAMPLE if self.protects_labels else FEATURES
+
+    @property
+    def relation(self) -> str:
+        return RECORD_ZERO_OUT
+
+    def sensitivities(self, schedule: Schedule) -> Mapping[str, float]:
+        return {VECTORS: self.vector_sensitivity}
+
+    def check_users(self, users: Users | None) -> None:
+        if users is not None:
+            raise _validate.invalid(
+                "privacy_unit",
+                USER,
+                f"to be {EXAMPLE!r} with privacy_mode={DP_FP!r}",
+                f"DP-FP releases a vector for each row, so a {users.name} of k rows would be "
+                "released k times. Use privacy_mode='dp_sgd'.",
+                UnsupportedArgumentError,
+            )
+
+    def check(self, schedule: Schedule, selects: bool) -> None:
+        if selects and not self.may_select:
+            raise _validate.invalid(
+                "peft_config",
+                "a private selection",
+                f"to be None with dp_fp_variant={self.variant!r}",
+                "A selection goes with dp_fp_variant='private_encoder' and "
+                "representation_draws='separate'.",
+            )
+        if (schedule.accountant == "gdp_clt") == self.established:
+            raise _validate.invalid(
+                "accountant",
+                schedule.accountant,
+                f"to be {'a bound' if self.established else 'gdp_clt'} with "
+                f"dp_fp_variant={self.variant!r}",
+                "The published variant has no bound, only the paper's own figure; the others have "
+                "one.",
+            )
+
+    def _check_labels(self) -> None:
+        if not isinstance(self.labels_in_vector, bool):
+            raise _validate.invalid(
+                "labels_in_vector", self.labels_in_vector, "to be True or False"
+            )
+        if self.protects_labels:
+            least = "Labels of one class tell nothing."
+            _validate.integer("num_classes", self.num_classes, 2, least)
+
+    def _vectors_in_words(self) -> str:
+        in_block = " and put into the block of its class in a vector of all classes"
+        std = self.vector_noise_multiplier * self.vector_sensitivity
+        return (
+            "the representation that enters the last layer is clipped to an L2 norm of at most "
+            f"{self.vector_clipping_norm!r}{in_block if self.labels_in_vector else ''}, and "
+            f"Gaussian noise with standard deviation {std:.6g} is added to each coordinate"
+        )
+
+
+@dataclass(frozen=True)
+class MicroBatchPlan(ForwardPlan):
+    """A variant whose steps have M independent Poisson draws."""
+
+    num_micro_batches: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        draws = _validate.integer("num_micro_batches", self.num_micro_batches, 1)
+        object.__setattr__(self, "num_micro_batches", draws)
+
+    @property
+    def draw(self) -> MicroBatches:
+        return MicroBatches(self.num_micro_batches)
+
+
+@register_plan
+@dataclass(frozen=True)
+class PublishedPlan(MicroBatchPlan):
+    """Algorithm 1 of the paper: noise in the forward pass, then an ordinary optimizer.
+
+    No epsilon is established for it (:attr:`hf_dp.accounting.PublishedForwardNoise.reasons`).
+    """
+
+    name: ClassVar[str] = "dp_fp_published"
+    variant: ClassVar[str] = PUBLISHED
+    established: ClassVar[bool] = False
+
+    @property
+    def unit(self) -> str:
+        return NONE
+
+    @property
+    def relation(self) -> str:
+        return NONE
+
+    def step_event(self, schedule: Schedule, noise_multiplier: float, steps: int) -> Event:
+        rate = self.draw.sample_rate(schedule)
+        return PublishedForwardNoise(noise_multiplier, rate, self.num_micro_batches, steps)
+
+    def calibrated(
+        self, schedule: Schedule, target_epsilon: float, prior_events: Sequence[Event]
+    ) -> Self:
+        from hf_dp.accounting import gdp_clt  # it takes scipy, and so half of the time of --help
+
+        draws = schedule.steps * self.num_micro_batches
+        rate = self.draw.sample_rate(schedule)
+        sigma = gdp_clt.noise_multiplier(target_epsilon, schedule.delta, rate, draws)
+        return replace(self, noise_multiplier=sigma)
+
+    def words(self, schedule: Schedule) -> Words:
+        target = schedule.target_epsilon
+        figure = ""
+        if target is not None:
+            figure = (
+                f", calibrated to {target!r} by the paper's own formula, which gives no epsilon"
+            )
+        draw = self.draw.words(schedule)
+        return Words(
+            name="DP-FP as published (not established)",
+            mechanism=(
+                f"DP-FP as published: in the forward pass {self._vectors_in_words()}{figure}; "
+                "everything is then trained by an ordinary optimizer"
+            ),
+            sampling=draw.sampling,
+            drawn=draw.name,
+            proof="",
+            tag="dp-fp",
+        )
+
+
+@register_plan
+@dataclass(frozen=True)
+class FrozenPlan(MicroBatchPlan):
+    """Everything below the noise is frozen, so that what trains is a function of released vectors.
+
+    Args:
+        num_micro_batches: M independent Poisson draws a step.
+        reuse: ``once`` (one noisy vector an example, used for all steps) or ``fresh`` (a new one
+            each time the example is drawn).
+        label_epsilon: of a randomized response that replaces the labels once; None: they are
+            public, or in the vector.
+        labels_in_vector: the released vector has a block for each class and the representation
+            stands in that of its label.
+        num_classes: K, for both.
+
+    Raises: InvalidArgumentError.
+    """
+
+    reuse: str = ONCE
+    label_epsilon: float | None = None
+    labels_in_vector: bool = False
+    num_classes: int | None = None
+
+    name: ClassVar[str] = "dp_fp_frozen"
+    variant: ClassVar[str] = FROZEN
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _validate.one_of("representation_release", self.reuse, REUSES)
+        if self.label_epsilon is not None:
+            _validate.positive("label_epsilon", self.label_epsilon)
+        self._check_labels()
+        if self.label_epsilon is not None and self.labels_in_vector:
+            raise _validate.invalid(
+                "label_epsilon",
+                self.label_epsilon,
+                "to be None with labels_in_vector=True",
+                "Either protects the labels.",
+            )
+
+    @property
+    def protects_labels(self) -> bool:
+        return self.label_epsilon is not None or self.labels_in_vector
+
+    @property
+    def relation(self) -> str:
+        return RECORD_ZERO_OUT if self.label_epsilon is None else RECORD_AND_LABEL_ZERO_OUT
+
+    @property
+    def releases_each_step(self) -> bool:
+        return self.reuse == FRESH
+
+    def forwarded(self, schedule: Schedule) -> float:
+        return float(schedule.num_examples)  # each row passes the frozen part once
+
+    def step_event(self, schedule: Schedule, noise_multiplier: float, steps: int) -> Event:
+        if not self.releases_each_step:
+            raise _validate.invalid(
+                "representation_release",
+                self.reuse,
+                "to be 'fresh' for steps that release something",
+                "Each row was released before them.",
+            )
+        return self.draw.event(schedule, noise_multiplier, steps)
+
+    def releases_before(self, schedule: Schedule) -> tuple[PlannedRelease, ...]:
+        vectors: tuple[PlannedRelease, ...] = ()
+        if not self.releases_each_step:
+            event = RecordRelease(self.sigma, 1)
+            vectors = (PlannedRelease(event, RELEASE, {VECTORS: self.vector_sensitivity}),)
+        return (*self._label_release(), *vectors)
+
+    def _label_release(self) -> tuple[PlannedRelease, ...]:
+        if self.label_epsilon is None or self.num_classes is None:
+            return ()
+        event = RandomizedResponse(self.label_epsilon, self.num_classes, 1)
+        return (PlannedRelease(event, RELEASE),)
+
+    def calibrated(
+        self, schedule: Schedule, target_epsilon: float, prior_events: Sequence[Event]
+    ) -> Self:
+        prior = (*prior_events, *(release.event for release in self._label_release()))
+        if self.releases_each_step:
+            return super().calibrated(schedule, target_epsilon, prior)
+
+        def once(noise_multiplier: float, steps: int) -> Event:
+            return RecordRelease(noise_multiplier, 1)
+
+        sigma = self.smallest_noise(schedule, target_epsilon, prior, once)
+        return replace(self, noise_multiplier=sigma)
+
+    def words(self, schedule: Schedule) -> Words:
+        draw = self.draw.words(schedule)
+        when, sampling = "anew each time a row is drawn", f"{draw.sampling}. {_SHOWN}"
+        if not self.releases_each_step:
+            when = "once for each row"
+            sampling = (
+                "none: a vector of every row is released once; which of them a step uses depends "
+                "on no row"
+            )
+        labels = ""
+        if self.label_epsilon is not None:
+            labels = (
+                ". Each label was replaced once by randomized response with epsilon "
+                f"{self.label_epsilon!r} among {self.num_classes} classes"
+            )
+        return Words(
+            name="DP-FP with a frozen encoder",
+            mechanism=(
+                f"DP-FP with a frozen encoder: {self._vectors_in_words()}, {when}; only the last "
+                f"layer trains, and only on these vectors{labels}"
+            ),
+            sampling=sampling,
+            drawn=draw.name,
+            proof=_PROOF,
+            tag="dp-fp",
+            sampling_code=self.draw.sampling if self.releases_each_step else "none",
+        )
+
+    def what_ran(self, schedule: Schedule, steps: int, released: Sequence[Event]) -> str:
+        ran = super().what_ran(schedule, steps, released)
+        if any(isinstance(event, RecordRelease) for event in released):
+            ran = "a noisy representation of each row released once"
+        if any(isinstance(event, RandomizedResponse) for event in released):
+            ran += ", labels by randomized response"
+        return ran
+
+
+@register_plan
+@dataclass(frozen=True)
+class PrivateEncoderPlan(ForwardPlan):
+    """DP-SGD below the noise, an ordinary gradient from released vectors above it.
+
+    Each step releases a noisy sum of encoder gradients, and noisy vectors from which the last
+    layer's gradient follows. The vectors show who was drawn, so the sum may be taken for that of a
+    secret Poisson sample only if its draw is another, independent one (``separate``).
+
+    Args:
+        clipping_norm, noise_multiplier, clipping: of the gradients, as in :class:`DpSgdPlan`.
+        draws: whether gradients and vectors are of ``separate`` draws or of one ``shared`` one.
+        record_clipping_norm, record_noise_multiplier: of the vectors.
+        budget_ratio: how much of the target the gradients leave to the vectors; None with given
+            noise.
+        labels_in_vector, num_classes: as in :class:`FrozenPlan`.
+
+    Raises: InvalidArgumentError.
+    """
+
+    clipping: str = "flat"
+    draws: str = SEPARATE
+    record_clipping_norm: float = 1.0
+    record_noise_multiplier: float | None = None
+    budget_ratio: float | None = None
+    labels_in_vector: bool = False
+    num_classes: int | None = None
+
+    name: ClassVar[str] = "dp_fp_private_encoder"
+    variant: ClassVar[str] = PRIVATE_ENCODER
+    loss: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _validate.one_of("clipping", self.clipping, CLIPPINGS)
+        _validate.one_of("representation_draws", self.draws, DRAWS)
+        _validate.positive("record_clipping_norm", self.record_clipping_norm)
+        if self.record_noise_multiplier is not None:
+            _validate.positive("record_noise_multiplier", self.record_noise_multiplier)
+        if self.budget_ratio is not None:
+            _validate.in_unit_interval("representation_budget_ratio", self.budget_ratio)
+        self._check_labels()
+
+    @property
+    def gradients(self) -> DpSgdPlan:
+        """The DP-SGD below the noise."""
+        return DpSgdPlan(self.clipping_norm, self.noise_multiplier, self.clipping)
+
+    @property
+    def may_select(self) -> bool:
+        return self.draws == SEPARATE
+
+    @property
+    def vector_clipping_norm(self) -> float:
+        return self.record_clipping_norm
+
+    @property
+    def vector_noise_multiplier(self) -> float:
+        if self.record_noise_multiplier is None:
+            raise _validate.invalid(
+                "representation_noise_multiplier",
+                None,
+                "to be given beside `noise_multiplier`",
+                "Only a target_epsilon can decide it.",
+            )
+        return self.record_noise_multiplier
+
+    def forwarded(self, schedule: Schedule) -> float:
+        draws = 2 if self.draws == SEPARATE else 1  # one for the gradients, one for the vectors
+        return draws * super().forwarded(schedule)
+
+    def step_event(self, schedule: Schedule, noise_multiplier: float, steps: int) -> Event:
+        rate, one_draw = self.draw.sample_rate(schedule), self.draws == SHARED
+        return SumAndRows(noise_multiplier, self.vector_noise_multiplier, rate, steps, one_draw)
+
+    def sensitivities(self, schedule: Schedule) -> Mapping[str, float]:
+        return {
+            SUM: self.gradients.sensitivities(schedule)[SUM],
+            VECTORS: self.vector_sensitivity,
+        }
+
+    def require_noise(self) -> None:
+        _ = self.vector_noise_multiplier
+
+    def calibrated(
+        self, schedule: Schedule, target_epsilon: float, prior_events: Sequence[Event]
+    ) -> Self:
+        """Return the plan with the gradients' noise for their part of epsilon alone, and then the
+        vectors' for the whole (as ComputeSigma of DP-FROST)."""
+        if self.record_noise_multiplier is not None or self.budget_ratio is None:
+            raise _validate.invalid(
+                "representation_noise_multiplier",
+                self.record_noise_multiplier,
+                "to be None with a target_epsilon, which decides it",
+                "Set `representation_budget_ratio`, or give `noise_multiplier` instead of the "
+                "target.",
+            )
+
+        def sums_alone(noise_multiplier: float, steps: int) -> Event:
+            if self.draws == SHARED:  # the vectors show whose gradients the sum is of
+                rate = self.draw.sample_rate(schedule)
+                return SampledRecordRelease(noise_multiplier, rate, steps)
+            return self.gradients.step_event(schedule, noise_multiplier, steps)
+
+        for_sums = (1 - self.budget_ratio) * target_epsilon
+        sigma = self.smallest_noise(schedule, for_sums, prior_events, sums_alone)
+        with_sums = replace(self, noise_multiplier=sigma)
+
+        def together(noise_multiplier: float, steps: int) -> Event:
+            noised = replace(with_sums, record_noise_multiplier=noise_multiplier)
+            return noised.step_event(schedule, sigma, steps)
+
+        of_vectors = self.smallest_noise(schedule, target_epsilon, prior_events, together)
+        return replace(with_sums, record_noise_multiplier=of_vectors)
+
+    def words(self, schedule: Schedule) -> Words:
+        below = self.gradients.words(schedule)
+        secret = (
+            "Gradients and released rows come from two independent draws; that of the gradients "
+            "stays secret, that of the rows is seen and amplifies nothing"
+        )
+        return Words(
+            name="DP-SGD below released representations",
+            mechanism=(
+                f"{below.mechanism} of the encoder. The last layer trains on released vectors: "
+                f"{self._vectors_in_words()}"
+            ),
+            sampling=f"Poisson: {_JOINS}. {_SHOWN if self.draws == SHARED else secret}",
+            drawn=below.drawn,
+            proof=_PROOF,
+            tag=below.tag,
+        )

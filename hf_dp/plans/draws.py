@@ -1,0 +1,375 @@
+"""Who takes part in a step: each draw with its sampler, its event and its words.
+
+To add one, here or from outside: a frozen dataclass that subclasses :class:`Draw`, decorated by
+:func:`register_draw`. ``DPTrainingArguments(sampling=...)`` then selects it, and ledger, statement
+and card know it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+
+from hf_dp import _validate
+from hf_dp._dataclasses import checked_fields
+from hf_dp.accounting import Event
+from hf_dp.accounting.knows import ALLOCATION, TRUNCATED, USER_ROWS, Asked
+from hf_dp.accounting.knows import POISSON as POISSON_SAMPLED
+from hf_dp.errors import ConfigError, UnsupportedArgumentError
+from hf_dp.plans.samplers import AllocationSampler, PoissonSampler, Sampler, UserRowsSampler
+from hf_dp.plans.units import BY_ROW, Users
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The numbers of a plan that draws and mechanisms read.
+
+    Args:
+        num_examples: N, the rows of the training set (the users, where they are protected), stated
+            as public.
+        expected_batch_size: B, the expected logical batch; also the divisor of the noisy sum.
+        steps: optimizer steps.
+        delta: of the (epsilon, delta) guarantee.
+        accountant: the one that calibrates, and whose epsilon is the headline.
+        target_epsilon: what the noise is calibrated to; None when the noise is given.
+        users: whose rows are one unit, where users are protected. Where their rows are drawn one
+            by one, ``expected_batch_size`` counts rows.
+    """
+
+    num_examples: int
+    expected_batch_size: float
+    steps: int
+    delta: float
+    accountant: str = field(default="pld", kw_only=True)
+    target_epsilon: float | None = field(default=None, kw_only=True)
+    users: Users | None = field(default=None, kw_only=True)
+
+    @property
+    def drawn_from(self) -> int:
+        """How many users, or rows, a step draws from: N, or the rows of users that are drawn."""
+        rows = None if self.users is None else self.users.num_rows
+        return self.num_examples if rows is None else rows
+
+    @property
+    def one(self) -> str:
+        """What one thing that is drawn is called: "row", or the name of a user."""
+        return "row" if self.users is None or self.users.by_row else self.users.name
+
+
+@dataclass(frozen=True)
+class DrawWords:
+    """How a statement speaks of a draw.
+
+    Args:
+        sampling: who takes part in a step, as a card describes it.
+        name: in two or three words, for "900 steps of DP-SGD with ...".
+    """
+
+    sampling: str
+    name: str
+
+
+class Draw(ABC):
+    """Who takes part in a step. Subclasses are frozen dataclasses.
+
+    Attributes (of the class):
+        name: in ``privacy.json``; unique.
+        sampling: the value of the argument ``sampling`` that asks for it.
+        kind: in the table of what accountants bound (:mod:`hf_dp.accounting.knows`).
+        moved: how many examples join or leave a step with one example more, at the most.
+    """
+
+    name: ClassVar[str]
+    sampling: ClassVar[str]
+    kind: ClassVar[str]
+    moved: ClassVar[int] = 1
+
+    @abstractmethod
+    def sampler(self, schedule: Schedule, steps: int) -> Sampler:
+        """Return a sampler of ``steps`` logical batches."""
+
+    @abstractmethod
+    def words(self, schedule: Schedule) -> DrawWords:
+        """Return how a statement speaks of it."""
+
+    @property
+    def asked(self) -> Asked:
+        """What a user set to get it, for a refusal."""
+        return Asked(self.kind, "sampling", self.sampling)
+
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """What epsilon rests on beside the record: for a draw from outside hf_dp, whose it is."""
+        module = type(self).__module__
+        if module.startswith("hf_dp."):
+            return ()
+        return (
+            f"whether the draw {self.name!r}, which is not hf_dp's but of the module {module!r}, "
+            "draws what its event tells the accountant",
+        )
+
+    def event(self, schedule: Schedule, noise_multiplier: float, steps: int) -> Event:
+        """Return what ``steps`` steps with this noise release."""
+        return self.sampler(schedule, 1).event(noise_multiplier, steps)
+
+    def sample_rate(self, schedule: Schedule) -> float:
+        """Return q, the probability with which each example takes part in a step."""
+        return schedule.expected_batch_size / schedule.drawn_from
+
+    def most(self, schedule: Schedule) -> int:
+        """Return how many examples a step uses at the most."""
+        return schedule.drawn_from
+
+    def used(self, schedule: Schedule) -> float:
+        """Return how many examples a step uses on average."""
+        return schedule.expected_batch_size
+
+    def steps_per_epoch(self, drawn_from: int, expected_batch_size: float) -> int | None:
+        """Return the whole number of steps in which each example takes part once, where there is
+        one; None where it takes part once on average."""
+        return None
+
+    def steps_released_together(self, schedule: Schedule) -> int:
+        """Return how many steps one entry of the ledger pays for, from the first of them on."""
+        return 1
+
+    def check(self, schedule: Schedule) -> None:
+        """Raise InvalidArgumentError for numbers that do not go with it."""
+
+    def what_ran(self, schedule: Schedule, steps: int, mechanism: str, drawn: str) -> str:
+        """Say what ran, for a statement's sentence. Args: mechanism, drawn: the plan's words."""
+        counted = f"{steps:,} steps" if steps != 1 else "1 step"
+        return f"{counted} of {mechanism} with {drawn}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, JSON-ready; :func:`draw_from_dict` reads it back."""
+        return {"name": self.name, **asdict(self)}  # type: ignore[call-overload]
+
+
+DRAWS: dict[str, type[Draw]] = {}
+
+AnyDraw = TypeVar("AnyDraw", bound=Draw)
+
+
+def register_draw(cls: type[AnyDraw]) -> type[AnyDraw]:
+    """Make a draw known by its ``name``: a class decorator.
+
+    Raises: ConfigError when another draw has that name.
+    """
+    if DRAWS.setdefault(cls.name, cls) is not cls:
+        raise ConfigError(f"Expected a draw with a name of its own, got {cls.name!r}.")
+    return cls
+
+
+@register_draw
+@dataclass(frozen=True)
+class Poisson(Draw):
+    """Each example, or user, joins each step independently with the probability B / N."""
+
+    name: ClassVar[str] = "poisson"
+    sampling: ClassVar[str] = "poisson"
+    kind: ClassVar[str] = POISSON_SAMPLED
+
+    def sampler(self, schedule: Schedule, steps: int) -> PoissonSampler:
+        return PoissonSampler(schedule.drawn_from, self.sample_rate(schedule), steps)
+
+    def words(self, schedule: Schedule) -> DrawWords:
+        return DrawWords(
+            f"Poisson: each {schedule.one} joins each step independently with the probability "
+            "sample_rate; an empty draw is a step",
+            "Poisson sampling",
+        )
+
+
+@register_draw
+@dataclass(frozen=True)
+class TruncatedPoisson(Poisson):
+    """A Poisson draw of which a step uses a uniformly random part where it is too large.
+
+    Args: max_batch_size: the most examples that a step uses, >= 1.
+
+    Raises: InvalidArgumentError.
+    """
+
+    max_batch_size: int
+
+    name: ClassVar[str] = "truncated_poisson"
+    kind: ClassVar[str] = TRUNCATED
+    moved: ClassVar[int] = 2  # another example joins or leaves with the first
+
+    def __post_init__(self) -> None:
+        _validate.integer("max_logical_batch_size", self.max_batch_size, 1)
+
+    @property
+    def asked(self) -> Asked:
+        return Asked(self.kind, "max_logical_batch_size", self.max_batch_size)
+
+    def sampler(self, schedule: Schedule, steps: int) -> PoissonSampler:
+        return replace(super().sampler(schedule, steps), max_batch_size=self.max_batch_size)
+
+    def most(self, schedule: Schedule) -> int:
+        return min(self.max_batch_size, schedule.drawn_from)
+
+    def used(self, schedule: Schedule) -> float:
+        """Return E min(K, cap) of a sample of K that is cut: the sum over k <= cap of P(K >= k)."""
+        from scipy.special import bdtr  # it takes a fifth of a second
+
+        below = np.arange(self.most(schedule))
+        return float((1 - bdtr(below, schedule.drawn_from, self.sample_rate(schedule))).sum())
+
+    def check(self, schedule: Schedule) -> None:
+        if self.max_batch_size < schedule.expected_batch_size:
+            raise _validate.invalid(
+                "max_logical_batch_size",
+                self.max_batch_size,
+                f"to be at least expected_batch_size ({schedule.expected_batch_size:g})",
+                "Most draws would be cut, which costs privacy; 1.2 times expected_batch_size costs "
+                "little at 1024.",
+            )
+
+    def words(self, schedule: Schedule) -> DrawWords:
+        most = f"{self.max_batch_size} rows"
+        if schedule.users is not None:
+            most = f"{self.max_batch_size} (each a {schedule.one})"
+        return DrawWords(
+            f"{super().words(schedule).sampling}; of a draw of more than {most} a uniformly random "
+            "part of that size is used",
+            "truncated Poisson sampling",
+        )
+
+
+@register_draw
+@dataclass(frozen=True)
+class UserRows(Poisson):
+    """Each row that is drawn from joins each step independently, and is clipped by itself; the
+    accountant counts how many of them one user can have (Charles et al. 2024, arXiv 2407.07737)."""
+
+    name: ClassVar[str] = "user_rows"
+    kind: ClassVar[str] = USER_ROWS
+
+    @property
+    def asked(self) -> Asked:
+        return Asked(self.kind, "unit_sampling", BY_ROW)
+
+    def sampler(self, schedule: Schedule, steps: int) -> UserRowsSampler:
+        most = _users(schedule).max_rows
+        rate = self.sample_rate(schedule)
+        return UserRowsSampler(schedule.drawn_from, rate, steps, rows_of_a_user=most)
+
+    def words(self, schedule: Schedule) -> DrawWords:
+        poisson, users = super().words(schedule), _users(schedule)
+        return DrawWords(
+            f"{poisson.sampling}; at most {users.max_rows} rows of each {users.name} are drawn "
+            f"from, {users.num_rows} rows in all, and the accountant counts how many of these a "
+            "step can have",
+            poisson.name,
+        )
+
+
+def _users(schedule: Schedule) -> Users:
+    if schedule.users is None:
+        raise ConfigError("Expected a plan whose `users` say how many rows are one user's.")
+    return schedule.users
+
+
+@register_draw
+@dataclass(frozen=True)
+class RandomAllocation(Draw):
+    """An epoch has t = N / B steps, rounded, and each example takes part in one of them.
+
+    The expected logical batch is then N / t. (Chua et al. 2025, arXiv 2412.16802; Feldman and
+    Shenfeld 2025, arXiv 2502.08202.)
+    """
+
+    name: ClassVar[str] = "random_allocation"
+    sampling: ClassVar[str] = "random_allocation"
+    kind: ClassVar[str] = ALLOCATION
+
+    def sampler(self, schedule: Schedule, steps: int) -> AllocationSampler:
+        """Return the sampler of one allocation, however many steps are asked for: each iteration
+        of it is one that the ledger holds."""
+        return AllocationSampler(schedule.drawn_from, self.steps_released_together(schedule))
+
+    def steps_per_epoch(self, drawn_from: int, expected_batch_size: float) -> int:
+        steps = round(drawn_from / expected_batch_size)
+        if steps < 2:
+            raise _validate.invalid(
+                "expected_batch_size",
+                expected_batch_size,
+                f"to be at most {drawn_from / 2:g}, half of the {drawn_from} examples, with "
+                f"sampling={self.sampling!r}",
+                "Each example takes part in one of two or more steps of an epoch. Lower it.",
+            )
+        return steps
+
+    def steps_released_together(self, schedule: Schedule) -> int:
+        return self.steps_per_epoch(schedule.drawn_from, schedule.expected_batch_size)
+
+    def words(self, schedule: Schedule) -> DrawWords:
+        return DrawWords(
+            f"random allocation: each {schedule.one} joins one of the "
+            f"{self.steps_released_together(schedule)} steps of an allocation, uniformly and "
+            "independently of all others; the next allocation is made anew; one that was begun is "
+            "accounted in full",
+            "random allocation",
+        )
+
+    def what_ran(self, schedule: Schedule, steps: int, mechanism: str, drawn: str) -> str:
+        of_one = self.steps_released_together(schedule)
+        count = steps // of_one
+        return f"{count:,} {drawn}{'s' * (count > 1)}, each of up to {of_one} steps, of {mechanism}"
+
+
+# -- from arguments, and from plain data --
+
+POISSON = Poisson.sampling
+
+
+def check_sampling(name: str, value: object) -> str:
+    """Return the value of the argument ``sampling``. Raises: InvalidArgumentError."""
+    return _validate.one_of(name, value, dict.fromkeys(draw.sampling for draw in DRAWS.values()))
+
+
+def draw_of(
+    sampling: str = POISSON, max_batch_size: int | None = None, by_row: bool = False
+) -> Draw:
+    """Return the draw that these arguments ask for.
+
+    Args: max_batch_size: ``max_logical_batch_size``. by_row: whether rows of users are drawn.
+
+    Raises: InvalidArgumentError; UnsupportedArgumentError for arguments that ask for two draws.
+    """
+    check_sampling("sampling", sampling)
+    asked: list[Draw] = [draw() for draw in DRAWS.values() if draw.sampling == sampling != POISSON]
+    if by_row:
+        asked.append(UserRows())
+    if max_batch_size is not None:
+        asked.append(TruncatedPoisson(max_batch_size))
+    for other in asked[1:]:
+        raise _validate.invalid(
+            other.asked.argument,
+            other.asked.value,
+            f"to be left out with {asked[0].asked}",
+            "A step has one draw. Remove one of the two.",
+            UnsupportedArgumentError,
+        )
+    return asked[0] if asked else Poisson()
+
+
+def draw_from_dict(values: object) -> Draw:
+    """Read back ``{"name": ..., **fields}``.
+
+    Raises: ConfigError for an unknown draw, or fields that it does not have; InvalidArgumentError.
+    """
+    given = dict(values) if isinstance(values, Mapping) else {}
+    name = given.pop("name", None)
+    if name not in DRAWS:
+        raise ConfigError(
+            f"Expected the draw of a plan to be one of {sorted(DRAWS)}, got {name!r}. Import the "
+            "module that registers it."
+        )
+    return DRAWS[name](**checked_fields(DRAWS[name], given, ConfigError))

@@ -1,0 +1,279 @@
+"""Samplers: who is drawn, by the operating system's random bytes, and what the accountant hears."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hf_dp import _validate
+from hf_dp.accounting import (
+    Event,
+    PoissonSampledGaussian,
+    RandomAllocationGaussian,
+    SampledRecordRelease,
+    TruncatedPoissonSampledGaussian,
+    UserRowsGaussian,
+)
+from hf_dp.errors import UnsupportedArgumentError
+
+RandomBytes = Callable[[int], bytes]
+
+
+@dataclass(frozen=True)
+class Share:
+    """The examples of one of ``count`` processes: ``rank``, ``rank + count``, and so on.
+
+    It is fixed, so that every example belongs to one process for the whole run.
+    """
+
+    rank: int = 0
+    count: int = 1
+
+    def of(self, num_examples: int) -> np.ndarray:
+        """Return the indices, in increasing order."""
+        return np.arange(self.rank, num_examples, self.count)
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True)
+class Sampler(ABC):
+    """Yields logical batches: lists of indices of examples, in increasing order, possibly empty.
+
+    It makes its own event, so that the accountant is told exactly what was drawn.
+
+    Args:
+        num_examples: N >= 1.
+        random_bytes: the source of randomness, ``n -> n bytes``; by default the operating system's
+            cryptographic source. Another source is for tests only: a predictable sampler voids the
+            amplification that the accountant counts on.
+        share: which examples this sampler draws from; those of the other shares are drawn by other
+            processes.
+        begin: called as an iteration begins, before anything of it is known, by a sampler whose
+            steps are released together.
+    """
+
+    num_examples: int
+    random_bytes: RandomBytes = field(default=os.urandom, repr=False, compare=False, kw_only=True)
+    share: Share = field(default=Share(), kw_only=True)
+    begin: Callable[[], None] = field(default=_nothing, repr=False, compare=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _validate.integer("num_examples", self.num_examples, 1)
+
+    @abstractmethod
+    def event(self, noise_multiplier: float, steps: int = 1) -> Event:
+        """Return the event of ``steps`` draws, each released with this noise multiplier."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[list[int]]: ...
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class BernoulliSampler(Sampler):
+    """Draws each example independently of all others, and each draw independently of all others.
+
+    Args: sample_rate: q in (0, 1]. steps: how many draws one iteration makes, >= 1.
+    """
+
+    sample_rate: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _validate.in_unit_interval("sample_rate", self.sample_rate, one=True)
+        _validate.integer("steps", self.steps, 1)
+
+    @abstractmethod
+    def draw(self) -> list[int]:
+        """Draw the indices of one logical batch."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(self.steps):
+            yield self.draw()
+
+    def __len__(self) -> int:
+        return self.steps
+
+
+@dataclass(frozen=True)
+class PoissonSampler(BernoulliSampler):
+    """Draws each example independently with probability ``sample_rate``.
+
+    A draw compares 64 uniform bits per example with ``round(q * 2**64)``, so the probability is
+    exact to 2**-65. The draws of all shares together are one Poisson draw from all N examples,
+    because each example is drawn independently of all others.
+
+    Args:
+        max_batch_size: the largest number of examples in a draw; a larger draw is reduced to a
+            uniformly random part. None means no limit.
+    """
+
+    max_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_batch_size is not None:
+            _validate.integer("max_batch_size", self.max_batch_size, 1)
+            if self.share.count > 1:
+                raise _validate.invalid(
+                    "max_batch_size",
+                    self.max_batch_size,
+                    f"to be None with {self.share.count} processes",
+                    "Each draws from examples of its own, so none knows when the whole draw is too "
+                    "large. Leave `max_logical_batch_size` unset, or launch one process.",
+                    UnsupportedArgumentError,
+                )
+
+    def draw(self) -> list[int]:
+        """Draw the indices of one logical batch, in increasing order."""
+        examples = self.share.of(self.num_examples)
+        if self.sample_rate == 1:
+            drawn = examples
+        else:
+            uniform = np.frombuffer(self.random_bytes(8 * len(examples)), dtype=np.uint64)
+            drawn = examples[uniform < np.uint64(round(self.sample_rate * 2**64))]
+        if self.max_batch_size is not None and len(drawn) > self.max_batch_size:
+            # The order of independent random keys is uniformly random. Two 64-bit keys are equal
+            # with probability 2^-64 per pair; then the earlier index comes first.
+            keys = np.frombuffer(self.random_bytes(8 * len(drawn)), dtype=np.uint64)
+            drawn = np.sort(drawn[np.argsort(keys, kind="stable")[: self.max_batch_size]])
+        return drawn.tolist()
+
+    def event(self, noise_multiplier: float, steps: int = 1) -> Event:
+        if self.max_batch_size is None:
+            return PoissonSampledGaussian(noise_multiplier, self.sample_rate, steps)
+        return TruncatedPoissonSampledGaussian(
+            noise_multiplier, self.sample_rate, steps, self.num_examples, self.max_batch_size
+        )
+
+
+@dataclass(frozen=True)
+class UserRowsSampler(PoissonSampler):
+    """Draws rows as :class:`PoissonSampler` does, and accounts for users.
+
+    Args: rows_of_a_user: the most of the N rows that are one user's, >= 1.
+    """
+
+    rows_of_a_user: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _validate.integer("rows_of_a_user", self.rows_of_a_user, 1)
+
+    def event(self, noise_multiplier: float, steps: int = 1) -> Event:
+        if self.rows_of_a_user == 1:
+            return super().event(noise_multiplier, steps)
+        return UserRowsGaussian(noise_multiplier, self.sample_rate, steps, self.rows_of_a_user)
+
+
+@dataclass(frozen=True)
+class AllocationSampler(Sampler):
+    """Allocates each example to one of ``steps`` logical batches, uniformly and independently of
+    all others.
+
+    One iteration is one allocation: it yields its ``steps`` lists of indices. A second iteration
+    allocates anew.
+
+    Args: steps: t >= 2.
+    """
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _validate.integer("steps", self.steps, 2)
+
+    def allocate(self) -> np.ndarray:
+        """Draw the step, from 0 to ``steps`` - 1, of each example of the share."""
+        return uniform_below(self.steps, len(self.share.of(self.num_examples)), self.random_bytes)
+
+    def event(self, noise_multiplier: float, steps: int = 1) -> Event:
+        """Return the event of ``steps`` logical batches, the last allocation counted in full."""
+        allocations = -(-steps // self.steps)
+        return RandomAllocationGaussian(noise_multiplier, self.steps, allocations * self.steps)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.begin()
+        examples, steps = self.share.of(self.num_examples), self.allocate()
+        order = np.argsort(steps, kind="stable")  # within a step, examples stay in order
+        ends = np.searchsorted(steps[order], np.arange(self.steps + 1))
+        for first, last in zip(ends[:-1], ends[1:], strict=True):
+            yield examples[order[first:last]].tolist()
+
+    def __len__(self) -> int:
+        return self.steps
+
+
+def uniform_below(limit: int, count: int, random_bytes: RandomBytes) -> np.ndarray:
+    """Draw ``count`` whole numbers below ``limit``, each exactly equally likely.
+
+    Of 64 random bits, those above the largest multiple of ``limit`` are drawn again.
+    """
+    most = 2**64 - 2**64 % limit
+    drawn = np.frombuffer(random_bytes(8 * count), dtype=np.uint64).copy()
+    while (again := drawn > np.uint64(most - 1)).any():
+        drawn[again] = np.frombuffer(random_bytes(8 * int(again.sum())), dtype=np.uint64)
+    return (drawn % np.uint64(limit)).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class MicroBatchSampler(BernoulliSampler):
+    """Joins ``num_micro_batches`` independent Poisson draws per step (Du and Mi 2021, section 3.2).
+
+    An example may occur more than once in a step. The M N Bernoulli trials of a step are made by
+    drawing the gaps between successes, which are geometric. This takes about as many random numbers
+    as examples drawn, not as trials. A gap is ``floor(log(u) / log(1 - p))`` for u uniform on
+    multiples of 2^-64, so the relative error of probabilities is about 2^-53 / p.
+
+    Args: sample_rate: p, of each draw. num_micro_batches: M >= 1.
+    """
+
+    num_micro_batches: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _validate.integer("num_micro_batches", self.num_micro_batches, 1)
+
+    def event(self, noise_multiplier: float, steps: int = 1) -> Event:
+        """Return the event of a vector of each row that is drawn, each time that it is drawn."""
+        return SampledRecordRelease(
+            noise_multiplier, self.sample_rate, steps, self.num_micro_batches
+        )
+
+    def micro_batches(self) -> list[list[int]]:
+        """Draw M lists of indices, each in increasing order and possibly empty."""
+        examples = self.share.of(self.num_examples)
+        drawn = self._successes(len(examples) * self.num_micro_batches)
+        which, place = np.divmod(drawn, max(1, len(examples)))
+        return [examples[place[which == micro]].tolist() for micro in range(self.num_micro_batches)]
+
+    def draw(self) -> list[int]:
+        """Draw the indices of one step's micro-batches, one after the other."""
+        return [index for drawn in self.micro_batches() for index in drawn]
+
+    def _successes(self, trials: int) -> np.ndarray:
+        """Draw which of ``trials`` independent trials succeed, in increasing order."""
+        if self.sample_rate == 1:
+            return np.arange(trials)
+        found: list[np.ndarray] = []
+        last = -1
+        while last < trials:
+            count = int(1.2 * (trials - last) * self.sample_rate) + 20
+            uniform = (
+                np.frombuffer(self.random_bytes(8 * count), dtype=np.uint64).astype(np.float64) + 1
+            ) / 2**64
+            gaps = np.floor(np.log(uniform) / np.log1p(-self.sample_rate))
+            positions = last + np.cumsum(gaps + 1)
+            found.append(positions[positions < trials].astype(np.int64))
+            last = positions[-1]
+        return np.concatenate(found)
