@@ -1,38 +1,59 @@
-"""Arguments written once: a group is a dataclass of fields with their help, and their checks.
+"""Arguments written once: a group is a dataclass of fields with their help and their checks.
 
-Docstrings, command lines and recipes are made from the same fields. A group says in ``CHECKS`` what
-each value must be, and in ``problems`` what contradicts another argument.
+Docstrings, command lines and recipes are made from the same fields. A field says what its value
+must be, a group's ``NEEDS`` what one argument asks of another, and ``problems`` what is left.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 from hf_dp._dataclasses import default_of
-from hf_dp._validate import invalid
+from hf_dp._validate import integer, invalid, one_of, positive
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
 
-# A validator of _validate's form, and what it takes after name and value.
-Check = tuple[Any, ...]
+# (name, value) -> checked value; or the values that a text may have
+Check = Callable[[str, object], object] | Sequence[str]
 
 
-def argument(default: Any, text: str) -> Any:
-    """Return a dataclass field with its help; a list or a dict is copied for each instance."""
-    metadata = {"help": text}
+class _Help(str):
+    """A field's help, and its check: ``HfArgumentParser`` takes nothing else for metadata."""
+
+    check: Check | None
+
+
+def argument(default: Any, text: str, check: Check | None = None) -> Any:
+    """Return a dataclass field with its help; a list or a dict is copied for each instance.
+
+    Args: check: None for what the type says: a truth value, a whole number >= 1, a number > 0. An
+        unset value is not checked where unset is the default.
+    """
+    metadata = {"help": _Help(text)}
+    metadata["help"].check = check
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
 class Problems(dict[str, InvalidArgumentError]):
-    """The errors of arguments, by name; of several errors of one argument the first is kept."""
+    """The errors of arguments, by name; of several errors of one argument the first is kept.
+
+    Args: args: an object or a mapping that has the arguments.
+    """
 
     def __init__(self, args: object) -> None:
         super().__init__()
         self._args = args
+
+    def value(self, name: str) -> Any:
+        """Return the value of an argument."""
+        return self._args[name] if isinstance(self._args, Mapping) else getattr(self._args, name)
 
     def refuse(
         self,
@@ -42,7 +63,7 @@ class Problems(dict[str, InvalidArgumentError]):
         error: type[InvalidArgumentError] = InvalidArgumentError,
     ) -> None:
         """Note that the value of an argument is not what was expected."""
-        self.setdefault(name, invalid(name, getattr(self._args, name), expected, next_move, error))
+        self.setdefault(name, invalid(name, self.value(name), expected, next_move, error))
 
     def unsupported(self, name: str, expected: str, next_move: str) -> None:
         """Note that an argument which is known elsewhere is not for this run."""
@@ -51,9 +72,14 @@ class Problems(dict[str, InvalidArgumentError]):
     def attempt(self, name: str, check: Callable[..., object], *details: object) -> None:
         """Set the argument to what the check returns, or note its error."""
         try:
-            setattr(self._args, name, check(name, getattr(self._args, name), *details))
+            setattr(self._args, name, check(name, self.value(name), *details))
         except InvalidArgumentError as error:
             self.setdefault(name, error)
+
+    def join(self, others: Mapping[str, InvalidArgumentError]) -> Self:
+        """Take over the problems of arguments that have none yet."""
+        self.update({name: each for name, each in others.items() if name not in self})
+        return self
 
     def raise_all(self) -> None:
         """Raise one error for all problems: a single problem unchanged, several as a list."""
@@ -68,30 +94,81 @@ class Problems(dict[str, InvalidArgumentError]):
         raise kind("\n- ".join([head, *map(str, errors)]))
 
 
-class ArgumentGroup:
-    """The base of a group of arguments; a subclass is a dataclass.
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """Arguments that stay at their defaults unless another one has a certain value.
 
-    Attributes: CHECKS: by field, the validator and its details. Flags need none. An unset value is
-        not checked where unset is the default.
+    Args:
+        names: theirs, with blanks between them. other: the one that they need.
+        values: of the other one, that will do; or what says so of a value.
+        next_move: why, and what to do.
     """
 
-    CHECKS: ClassVar[Mapping[str, Check]] = {}
+    names: str
+    other: str
+    values: tuple[object, ...] | Callable[[Any], bool]
+    next_move: str
+    error: type[InvalidArgumentError] = InvalidArgumentError
+
+    def note(self, args: Any, found: Problems) -> None:
+        """Note the arguments that were set in vain."""
+        theirs = getattr(args, self.other)
+        if self.values(theirs) if callable(self.values) else theirs in self.values:
+            return
+        for name in self.names.split():
+            default = default_of(args.__dataclass_fields__[name])
+            if getattr(args, name) != default:
+                expected = f"to be left at {default!r} with {self.other}={theirs!r}"
+                found.refuse(name, expected, self.next_move, self.error)
+
+
+def is_given(value: object) -> bool:
+    """Return whether an argument is set whose default is None."""
+    return value is not None
+
+
+class ArgumentGroup:
+    """The base of a group of arguments; a subclass is a dataclass."""
+
+    NEEDS: ClassVar[tuple[Need, ...]] = ()
 
     @staticmethod
     def problems(args: Any, found: Problems) -> None:
-        """Note what contradicts another argument; values that are wrong alone are in ``found``."""
+        """Note what else contradicts another argument; ``found`` has what is wrong alone."""
 
 
-def check_fields(group: type[ArgumentGroup], args: Any, found: Problems) -> None:
-    """Check each field of a group by itself, and set it to the checked value."""
-    for field in own_fields(group):
-        value, check = getattr(args, field.name), group.CHECKS.get(field.name)
-        if value is None and field.default is None:
-            continue
-        if field.type in ("bool", bool):
-            found.attempt(field.name, true_or_false)
-        elif check is not None:
-            found.attempt(field.name, *check)
+def check_groups(groups: Iterable[type[ArgumentGroup]], args: Any, found: Problems) -> None:
+    """Check each field by itself, and set it to the checked value; then those that need others."""
+    groups = list(groups)
+    for field in [each for group in groups for each in own_fields(group)]:
+        if getattr(args, field.name) is not None or field.default is not None:
+            check = field.metadata["help"].check or _BY_TYPE.get(_type_of(field))
+            if callable(check):
+                found.attempt(field.name, check)
+            elif check is not None:
+                found.attempt(field.name, one_of, check)
+    for group in groups:
+        for need in group.NEEDS:
+            need.note(args, found)
+        group.problems(args, found)
+
+
+def _type_of(field: dataclasses.Field[Any]) -> str:
+    return getattr(field.type, "__name__", str(field.type)).removesuffix(" | None")
+
+
+def true_or_false(name: str, value: object) -> bool:
+    """Return a truth value; refuse text."""
+    if not isinstance(value, bool):
+        raise invalid(name, value, "to be True or False", "Write it without quotes.")
+    return value
+
+
+_BY_TYPE: Mapping[str, Callable[[str, object], object]] = {
+    "bool": true_or_false,
+    "int": functools.partial(integer, minimum=1),
+    "float": positive,
+}
 
 
 def own_fields(group: type) -> list[dataclasses.Field[Any]]:
@@ -109,17 +186,45 @@ def documented(groups: Iterable[type]) -> str:
             default = default_of(field)
             shown = f'"{default}"' if isinstance(default, str) else default
             said = "*optional*" + ("" if default is None else f", defaults to `{shown}`")
-            lines.append(
-                f"        {field.name} (`{str(field.type).removesuffix(' | None')}`, {said}):"
-            )
+            lines.append(f"        {field.name} (`{_type_of(field)}`, {said}):")
             lines += textwrap.wrap(
                 field.metadata["help"], 100, initial_indent=" " * 12, subsequent_indent=" " * 12
             )
     return "\n".join(lines[1:])
 
 
-def true_or_false(name: str, value: object) -> bool:
-    """Return a truth value; refuse text."""
-    if not isinstance(value, bool):
-        raise invalid(name, value, "to be True or False", "Write it without quotes.")
-    return value
+def numbers_from_text(args: Any) -> Problems:
+    """Convert numbers given as text (YAML leaves ``5e-4`` a string), in place.
+
+    Returns: what cannot be read.
+    """
+    problems = Problems(args)
+    for name, kind in _number_fields(type(args)).items():  # type: ignore[arg-type]
+        value = getattr(args, name)
+        if isinstance(value, str):
+            try:
+                setattr(args, name, _number(value, kind))
+            except ValueError:
+                wanted = "a whole number" if kind is int else "a number"
+                problems.refuse(name, f"to be {wanted}", "Correct it, or remove it.")
+    return problems
+
+
+@functools.cache
+def _number_fields(cls: type) -> dict[str, type]:
+    """Return the fields whose type is a plain number (or None), inherited ones included."""
+    numbers: dict[str, type] = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        kinds = set(typing.get_args(hint) or [hint]) - {types.NoneType}
+        for number in (int, float):
+            if kinds == {number}:
+                numbers[name] = number
+    return numbers
+
+
+def _number(text: str, kind: type) -> int | float:
+    """Return the number that a text spells; "1e3" is a whole number. Raises: ValueError."""
+    number = float(text)
+    if kind is float:
+        return number
+    return int(number) if number.is_integer() and abs(number) < 2**53 else int(text)

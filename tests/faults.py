@@ -143,7 +143,7 @@ def half_of_the_steps_unrecorded(patch: Any) -> None:
 
     patch.setattr(RunLedger, "append", forgetful)
     patch.setattr(
-        "hf_dp.features.guards.StopBeforeTarget.on_step_end", lambda *args, **kwargs: None
+        "hf_dp.features.always.StopBeforeTarget.on_step_end", lambda *args, **kwargs: None
     )
 
 

@@ -117,18 +117,17 @@ def _evaluation_set() -> datasets.Dataset:
 
 def model(dropout: float = 0.0, seed: int = 0, **options: Any) -> BertForSequenceClassification:
     torch.manual_seed(seed)
-    config = BertConfig(
-        vocab_size=len(WORDS) + 4,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=24,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        **options,
-    )
-    return BertForSequenceClassification(config)
+    values = {
+        "vocab_size": len(WORDS) + 4,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "max_position_embeddings": 24,
+        "hidden_dropout_prob": dropout,
+        "attention_probs_dropout_prob": dropout,
+    }
+    return BertForSequenceClassification(BertConfig(**{**values, **options}))
 
 
 def arguments(

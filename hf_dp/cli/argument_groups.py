@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 from hf_dp._arguments import argument
-from hf_dp.trainer.audit_arguments import AuditArguments
 from hf_dp.trainer.forward_arguments import ForwardArguments
-from hf_dp.trainer.memory_arguments import MemoryArguments
 from hf_dp.trainer.privacy_arguments import (
     BudgetArguments,
+    MemoryArguments,
     ReleaseArguments,
-    RowArguments,
     StepArguments,
 )
-from hf_dp.trainer.unit_arguments import UnitArguments
+from hf_dp.trainer.row_arguments import AuditArguments, RowArguments, UnitArguments
 
 
 @dataclasses.dataclass

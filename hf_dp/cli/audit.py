@@ -16,7 +16,7 @@ from hf_dp.cli.launch import refuse_several
 from hf_dp.cli.options import Parser, add_fields
 from hf_dp.cli.tasks import DEFAULT_TASK, private_module
 from hf_dp.errors import AuditError, ConfigError
-from hf_dp.trainer.audit_arguments import AuditArguments
+from hf_dp.trainer.row_arguments import AuditArguments
 
 if TYPE_CHECKING:
     from hf_dp.statement.audited import AuditResult

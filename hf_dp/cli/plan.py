@@ -123,7 +123,7 @@ class Planned:
         """
         from hf_dp.trainer.arguments import PlannedArguments
         from hf_dp.trainer.from_arguments import plan_of
-        from hf_dp.trainer.unit_arguments import users_of
+        from hf_dp.trainer.row_arguments import users_of
         from hf_dp.tuners.base import Tuner
         from hf_dp.tuners.find import tuner_for
 

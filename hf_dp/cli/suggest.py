@@ -118,7 +118,7 @@ def _suggestion(
 ) -> Suggestion:
     from hf_dp.planning.suggestion import CLIPPING_NORM, suggest
     from hf_dp.trainer.arguments import PlannedArguments
-    from hf_dp.trainer.unit_arguments import users_of
+    from hf_dp.trainer.row_arguments import users_of
     from hf_dp.tuners.base import Tuner
     from hf_dp.tuners.find import tuner_for
 

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from hf_dp._arguments import Problems
+from hf_dp._arguments import Need
 from hf_dp._validate import invalid, non_negative, positive
-from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
+from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.features.base import Feature, Seen, register
 
 FLOOR = "adam_bc_floor"
-_ADAMS = ("adamw_torch", "adamw_torch_fused")
 
 
 class DPAdamBC(Optimizer):
@@ -53,10 +52,8 @@ class DPAdamBC(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Make one step; gradients that are None are passed over."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         least = self.floor * self.noise_variance
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
@@ -79,69 +76,49 @@ class DPAdamBC(Optimizer):
         return loss
 
 
-def corrected(optimizer: Optimizer, noise_std: float, batch_size: float, floor: float) -> DPAdamBC:
-    """Return the optimizer that trains what ``optimizer``, an AdamW, was made for.
-
-    Args: noise_std: on the sum of gradients. batch_size: what the sum is divided by.
-    """
-    groups = [
-        {name: group[name] for name in ("params", "lr", "betas", "weight_decay")}
-        for group in optimizer.param_groups
-    ]
-    return DPAdamBC(groups, (noise_std / batch_size) ** 2, floor)
-
-
 @register
 class AdamBC(Feature):
     """``adam_bc_floor``: Adam that is corrected for the noise."""
 
-    @classmethod
-    def is_asked_for(cls, args: Any) -> bool:
-        return args.adam_bc_floor is not None
-
-    @classmethod
-    def problems(cls, args: Any, found: Problems) -> None:
-        """Note another optimizer, and a clipped gradient, whose noise is not known."""
-        optim = getattr(args.optim, "value", args.optim)
-        if cls.is_asked_for(args) and optim not in _ADAMS:
-            found.unsupported(
-                FLOOR,
-                f"to be unset with optim={optim!r}",
-                'It corrects Adam. Remove it, or use optim="adamw_torch".',
-            )
-        if cls.is_asked_for(args) and args.clip_noised_gradient:
-            found.unsupported(
-                FLOOR,
-                "to be unset with clip_noised_gradient",
-                "A clipped gradient has noise of no known variance. Remove one of the two.",
-            )
+    asked_for_by = FLOOR
+    NEEDS = (
+        Need(
+            FLOOR,
+            "optim",
+            ("adamw_torch", "adamw_torch_fused"),
+            'It corrects Adam. Remove it, or use optim="adamw_torch".',
+            UnsupportedArgumentError,
+        ),
+        Need(
+            FLOOR,
+            "clip_noised_gradient",
+            (False,),
+            "A clipped gradient has noise of no known variance. Remove one of the two.",
+            UnsupportedArgumentError,
+        ),
+    )
 
     def begin(self, seen: Seen) -> None:
         """Raise UnsupportedArgumentError where the noise in a gradient is not that of the sum, or
         where the user made the optimizer."""
+        floor, expected = self.args.adam_bc_floor, ""
         if seen.optimizer is not None:
-            raise _refused(
-                self.args,
-                "to be unset with an optimizer of your own",
-                "Pass hf_dp.features.adam_bc.DPAdamBC as that optimizer, or let DPTrainer make it.",
+            expected = "to be unset with an optimizer of your own"
+        elif not seen.tuner.gradients_are_noised_sums:
+            expected = (
+                "to be unset with this peft_config, whose gradients are of several noised sums"
             )
-        if not seen.tuner.gradients_are_noised_sums:
-            raise _refused(
-                self.args,
-                "to be unset with this peft_config",
-                "Its gradients are made of several noised sums, whose noise is not alike in all "
-                "coordinates. Remove it.",
-            )
+        if expected:
+            raise invalid(FLOOR, floor, expected, "Remove it.", UnsupportedArgumentError)
 
     def optimizer(self, optimizer: Optimizer, seen: Seen) -> Optimizer:
-        plan = seen.plan
-        return corrected(
-            optimizer, plan.noise_std, plan.expected_batch_size, self.args.adam_bc_floor
-        )
+        """Return the optimizer that trains what ``optimizer``, an AdamW, was made for."""
+        groups = [
+            {name: group[name] for name in ("params", "lr", "betas", "weight_decay")}
+            for group in optimizer.param_groups
+        ]
+        noise_std = seen.plan.noise_std / seen.plan.expected_batch_size
+        return DPAdamBC(groups, noise_std**2, self.args.adam_bc_floor)
 
-    def words(self) -> dict[str, Any]:
+    def words(self) -> dict[str, float]:
         return {FLOOR: self.args.adam_bc_floor}
-
-
-def _refused(args: Any, expected: str, move: str) -> InvalidArgumentError:
-    return invalid(FLOOR, args.adam_bc_floor, expected, move, UnsupportedArgumentError)

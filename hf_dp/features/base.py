@@ -1,4 +1,4 @@
-"""A feature: what a run may do besides its steps, in one file.
+"""A feature: what a run may do besides its steps.
 
 There are two kinds. A :class:`Feature` sees what has left the gate. An :class:`Inside` also sees
 what is not noised; a privacy review reads these. Each is registered by :func:`register`, and a run
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerState
 
-from hf_dp._arguments import Problems
+from hf_dp._arguments import Need, Problems
 from hf_dp.distributed.processes import Processes
 from hf_dp.mechanisms import Mechanism
 from hf_dp.overlap import TrainingRows
@@ -69,22 +69,29 @@ class Feature:
 
     One object serves one trainer. Args: args: the trainer's arguments.
 
-    Attributes: names: what :meth:`log` adds.
+    Attributes:
+        names: what :meth:`log` adds.
+        asked_for_by: the argument that asks for the feature, by any value but its default; None
+            for one that every private run has.
+        NEEDS: what the arguments that it reads ask of others.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
+    asked_for_by: ClassVar[str | None] = None
+    NEEDS: ClassVar[tuple[Need, ...]] = ()
 
     def __init__(self, args: Any):
         self.args = args
 
     @classmethod
     def problems(cls, args: Any, found: Problems) -> None:
-        """Note what is wrong with the arguments that this feature reads."""
+        """Note what else is wrong with the arguments that this feature reads."""
 
     @classmethod
     def is_asked_for(cls, args: Any) -> bool:
         """Return whether these arguments ask for the feature. It is not made otherwise."""
-        return True
+        name = cls.asked_for_by
+        return name is None or getattr(args, name, None) not in (None, False, [])
 
     def begin(self, seen: Seen) -> None:
         """Refuse what cannot work, and add callbacks. The run was made, and nothing is written."""
@@ -163,4 +170,6 @@ def features_of(args: Any) -> list[Feature]:
 def problems_of(args: Any, found: Problems) -> None:
     """Note what is wrong with the arguments that features read."""
     for each in _FEATURES:
+        for need in each.NEEDS:
+            need.note(args, found)
         each.problems(args, found)

@@ -44,7 +44,7 @@ class OneRunAudit:
         self.first = plan.num_examples - count  # the first canary's row
         self._random = np.random.default_rng(np.frombuffer(random_bytes(32), np.uint32))
         self._in: np.ndarray = np.frombuffer(random_bytes(count), np.uint8) % 2 == 1
-        self._drawn: deque[list[int]] = deque()
+        self.drawn: deque[list[int]] = deque()
         self._likelihood = np.zeros(count)  # log-likelihood ratio of in and out
         self._places: tuple[list[str], np.ndarray, np.ndarray, np.ndarray] | None = None
         self._before: np.ndarray | None = None
@@ -63,26 +63,22 @@ class OneRunAudit:
         canaries = [index - self.first for index in drawn if index >= self.first]
         canaries = [canary for canary in canaries if self._in[canary]]
         if self.scores == GRADIENTS:
-            self._drawn.append(canaries)
+            self.drawn.append(canaries)
             return rows
         return rows + [self.first + canary for canary in canaries]
-
-    def forget_draws(self) -> None:
-        """Forget what was drawn ahead: the draws begin anew."""
-        self._drawn.clear()
 
     @torch.no_grad()
     def insert(self, sums: dict[str, Tensor]) -> None:
         """Add the coordinates of the canaries of this step's draw to the clipped sums."""
         if self.scores != GRADIENTS:
             return
-        if not self._drawn:
+        if not self.drawn:
             raise ConfigError(
                 "The audit has seen fewer draws than steps, so it does not know whose canaries "
                 "take part. Train with this trainer's own data loader."
             )
         names, which, places, signs = self._coordinates(sums)
-        for canary in self._drawn.popleft():
+        for canary in self.drawn.popleft():
             total = sums[names[which[canary]]]
             place = np.unravel_index(int(places[canary]), tuple(total.shape))
             total[tuple(map(int, place))] += float(signs[canary]) * self.plan.clipping_norm
@@ -185,7 +181,7 @@ class _Draws(BatchSampler[list[int]]):
         self.audit, self.sampler = audit, sampler
 
     def __iter__(self) -> Iterator[list[int]]:
-        self.audit.forget_draws()
+        self.audit.drawn.clear()  # what was drawn ahead
         for drawn in self.sampler:
             yield self.audit.split(drawn)
 

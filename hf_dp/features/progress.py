@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import TrainerCallback
+from transformers import TrainerControl as Control
+from transformers import TrainerState as State
 from transformers.trainer_callback import ProgressCallback
 
 from hf_dp.features.base import Feature, Seen, register
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.statement.unnoised import NO_EPSILON
-
-Spent = Callable[[], dict[str, float]]
 
 
 @register
@@ -20,7 +20,10 @@ class Progress(Feature):
     """Shows epsilon where Trainer shows progress."""
 
     def begin(self, seen: Seen) -> None:
-        seen.callbacks[:] = [with_epsilon(each, seen.spent) for each in seen.callbacks]
+        seen.callbacks[:] = [
+            EpsilonProgress(seen.spent) if type(each) is ProgressCallback else each
+            for each in seen.callbacks
+        ]
         seen.callbacks.append(ExpectedEpochs(seen.plan))
 
 
@@ -33,7 +36,7 @@ class ExpectedEpochs(TrainerCallback):
     def __init__(self, plan: PrivacyPlan):
         self._a_step = plan.expected_batch_size / plan.drawn_from
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: State, control: Control, **kw: object) -> None:
         state.epoch = state.global_step * self._a_step
 
 
@@ -44,47 +47,32 @@ class EpsilonProgress(ProgressCallback):
     Args: spent: returns the epsilon so far, as logs have it.
     """
 
-    def __init__(self, spent: Spent):
+    def __init__(self, spent: Callable[[], dict[str, float]]):
         super().__init__()
         self._spent, self._shows = spent, False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: State, control: Control, **kw: object) -> None:
         self._shows = False
-        super().on_train_begin(args, state, control, **kwargs)
+        super().on_train_begin(args, state, control, **kw)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: State, control: Control, **kw: object) -> None:
         if self.training_bar is not None and not self._shows:
             self._show(self._spent(), refresh=True)
-        super().on_step_end(args, state, control, **kwargs)
+        super().on_step_end(args, state, control, **kw)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kw: Any) -> None:
         if self.training_bar is not None:
             self._show(logs or {})
-        super().on_log(args, state, control, logs=logs, **kwargs)
+        super().on_log(args, state, control, logs, **kw)
 
-    def _show(self, logs: dict[str, float], refresh: bool = False) -> None:
+    def _show(self, logs: Mapping[str, float], refresh: bool = False) -> None:
         shown = "privacy not established" if NO_EPSILON in logs else ""
         if "epsilon" in logs:
             shown = f"epsilon {logs['epsilon']:g}"
-            for name in filter(is_noised, logs):
-                shown += f", {name.replace('_', ' ')} {logs[name]:.4g}"
+            for name in logs:
+                if name.startswith("noised_"):
+                    shown += f", {name.replace('_', ' ')} {logs[name]:.4g}"
         if shown:
             self._shows = True
             bar: Any = self.training_bar
             bar.set_postfix_str(shown, refresh=refresh)
-
-
-def with_epsilon(callback: Any, spent: Spent) -> Any:
-    """Replace a stock progress callback by one that also shows epsilon; return others unchanged."""
-    if type(callback) is ProgressCallback:
-        return EpsilonProgress(spent)
-    if type(callback).__name__ == "NotebookProgressCallback":
-        from hf_dp.features.notebook import NotebookEpsilonProgress
-
-        return NotebookEpsilonProgress(spent)
-    return callback
-
-
-def is_noised(name: str) -> bool:
-    """Return whether a name in the logs is that of a number that was released with noise."""
-    return name.startswith("noised_")

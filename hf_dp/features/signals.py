@@ -9,9 +9,10 @@ from types import FrameType
 from typing import Any
 
 from transformers import TrainerCallback
+from transformers import TrainerControl as Control
+from transformers import TrainerState as State
 from transformers.utils import logging
 
-from hf_dp.distributed.processes import Processes
 from hf_dp.features.base import Feature, Seen, register
 
 logger = logging.get_logger(__name__)
@@ -34,107 +35,88 @@ class TrainingStopped(SystemExit):
 
 
 @register
-class Signals(Feature):
-    """Ends training after the step in which a signal arrives."""
-
-    _stop: StopOnSignal
-
-    def begin(self, seen: Seen) -> None:
-        self._stop = StopOnSignal(seen.processes)
-        seen.callbacks.append(self._stop)
-
-    def leave(self, seen: Seen) -> None:
-        self._stop.restore()
-
-    def end(self, seen: Seen) -> None:
-        """Raise TrainingStopped when a signal ended the training."""
-        state = seen.state
-        self._stop.finish(str(self.args.output_dir), state.global_step, state.max_steps)
-
-
-class StopOnSignal(TrainerCallback):
+class Signals(Feature, TrainerCallback):
     """Ends training after the step in which a signal arrives, and has a checkpoint saved.
 
-    Handlers are installed when the steps begin, in the main thread only, and taken back by
-    :meth:`restore`. Before the first step a signal does what it always does: there is nothing to
-    save.
-
-    Args: processes: of the run. A signal to one of them ends all after the same step.
-
-    Attributes: signum: the first signal that arrived in this process; None before.
+    Handlers are installed when the steps begin, in the main thread only. Before the first step a
+    signal does what it always does: there is nothing to save. A signal to one process of a run ends
+    all of them after the same step.
     """
 
-    def __init__(self, processes: Processes):
-        self.signum: int | None = None
-        self._processes = processes
+    def __init__(self, args: Any):
+        super().__init__(args)
+        self._signum: int | None = None  # the first signal that arrived in this process
         self._stopping = False
         self._before: dict[int, Any] = {}
         self._process = 0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.signum, self._stopping, self._process = None, False, os.getpid()
+    def begin(self, seen: Seen) -> None:
+        self._processes = seen.processes
+        seen.callbacks.append(self)
+
+    def leave(self, seen: Seen | None = None) -> None:
+        """Give the handlers back."""
+        for each, handler in self._before.items():
+            signal.signal(each, handler)
+        self._before = {}
+
+    def end(self, seen: Seen) -> None:
+        """Raise TrainingStopped when a signal ended the training."""
+        if not self._stopping:
+            return
+        signum = self._signum or signal.SIGTERM  # another process of the run may have got it
+        logger.warning(
+            "%s: stopped after step %d of %d, which is saved as checkpoint-%d in %s. Go on with "
+            "trainer.train(resume_from_checkpoint=True), or `hf-dp train ... "
+            "--resume_from_checkpoint True`.",
+            signal.Signals(signum).name,
+            seen.state.global_step,
+            seen.state.max_steps,
+            seen.state.global_step,
+            self.args.output_dir,
+        )
+        raise TrainingStopped(signum)
+
+    def on_train_begin(self, args: object, state: State, control: Control, **kw: object) -> None:
+        self._signum, self._stopping, self._process = None, False, os.getpid()
         if threading.current_thread() is threading.main_thread() and not self._before:
             self._before = {each: signal.signal(each, self._arrived) for each in SIGNALS}
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: State, control: Control, **kw: object) -> None:
         if self._stops():
             # A scheduler may kill soon: no evaluation first.
             control.should_evaluate = False
             control.should_save = control.should_training_stop = True
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(self, args: object, state: State, control: Control, **kw: object) -> None:
         if self._stops():
             control.should_save = control.should_training_stop = True
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: object, state: State, control: Control, **kw: object) -> None:
         if self._stops():
             control.should_training_stop = True
             # Trainer would load the best model, and with save_total_limit=1 delete the checkpoint
             # that was just saved. The best one is known in there.
             state.best_model_checkpoint = None
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_end(self, args: object, state: State, control: Control, **kw: object) -> None:
         if self._stopping:
             control.should_evaluate = control.should_save = False  # not a second time
 
     def _stops(self) -> bool:
-        if not self._stopping:
-            self._stopping = bool(self._processes.largest(self.signum is not None))
+        self._stopping = self._stopping or bool(self._processes.largest(self._signum is not None))
         return self._stopping
-
-    def restore(self) -> None:
-        """Take the handlers back."""
-        for each, handler in self._before.items():
-            signal.signal(each, handler)
-        self._before = {}
-
-    def finish(self, folder: str, steps: int, max_steps: int) -> None:
-        """Raise TrainingStopped when a signal ended the training."""
-        if not self._stopping:
-            return
-        signum = self.signum or signal.SIGTERM  # another process of the run may have got it
-        logger.warning(
-            "%s: stopped after step %d of %d, which is saved as checkpoint-%d in %s. Go on with "
-            "trainer.train(resume_from_checkpoint=True), or `hf-dp train ... "
-            "--resume_from_checkpoint True`.",
-            signal.Signals(signum).name,
-            steps,
-            max_steps,
-            steps,
-            folder,
-        )
-        raise TrainingStopped(signum)
 
     def _arrived(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # in a worker that fetches rows, forked from this process
             if signum != signal.SIGINT:  # Ctrl-C reaches all; the step under way needs its rows
                 signal.signal(signum, signal.SIG_DFL)
                 signal.raise_signal(signum)
-        elif self.signum is not None:
-            self.restore()
+        elif self._signum is not None:
+            self.leave()
             signal.raise_signal(signum)
         else:
-            self.signum = signum
+            self._signum = signum
             logger.warning(
                 "%s: finishing the step under way and saving a checkpoint. A second signal stops "
                 "at once.",

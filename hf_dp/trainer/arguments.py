@@ -5,36 +5,42 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from typing import ClassVar, Self
 
 from transformers import TrainingArguments
 
-from hf_dp._arguments import ArgumentGroup, Problems, argument, check_fields, documented
-from hf_dp._dataclasses import default_of
+from hf_dp._arguments import (
+    ArgumentGroup,
+    Need,
+    Problems,
+    argument,
+    check_groups,
+    documented,
+    numbers_from_text,
+    own_fields,
+)
 from hf_dp._validate import invalid, one_of
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.features import problems_of
 from hf_dp.plans.dp_fp import DP_FP
-from hf_dp.plans.dp_sgd import BOUND, RATIO
-from hf_dp.trainer.audit_arguments import AuditArguments
 from hf_dp.trainer.forward_arguments import ForwardArguments, resolve_forward
+from hf_dp.trainer.from_arguments import MODES
 from hf_dp.trainer.inherited import FREE, Refusal, environment_problems, inherited_problems
-from hf_dp.trainer.launch import processes_without_device, use_cpu_without_accelerator
-from hf_dp.trainer.memory_arguments import MemoryArguments
+from hf_dp.trainer.launch import (
+    launch_problems,
+    processes_without_device,
+    use_cpu_without_accelerator,
+)
 from hf_dp.trainer.privacy_arguments import (
     NON_PRIVATE,
     BudgetArguments,
+    MemoryArguments,
     ReleaseArguments,
-    RowArguments,
     StepArguments,
 )
-from hf_dp.trainer.privacy_modes import MODES
-from hf_dp.trainer.surroundings import launch_problems
-from hf_dp.trainer.text_numbers import numbers_from_text
-from hf_dp.trainer.unit_arguments import UnitArguments
+from hf_dp.trainer.row_arguments import AuditArguments, RowArguments, UnitArguments
 
 # Of the steps of a run. Private runs have few steps, and 500, transformers' default, saves none of
 # them.
@@ -46,15 +52,12 @@ class OtherDefaults(ArgumentGroup):
     """Arguments of [`~transformers.TrainingArguments`] with other defaults."""
 
     learning_rate: float | None = argument(
-        None,
-        "Of the optimizer. Unset means 5e-5, transformers' default, and 5e-6 for DP-FP as "
-        "published, the paper's.",
+        None, "Of the optimizer. Unset means 5e-5, and 5e-6 for DP-FP as published, the paper's."
     )
     save_steps: float = argument(
         _SHARE,
-        "How often to save a checkpoint: a number of steps, or below 1 a share of them all (500 "
-        "in transformers, which is more than many private runs have). Unset, and with "
-        "load_best_model_at_end, it is as often as eval_steps says.",
+        "How often to save a checkpoint: a number of steps, or below 1 a share of them all. Unset, "
+        "and with load_best_model_at_end, it is as often as eval_steps says.",
     )
     save_total_limit: int | None = argument(2, "How many checkpoints to keep; None for all.")
     logging_steps: float = argument(
@@ -78,10 +81,17 @@ GROUPS: tuple[type[ArgumentGroup], ...] = (
     MemoryArguments,
     ForwardArguments,
 )
+_SHARED = {"privacy_mode", "max_grad_norm"}  # which are read without privacy, too
+_OWN = [field.name for group in GROUPS for field in own_fields(group) if field.name not in _SHARED]
 # Read when they are used. All other arguments that transformers does not have are fixed once a
 # trainer was made of them.
-OWN_FREE = frozenset(
-    {field.name for field in dataclasses.fields(MemoryArguments)} - {"chunked_loss"}
+OWN_FREE = frozenset(field.name for field in own_fields(MemoryArguments)) - {"chunked_loss"}
+_WITHOUT_PRIVACY = Need(
+    " ".join(_OWN),
+    "privacy_mode",
+    lambda mode: mode != NON_PRIVATE,
+    "It clips no example and adds no noise. Remove it (per_device_train_batch_size is the batch), "
+    "or set another privacy_mode.",
 )
 
 
@@ -121,11 +131,11 @@ class DPTrainingArguments(  # type: ignore[misc]  # learning_rate, max_grad_norm
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "padding_values"]
     # The class whose arguments a private run judges, and what is known of those of them that
-    # TrainingArguments does not have.
-    _INHERITED: typing.ClassVar[type[TrainingArguments]] = TrainingArguments
-    _WORK: typing.ClassVar[frozenset[str]] = frozenset()
-    _FREE: typing.ClassVar[frozenset[str]] = frozenset()
-    _REFUSED: typing.ClassVar[Mapping[str, Refusal]] = MappingProxyType({})
+    # TrainingArguments does not have. What is refused there is refused without privacy, too.
+    _INHERITED: ClassVar[type[TrainingArguments]] = TrainingArguments
+    _WORK: ClassVar[frozenset[str]] = frozenset()
+    _FREE: ClassVar[frozenset[str]] = frozenset()
+    _REFUSED: ClassVar[Mapping[str, Refusal]] = {}
 
     def __post_init__(self) -> None:
         self.settle()
@@ -161,25 +171,48 @@ class DPTrainingArguments(  # type: ignore[misc]  # learning_rate, max_grad_norm
             unread["LOCAL_RANK"] = excess
         # Settings first: `super().__post_init__` takes devices, starts process groups, writes
         # environment variables.
-        found = self._setting_problems()
-        found.update(unread)
-        found.raise_all()
+        unread.join(self._setting_problems()).raise_all()
 
-    def __getstate__(self) -> dict[str, typing.Any]:
+    @classmethod
+    def own_copy(cls, args: object) -> Self:
+        """Return a checked copy of the arguments: steps are written into it, and the caller's stay
+        free and may serve another run.
+
+        Raises: InvalidArgumentError for arguments of another class.
+        """
+        if not isinstance(args, cls):
+            given = type(args).__name__
+            theirs = "TrainingArguments" if args is None else given
+            raise invalid(
+                "args",
+                given,
+                f"to be {cls.__name__}",
+                f"Replace {theirs}(...) by {cls.__name__}(..., target_epsilon=3, "
+                "expected_batch_size=1024).",
+            )
+        copied = copy.copy(args)
+        for name, value in vars(args).items():
+            if isinstance(value, (list, dict)):  # which the caller may change in place
+                setattr(copied, name, copy.deepcopy(value))
+        copied.hub_token = args.hub_token  # a copy, like a pickle, goes without it
+        copied.check()
+        return copied
+
+    def __getstate__(self) -> dict[str, object]:
         """Leave the token out: `training_args.bin`, in every checkpoint, is a pickle of this.
 
         A copy belongs to no trainer, so it may be changed.
         """
         return {**vars(self), "hub_token": None, "_fixed": {}}
 
-    def __setattr__(self, name: str, value: typing.Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """Set an argument. Raises: UnsupportedArgumentError for one that is fixed."""
         fixed = vars(self).get("_fixed", {})
         if name in fixed:
             _refuse_change(name, value, fixed[name])
         super().__setattr__(name, value)
 
-    def fix(self) -> dict[str, typing.Any]:
+    def fix(self) -> dict[str, object]:
         """Fix what plan, checks and statement of a trainer read, and return it, by name."""
         ours = next(one for one in type(self).__mro__ if one.__module__.startswith("hf_dp."))
         theirs = {field.name for field in dataclasses.fields(self._INHERITED)}
@@ -188,7 +221,7 @@ class DPTrainingArguments(  # type: ignore[misc]  # learning_rate, max_grad_norm
         self._fixed = {name: copy.deepcopy(getattr(self, name)) for name in names}
         return self._fixed
 
-    def refuse_changes(self, fixed: dict[str, typing.Any]) -> None:
+    def refuse_changes(self, fixed: Mapping[str, object]) -> None:
         """Raise UnsupportedArgumentError where these, or what they hold, are not what was fixed."""
         for name, value in fixed.items():
             _refuse_change(name, getattr(self, name), value)
@@ -201,48 +234,25 @@ class DPTrainingArguments(  # type: ignore[misc]  # learning_rate, max_grad_norm
         """
         found = self._setting_problems()
         if self.is_private:
-            found.update(launch_problems(self))
+            found.join(launch_problems(self))
         found.raise_all()
 
     def _setting_problems(self) -> Problems:
         """Return what is wrong with the arguments and the environment variables, by name."""
         found = Problems(self)
+        for name, refusal in self._REFUSED.items():
+            refusal.note(name, found, f"with {type(self).__name__}")
         found.attempt("privacy_mode", one_of, (NON_PRIVATE, *MODES))
-        if found:  # which checks apply is not known
+        if "privacy_mode" in found:  # which checks apply is not known
             return found
         if not self.is_private:
-            self._refuse_privacy_arguments(found)
+            _WITHOUT_PRIVACY.note(self, found)
             return found
-        for group in GROUPS:
-            check_fields(group, self, found)
-        for group in GROUPS:
-            group.problems(self, found)
+        check_groups(GROUPS, self, found)
         problems_of(self, found)
-        for name, problem in {
-            **inherited_problems(self, self._INHERITED, self._WORK | self._FREE, self._REFUSED),
-            **environment_problems(self.report_to),
-        }.items():
-            found.setdefault(name, problem)
-        return found
-
-    def _refuse_privacy_arguments(self, found: Problems) -> None:
-        """Note the privacy arguments that were set although the mode does not read them."""
-        moves = {
-            "expected_batch_size": "Use `per_device_train_batch_size` and "
-            "`gradient_accumulation_steps`",
-            **dict.fromkeys((BOUND, RATIO), "Its logs hold the loss as it is: remove it"),
-        }
-        of_forward = {each.name for each in dataclasses.fields(ForwardArguments)}
-        for own in _own_fields():
-            default = default_of(own)
-            mode = DP_FP if own.name in of_forward else "dp_sgd"
-            if getattr(self, own.name) != default:
-                found.refuse(
-                    own.name,
-                    f"to be left at {default!r} when privacy_mode='non_private'",
-                    "That mode has no epsilon: it clips nothing per example and adds no noise. "
-                    f"{moves.get(own.name, 'Remove it')}, or set privacy_mode={mode!r}.",
-                )
+        known = self._WORK | self._FREE | self._REFUSED.keys()
+        inherited = inherited_problems(self, self._INHERITED, known)
+        return found.join(inherited).join(environment_problems(self.report_to))
 
 
 DPTrainingArguments.__doc__ = (DPTrainingArguments.__doc__ or "").replace(
@@ -263,14 +273,7 @@ def _refuse_change(name: str, value: object, fixed: object) -> None:
             name,
             value,
             f"to stay as it was when the trainer was created, {fixed!r}",
-            "Plan, checks and statement of this trainer were made for that. Set it in arguments of "
-            "your own, and create a new DPTrainer of them with a new output_dir.",
+            "Set it in arguments of your own, and create a new DPTrainer of them with a new "
+            "output_dir.",
             UnsupportedArgumentError,
         )
-
-
-def _own_fields() -> list[dataclasses.Field[typing.Any]]:
-    """Return the fields that transformers does not have, except the mode itself."""
-    inherited = {inherited.name for inherited in dataclasses.fields(TrainingArguments)}
-    own = dataclasses.fields(DPTrainingArguments)
-    return [one for one in own if one.name not in inherited and one.name != "privacy_mode"]

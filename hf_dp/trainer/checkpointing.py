@@ -28,7 +28,7 @@ from hf_dp.trainer.resumed import (
 
 logger = logging.get_logger(__name__)
 
-_STATE = "trainer_state.json"
+_GO_ON = "Correct what failed, and go on with resume_from_checkpoint=True."
 
 
 class Checkpointing(ReleasedLogs):
@@ -41,6 +41,10 @@ class Checkpointing(ReleasedLogs):
         """Whether a checkpoint is being written, which is not in its place yet."""
         return self._saving is not None
 
+    @property
+    def _checkpoint_name(self) -> str:
+        return f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+
     def _get_output_dir(self, trial: Any) -> str:
         """Return where checkpoints are written: aside, until they are complete."""
         return super()._get_output_dir(trial) if self._saving is None else str(self._saving)
@@ -50,73 +54,18 @@ class Checkpointing(ReleasedLogs):
 
         Raises: OutputError when the disk refuses. The checkpoints that were there are there still.
         """
-        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        name = self._checkpoint_name
         if self._run is None:
             super()._save_checkpoint(model, trial)
             return self._save_prompts(os.path.join(self._get_output_dir(trial), name))
         folder, processes = self._run.folder, self._run.processes
-        with named_disk_errors(
-            name,
-            folder,
-            "Then go on with resume_from_checkpoint=True, from the last complete checkpoint. Every "
-            "step that was made is in the ledger.",
-        ):
+        with named_disk_errors(name, folder, f"{_GO_ON} Every step is in the ledger."):
             processes.on_main(lambda: stage(folder))
             self._write_aside(folder, name, model, trial)
             processes.agree(f"{name} is written")
             processes.on_main(lambda: self._publish(folder, name))
         if self.args.push_to_hub:
-            self._push_from_checkpoint(os.path.join(str(self.args.output_dir), name))
-
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Fetch what a step takes, as Trainer does; raises as :meth:`saves_what_ran`."""
-        told = self._run.processes.telling() if self._run and not self._in_shards else nullcontext()
-        with self.saves_what_ran(), told:
-            return super().get_batch_samples(*args, **kwargs)
-
-    @contextmanager
-    def saves_what_ran(self) -> Iterator[None]:
-        """Save a checkpoint of the steps so far if a step fails inside, before its release.
-
-        All processes must hear of it inside.
-
-        Raises: StepError, or the error itself if it is one of ours; both say what is spent.
-        """
-        try:
-            yield
-        except Exception as problem:
-            if self._run is None:
-                raise
-            said = f"{self._what_ran(self._run)} {self._saved_where(self._run)}"
-            if isinstance(problem, HfDpError):
-                raise type(problem)(f"{problem} {said}") from problem
-            raise StepError(
-                f"Step {self.state.global_step + 1} failed before anything of it was released "
-                f"({type(problem).__name__}: {problem}). {said}"
-            ) from problem
-
-    def _what_ran(self, run: PrivateRun) -> str:
-        if not len(run.ledger):
-            return "No step ran before it: nothing is spent."
-        spent = "no epsilon is established for them"
-        if run.established:
-            epsilon = run.epsilon().rounded_up()
-            spent = f"epsilon {epsilon} is spent at delta {run.plan.delta:g}"
-        return f"{self.state.global_step} steps ran before it: {spent}."
-
-    def _saved_where(self, run: PrivateRun) -> str:
-        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        go_on = "Correct what failed, and go on with resume_from_checkpoint=True."
-        if not self.state.global_step:
-            return "Correct what failed, and start again."
-        if self._in_shards and not run.processes.alone:  # the others may wait in a forward
-            return f"Nothing was saved since the last complete checkpoint. {go_on}"
-        try:
-            if not run.processes.on_main((run.folder / name).exists):
-                self._save_checkpoint(self.model, None)
-        except (HfDpError, OSError) as also:
-            return f"Their weights could not be saved ({also})."
-        return f"Their weights are in {run.folder / name}. {go_on}"
+            self._push_from_checkpoint(os.path.join(self.folder, name))
 
     def _publish(self, folder: Path, name: str) -> None:
         publish(folder, name)
@@ -133,9 +82,9 @@ class Checkpointing(ReleasedLogs):
             self._saving = None
             is_best = self.state.best_model_checkpoint == str(aside)
             if is_best:
-                self.state.best_model_checkpoint = os.path.join(str(self.args.output_dir), name)
+                self.state.best_model_checkpoint = os.path.join(self.folder, name)
         if is_best and self.args.should_save:
-            self.state.save_to_json(str(aside / _STATE))
+            self.state.save_to_json(str(aside / "trainer_state.json"))
 
     def _save_prompts(self, checkpoint: str | Path) -> None:
         if self.args.should_save and not self._in_shards:
@@ -143,7 +92,56 @@ class Checkpointing(ReleasedLogs):
 
     @property
     def _in_shards(self) -> bool:
-        return bool(self.is_fsdp_enabled) or is_sharded(self.model)  # type: ignore[arg-type]
+        return bool(self.is_fsdp_enabled) or is_sharded(self.model)
+
+    # -- steps that fail --
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Fetch what a step takes, as Trainer does; raises as :meth:`saves_what_ran`."""
+        if self._run is None:
+            return super().get_batch_samples(*args, **kwargs)
+        told = nullcontext() if self._in_shards else self._run.processes.telling()
+        with self.saves_what_ran(), told, self.silent():
+            return super().get_batch_samples(*args, **kwargs)
+
+    @contextmanager
+    def saves_what_ran(self) -> Iterator[None]:
+        """Save a checkpoint of the steps so far if a step fails inside, before its release.
+
+        All processes must hear of it inside.
+
+        Raises: StepError, or the error itself if it is one of ours; both say what is spent.
+        """
+        run, done = self._run, self.state.global_step
+        assert run is not None
+        try:
+            yield
+        except Exception as problem:
+            said = "No step ran before it: nothing is spent."
+            if len(run.ledger):
+                said = f"{done} steps ran before it, and count."
+                if run.established:
+                    said += f" Of them, epsilon {run.epsilon().rounded_up()} is spent."
+            said += f" {self._saved_where(run)} {_GO_ON}"
+            if isinstance(problem, HfDpError):
+                raise type(problem)(f"{problem} {said}") from problem
+            raise StepError(
+                f"Step {done + 1} failed before anything of it was released "
+                f"({type(problem).__name__}: {problem}). {said}"
+            ) from problem
+
+    def _saved_where(self, run: PrivateRun) -> str:
+        checkpoint = run.folder / self._checkpoint_name
+        if not self.state.global_step or (self._in_shards and not run.processes.alone):
+            return "Nothing new was saved."  # in shards, the others may wait in a forward
+        try:
+            if not run.processes.on_main(checkpoint.exists):
+                self._save_checkpoint(self.model, None)
+        except (HfDpError, OSError) as also:
+            return f"Their weights could not be saved ({also})."
+        return f"Their weights are in {checkpoint}."
+
+    # -- the weights that are saved --
 
     def put_average(self) -> None:
         """Let a schedule-free optimizer put the average, which is what it evaluates, in the place
@@ -160,7 +158,7 @@ class Checkpointing(ReleasedLogs):
         if self._run is None or plugin is None or not in_shards or of_checkpoint:
             super().save_model(output_dir, _internal_call)
             if self._run is not None and in_shards and self.args.should_save:
-                folder = output_dir or str(self.args.output_dir)
+                folder = output_dir or self.folder
                 os.makedirs(folder, exist_ok=True)
                 self._write_beside_weights(folder)
             return
@@ -175,14 +173,15 @@ class Checkpointing(ReleasedLogs):
         """Write what belongs beside a run's weights: selection, ledger, statement and card."""
         raise NotImplementedError
 
+    # -- going on --
+
     def _checkpoint_of(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """Return the checkpoint to go on from, and take over the run's ledger; None for a new run.
 
         Raises: LedgerError as :func:`hf_dp.run.checkpoint.checkpoint_of` and ``RunLedger.resume``.
         """
-        if self._run is None:
-            return None
         run = self._run
+        assert run is not None
         # No process reads the folder any more as it was when its trainer was made.
         run.processes.agree(f"resume {resume_from_checkpoint}")
         if not resume_from_checkpoint:
@@ -197,14 +196,11 @@ class Checkpointing(ReleasedLogs):
         return str(checkpoint)
 
     def _chosen(self, run: PrivateRun, resume_from_checkpoint: str | bool) -> Path:
-        """Clean up after a kill, and choose the checkpoint to go on from.
-
-        One process of a run does it, with the run's lock.
-        """
+        """Clean up after a kill, and choose the checkpoint to go on from, with the run's lock."""
         run.book.take()
         try:
             tidy(run.folder)
-            return checkpoint_of(resume_from_checkpoint, Path(str(self.args.output_dir)))
+            return checkpoint_of(resume_from_checkpoint, Path(self.folder))
         finally:
             run.book.stop()
 
@@ -213,9 +209,8 @@ class Checkpointing(ReleasedLogs):
 
         Raises: ConfigError, before anything is loaded, when other parameters train now.
         """
-        trained: Any = self.model
-        refuse_other_adapter(trained, resume_from_checkpoint, self._in_shards)
-        if self._in_shards or not load_prompts(trained, resume_from_checkpoint):
+        refuse_other_adapter(self.model, resume_from_checkpoint, self._in_shards)
+        if self._in_shards or not load_prompts(self.model, resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
@@ -244,10 +239,9 @@ class Checkpointing(ReleasedLogs):
 
     def _tell_outlook(self, max_steps: int) -> None:
         """Say how a resumed run will end, when steps were lost or no longer fit."""
-        if self._run is None or not self._run.plan.releases_each_step:
+        run, done = self._run, self.state.global_step
+        if run is None or not run.plan.releases_each_step or not run.processes.is_main:
             return
-        book, done = self._run.book, self.state.global_step
-        if done >= max_steps or not self._run.processes.is_main:
-            return
-        if book.lost or book.budget.left < max_steps - done:
-            logger.warning(outlook(self._run.plan, book.ledger, done, max_steps, book.budget.left))
+        left = run.book.budget.left
+        if done < max_steps and (run.book.lost or left < max_steps - done):
+            logger.warning(outlook(run.plan, run.book.ledger, done, max_steps, left))

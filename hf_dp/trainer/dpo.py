@@ -5,9 +5,9 @@ Needs TRL: ``pip install hf-dp[trl]``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -18,8 +18,7 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
-from hf_dp._arguments import Problems
-from hf_dp._validate import invalid, positive
+from hf_dp._validate import invalid
 from hf_dp.batches.structure import Row
 from hf_dp.errors import DataError
 from hf_dp.losses import (
@@ -30,17 +29,16 @@ from hf_dp.losses import (
 )
 from hf_dp.run.synthetic import synthetic_examples
 from hf_dp.trainer.arguments import DPTrainingArguments
-from hf_dp.trainer.from_arguments import own_copy
-from hf_dp.trainer.inherited import Refusal
+from hf_dp.trainer.inherited import Refusal, only
 from hf_dp.trainer.trl_preparation import (
     TRL_REFUSED,
     TRL_WORKS,
     DataSets,
     DPOConfig,
     DPOPreparation,
+    Preparation,
     PreparedByTRL,
     each_set,
-    only,
 )
 
 _TOKENS = ("input_ids", "attention_mask", "labels")  # of an answer after its prompt, (b, T) each
@@ -48,31 +46,32 @@ _REFERENCES = ("ref_chosen_logps", "ref_rejected_logps")
 # By these rows are compared with each other, whatever other columns they have.
 _ENCODED_PAIR = ("prompt_ids", "chosen_ids", "rejected_ids")
 
-_ANOTHER_LOSS = "The loss of a pair is -log sigmoid(beta * margin), and none of its variants."
 # Reference log-probabilities are always computed before training, one row at a time. Others than
-# the first two are read only with what is refused, or not at all.
+# the first are read only with what is refused, or not at all.
 DPO_WORKS = TRL_WORKS | frozenset(
-    """
-    disable_dropout beta precompute_ref_log_probs precompute_ref_batch_size
-    f_alpha_divergence_coef discopop_tau ref_model_mixup_alpha ref_model_sync_steps
-    """.split()
+    """disable_dropout precompute_ref_log_probs precompute_ref_batch_size
+    f_alpha_divergence_coef discopop_tau ref_model_mixup_alpha ref_model_sync_steps""".split()
 )
-DPO_REFUSED: Mapping[str, Refusal] = MappingProxyType(
-    {
-        **TRL_REFUSED,
-        "loss_type": only(["sigmoid"], "sigmoid", reason=_ANOTHER_LOSS),
-        "loss_weights": only(None, reason=_ANOTHER_LOSS),
-        "ld_alpha": only(None, reason=_ANOTHER_LOSS),
-        "f_divergence_type": only("reverse_kl", reason=_ANOTHER_LOSS),
-        "label_smoothing": only(0, reason=_ANOTHER_LOSS),
-        "use_weighting": only(False, reason=_ANOTHER_LOSS),
-        "sync_ref_model": only(
-            False,
-            reason="The reference log-probabilities of a pair are computed once, by a frozen "
-            "model.",
-        ),
-    }
-)
+_LOSS = "The loss of a pair is -log sigmoid(beta * margin), and none of its variants. Remove it."
+DPO_REFUSED: Mapping[str, Refusal] = {
+    **TRL_REFUSED,
+    "privacy_mode": only(
+        "DP-FP releases representations of texts, not pairs. Without privacy, use trl.DPOTrainer.",
+        "dp_sgd",
+    ),
+    "beta": Refusal(
+        lambda beta: isinstance(beta, (int, float)) and 0 < beta < math.inf,
+        "to be > 0",
+        "TRL's default is 0.1.",
+    ),
+    "loss_type": only(_LOSS, ["sigmoid"], "sigmoid"),
+    "loss_weights": only(_LOSS, None),
+    "ld_alpha": only(_LOSS, None),
+    "f_divergence_type": only(_LOSS, "reverse_kl"),
+    "label_smoothing": only(_LOSS, 0),
+    "use_weighting": only(_LOSS, False),
+    "sync_ref_model": only("The reference is a frozen model. Remove it.", False),
+}
 
 
 @dataclass
@@ -81,8 +80,8 @@ class DPDPOConfig(DPTrainingArguments, DPOConfig):  # type: ignore[misc]  # lear
     Configuration of [`DPDPOTrainer`]: the arguments of [`DPTrainingArguments`] and of
     [`~trl.DPOConfig`].
 
-    Whatever [`~transformers.TrainingArguments`] has, too, has the defaults of
-    [`DPTrainingArguments`] and not TRL's. Only the loss of the DPO paper is known, `"sigmoid"`.
+    What [`~transformers.TrainingArguments`] has, too, has the defaults of [`DPTrainingArguments`]
+    and not TRL's. Only the loss of the DPO paper is known, `"sigmoid"`.
 
     Raises:
         UnsupportedArgumentError, InvalidArgumentError: as [`DPTrainingArguments`].
@@ -94,19 +93,6 @@ class DPDPOConfig(DPTrainingArguments, DPOConfig):  # type: ignore[misc]  # lear
     _INHERITED: ClassVar[type[TrainingArguments]] = DPOConfig
     _WORK: ClassVar[frozenset[str]] = DPO_WORKS
     _REFUSED: ClassVar[Mapping[str, Refusal]] = DPO_REFUSED
-
-    def _setting_problems(self) -> Problems:
-        found = super()._setting_problems()
-        if self.privacy_mode != "dp_sgd":
-            found.pop("privacy_mode", None)
-            found.unsupported(
-                "privacy_mode",
-                "to be 'dp_sgd' with DPDPOTrainer",
-                "DP-FP trains a last layer on released representations, which have no pairs; and "
-                "without privacy, use trl.DPOTrainer.",
-            )
-        found.attempt("beta", positive, "TRL's default is 0.1.")
-        return found
 
 
 @dataclass
@@ -125,11 +111,9 @@ class PairCollator:
     def __call__(self, rows: list[Row]) -> dict[str, Tensor]:
         """Return the batch of these rows."""
         both = self.collate(rows)
-        labels = both["input_ids"].masked_fill(both["completion_mask"] == 0, IGNORED_LABEL)
-        batch: dict[str, Tensor] = {}
-        for name in _TOKENS:
-            value = labels if name == "labels" else both[name]
-            batch[name], batch[f"rejected_{name}"] = value[: len(rows)], value[len(rows) :]
+        both["labels"] = both["input_ids"].masked_fill(both["completion_mask"] == 0, IGNORED_LABEL)
+        batch = {name: both[name][: len(rows)] for name in _TOKENS}
+        batch |= {f"rejected_{name}": both[name][len(rows) :] for name in _TOKENS}
         return batch | {name: both[name] for name in _REFERENCES if name in both}
 
 
@@ -164,6 +148,7 @@ class DPDPOTrainer(PreparedByTRL):
 
     args: DPDPOConfig
     arguments_class: ClassVar[type[DPTrainingArguments]] = DPDPOConfig
+    preparation = DPOPreparation
     data_collator: PairCollator
 
     def __init__(
@@ -175,11 +160,10 @@ class DPDPOTrainer(PreparedByTRL):
         train_dataset: Dataset | None = None,
         eval_dataset: DataSets = None,
         processing_class: PreTrainedTokenizerBase | None = None,
-        quantization_config: Any = None,
+        quantization_config: object = None,
         peft_config: PeftConfig | None = None,
         **trainer_arguments: Any,
     ):
-        checked: Any = own_copy(args, self.arguments_class)
         if isinstance(model, PeftModel):
             raise invalid(
                 "model",
@@ -187,47 +171,40 @@ class DPDPOTrainer(PreparedByTRL):
                 "to be a model without adapter",
                 "Pass the base model and `peft_config`, or merge_and_unload() the adapter.",
             )
-        made, rows = self._prepare_rows(
-            DPOPreparation,
-            checked,
-            train_dataset,
-            eval_dataset,
-            model=model,
-            processing_class=processing_class,
-            quantization_config=quantization_config,
-        )
-        policy = made.model
-        if checked.disable_dropout:
-            for module in policy.modules():
-                if isinstance(module, nn.Dropout):
-                    module.p = 0.0
-        collator = PairCollator(made.data_collator)
         self._ref_model = ref_model
-
-        def with_references(dataset: Dataset, name: str = "eval") -> Dataset:
-            reference = policy if ref_model is None else ref_model
-            return add_references(dataset, reference, collator, checked)
-
-        checked.padding_values = {
-            "rejected_input_ids": made.processing_class.pad_token_id,
-            "rejected_labels": IGNORED_LABEL,
-            **checked.padding_values,
+        of_trl = {
+            "model": model,
+            "processing_class": processing_class,
+            "quantization_config": quantization_config,
         }
         super().__init__(
-            model=policy,
-            args=checked,
-            data_collator=collator,
-            train_dataset=replace(rows, data=with_references(made.train_dataset)),
-            eval_dataset=each_set(made.eval_dataset, with_references),
-            processing_class=made.processing_class,
-            peft_config=peft_config,
-            **trainer_arguments,
+            args, train_dataset, eval_dataset, of_trl, peft_config, **trainer_arguments
         )
+
+    def _complete(self, made: Preparation, args: Any) -> None:
+        """Add what the reference model says, which is the model itself where none was given."""
+        if args.disable_dropout:
+            for module in made.model.modules():
+                if isinstance(module, nn.Dropout):
+                    module.p = 0.0
+        made.data_collator = collator = PairCollator(made.data_collator)
+        reference = made.model if self._ref_model is None else self._ref_model
+
+        def with_references(dataset: Dataset, name: str) -> Dataset:
+            return add_references(dataset, reference, collator, args)
+
+        made.train_dataset = with_references(made.train_dataset, "train")
+        made.eval_dataset = each_set(made.eval_dataset, with_references)
+        args.padding_values = {
+            "rejected_input_ids": made.processing_class.pad_token_id,
+            "rejected_labels": IGNORED_LABEL,
+            **args.padding_values,
+        }
 
     def margins(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
         """Return beta times the margin of each pair, (b,), from that pair alone."""
         chosen = answer_log_probs(model, inputs)
-        rejected = answer_log_probs(model, {name: inputs[f"rejected_{name}"] for name in _TOKENS})
+        rejected = answer_log_probs(model, inputs, "rejected_")
         of_reference = inputs[_REFERENCES[0]] - inputs[_REFERENCES[1]]
         return self.args.beta * (chosen - rejected - of_reference)
 
@@ -241,15 +218,12 @@ class DPDPOTrainer(PreparedByTRL):
         inputs: dict[str, Any],
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
-    ) -> tuple[Any, Any, Any]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return (mean loss, margins times beta, ones) of a batch of pairs."""
-        inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
-            margins = self.margins(model, inputs)
+            margins = self.margins(model, self._prepare_inputs(inputs))
         loss = -F.logsigmoid(margins).mean()
-        if prediction_loss_only:
-            return loss, None, None
-        return loss, margins, torch.ones_like(margins)
+        return (loss, None, None) if prediction_loss_only else (loss, margins, margins * 0 + 1)
 
     def synthetic_batches(self) -> list[dict[str, Tensor]]:
         """Return made-up pairs, whose answers differ in length."""
@@ -270,32 +244,30 @@ class DPDPOTrainer(PreparedByTRL):
 
     def _with_references(self, dataset: Dataset, name: str) -> Dataset:
         known = set(dataset.column_names)
-        reference = None if set(_REFERENCES) <= known else self._ref_model
-        if reference is None and not set(_REFERENCES) <= known:
+        if not known >= set(_ENCODED_PAIR):
+            dataset = self._preparation.of_evaluation(dataset)
+        if known >= set(_REFERENCES):
+            return dataset
+        if self._ref_model is None:
             raise DataError(
                 "The model may have been trained since this trainer was created, and nothing else "
                 "knows the reference. Pass `eval_dataset` when the trainer is created, or "
                 "`ref_model`."
             )
-        if not known >= set(_ENCODED_PAIR):
-            dataset = self._preparation.of_evaluation(dataset)
-        if reference is None:
-            return dataset
-        return add_references(dataset, reference, self.data_collator, self.args)
+        return add_references(dataset, self._ref_model, self.data_collator, self.args)
 
     def _set_signature_columns_if_needed(self) -> None:
-        self._signature_columns: Any = self._signature_columns or [
-            *_ENCODED_PAIR,
-            *_REFERENCES,
-        ]
+        self._signature_columns: Any = [*_ENCODED_PAIR, *_REFERENCES]
 
 
-def answer_log_probs(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+def answer_log_probs(model: nn.Module, inputs: Mapping[str, Tensor], prefix: str = "") -> Tensor:
     """Return the log-probability of each row's labeled tokens given what precedes them, (b,).
 
-    Args: inputs: ``input_ids``, ``attention_mask`` and ``labels``, (b, T), -100 on the prompt.
+    Args:
+        inputs: ``input_ids``, ``attention_mask`` and ``labels``, (b, T), -100 on the prompt.
+        prefix: of these names.
     """
-    batch = {name: inputs[name] for name in _TOKENS}
+    batch = {name: inputs[f"{prefix}{name}"] for name in _TOKENS}
     batch["labels"] = labels_at_their_tokens(model, batch["labels"])
     return -per_example_loss(model, batch) * number_of_targets(model, batch)
 
@@ -310,25 +282,22 @@ def add_references(
     """
     if set(_REFERENCES) <= set(dataset.column_names):
         return dataset
-    device = args.device
+    device, training = args.device, model.training
+    autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=bool(args.bf16))
+    found: dict[str, list[float]] = {name: [] for name in _REFERENCES}
     if next(model.parameters()).device != device:
         model.to(device)
-    training, found = model.training, []
-    autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=bool(args.bf16))
     try:
         model.eval()
         with torch.no_grad(), autocast:
             for row in tqdm(dataset, desc="Reference", disable=bool(args.disable_tqdm)):
                 batch = {name: value.to(device) for name, value in collator([row]).items()}
-                found.append([_alone(model, batch, ""), _alone(model, batch, "rejected_")])
+                for name, prefix in zip(_REFERENCES, ("", "rejected_"), strict=True):
+                    attended = batch[f"{prefix}attention_mask"][0] != 0
+                    answer = {each: batch[f"{prefix}{each}"][:, attended] for each in _TOKENS}
+                    found[name].append(float(answer_log_probs(model, answer)))
     finally:
         model.train(training)
-    for name, values in zip(_REFERENCES, zip(*found, strict=True), strict=True):
-        dataset = dataset.add_column(name, list(values))
+    for name, values in found.items():
+        dataset = dataset.add_column(name, values)
     return dataset
-
-
-def _alone(model: nn.Module, batch: Mapping[str, Tensor], prefix: str) -> float:
-    attended = batch[f"{prefix}attention_mask"][0] != 0
-    answer = {name: batch[f"{prefix}{name}"][:, attended] for name in _TOKENS}
-    return float(answer_log_probs(model, answer)[0])

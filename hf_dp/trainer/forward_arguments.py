@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from hf_dp._arguments import ArgumentGroup, Check, Problems, argument, own_fields
-from hf_dp._validate import in_unit_interval, integer, invalid, one_of, positive
+from hf_dp._arguments import ArgumentGroup, Problems, argument, own_fields
+from hf_dp._validate import in_unit_interval, invalid
 from hf_dp.errors import InvalidArgumentError
 from hf_dp.plans.dp_fp import (
     DP_FP,
@@ -75,6 +74,7 @@ class ForwardArguments(ArgumentGroup):
         "nothing, so that what trains is a function of released vectors. private_encoder: "
         "everything, by DP-SGD; the last layer trains on released vectors. published: everything, "
         "by an ordinary optimizer, as in the paper; no epsilon is established for it.",
+        VARIANTS,
     )
     representation_clipping_norm: float = argument(
         1.0, "Only for dp_fp: largest L2 norm C of a representation, above 0 (equation 8)."
@@ -94,12 +94,14 @@ class ForwardArguments(ArgumentGroup):
         ONCE,
         "Only for dp_fp, frozen: once (one noisy vector per example for the whole run; the least "
         "noise) or fresh (a new vector each time the example is drawn).",
+        REUSES,
     )
     representation_draws: str = argument(
         SEPARATE,
         "Only for dp_fp, private_encoder: whether the encoder's gradients and the vectors come "
         f"from {' or '.join(DRAWS)} draws. A shared draw costs much more, because the vectors show "
         "whose gradients are in the sum.",
+        DRAWS,
     )
     representation_noise_multiplier: float | None = argument(
         None,
@@ -110,6 +112,7 @@ class ForwardArguments(ArgumentGroup):
         0.5,
         "Only for dp_fp, private_encoder, with target_epsilon: the share of it, in (0, 1), that "
         "the gradients leave to the vectors.",
+        in_unit_interval,
     )
     label_epsilon: float | None = argument(
         None,
@@ -124,17 +127,6 @@ class ForwardArguments(ArgumentGroup):
         "is thereby protected at no extra cost. Needs a linear last layer, whose bias does not "
         "train.",
     )
-
-    CHECKS: ClassVar[Mapping[str, Check]] = {
-        "dp_fp_variant": (one_of, VARIANTS),
-        "representation_clipping_norm": (positive, "The paper's is 1.0."),
-        "num_micro_batches": (integer, 1),
-        "representation_release": (one_of, REUSES),
-        "representation_draws": (one_of, DRAWS),
-        "representation_noise_multiplier": (positive,),
-        "representation_budget_ratio": (in_unit_interval,),
-        "label_epsilon": (positive,),
-    }
 
     @staticmethod
     def problems(args: Any, found: Problems) -> None:

@@ -1,63 +1,70 @@
-"""From the user's arguments to what a run works with: a checked copy, the plan, the options."""
+"""From the user's arguments to what a run works with: its mechanism, plan and options."""
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Callable
+from typing import Any
 
-from hf_dp._validate import invalid
 from hf_dp.accounting import epsilon
 from hf_dp.batches.loader import BatchOptions
 from hf_dp.batches.units import UnitTable
+from hf_dp.errors import ConfigError
+from hf_dp.plans.dp_fp import DP_FP
+from hf_dp.plans.dp_sgd import DP_SGD, DpSgdPlan
+from hf_dp.plans.mechanism import MechanismPlan
 from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.plans.units import BY_ROW, USER
 from hf_dp.run.earlier import earlier_entries
 from hf_dp.run.options import RunOptions
-from hf_dp.trainer.arguments import DPTrainingArguments
-from hf_dp.trainer.privacy_modes import MODES
-from hf_dp.trainer.unit_arguments import users_of
+from hf_dp.trainer.forward_arguments import forward_plan
+from hf_dp.trainer.row_arguments import users_of
 from hf_dp.tuners.base import Tuner
 
+# (training arguments, number of the model's classes) -> plan
+PlanOfArguments = Callable[[Any, int | None], MechanismPlan]
 
-def own_copy(
-    args: object, arguments_class: type[DPTrainingArguments] = DPTrainingArguments
-) -> DPTrainingArguments:
-    """Return a checked copy of the arguments: steps are written into it, and the caller's stay free
-    and may serve another run.
 
-    Raises: InvalidArgumentError for arguments of another class than this trainer's.
+def gradient_plan(args: Any, num_classes: int | None) -> DpSgdPlan:
+    """Return the plan of ``privacy_mode="dp_sgd"``."""
+    return DpSgdPlan.of(
+        args.per_example_max_grad_norm,
+        args.noise_multiplier,
+        args.clipping,
+        sampling=args.sampling,
+        max_batch_size=args.max_logical_batch_size,
+        by_row=args.privacy_unit == USER and args.unit_sampling == BY_ROW,
+        noised_loss_bound=args.noised_loss_bound,
+        noised_loss_budget_ratio=args.noised_loss_budget_ratio,
+        mean_runs=args.private_selection_mean_runs,
+    )
+
+
+MODES: dict[str, PlanOfArguments] = {DP_SGD: gradient_plan, DP_FP: forward_plan}
+
+
+def register_mode(name: str, plan: PlanOfArguments) -> None:
+    """Let ``DPTrainingArguments(privacy_mode=name)`` select a mechanism.
+
+    Raises: ConfigError for a name that is taken.
     """
-    if not isinstance(args, arguments_class):
-        name, given = arguments_class.__name__, type(args).__name__
-        theirs = "TrainingArguments" if args is None else given
-        raise invalid(
-            "args",
-            given,
-            f"to be {name}",
-            f"Replace {theirs}(...) by {name}(..., target_epsilon=3, expected_batch_size=1024).",
-        )
-    copied = copy.copy(args)
-    for name, value in vars(args).items():
-        if isinstance(value, (list, dict)):  # which the caller may change in place
-            setattr(copied, name, copy.deepcopy(value))
-    copied.hub_token = args.hub_token  # a copy, like a pickle, goes without it
-    copied.check()
-    return copied
+    if MODES.setdefault(name, plan) is not plan:
+        raise ConfigError(f"Expected a privacy_mode of its own, got {name!r}, which is taken.")
 
 
 def plan_of(
-    args: DPTrainingArguments,
+    args: Any,
     num_examples: int,
     tuner: Tuner,
     num_classes: int | None = None,
     units: UnitTable | None = None,
 ) -> PrivacyPlan:
-    """Return the plan for these arguments.
+    """Return the plan for DPTrainingArguments.
 
     Args: num_examples: rows, or users. units: whose the rows are, where users are protected.
 
     Raises: InvalidArgumentError, CalibrationError; AccountingRangeError for an accountant that
         cannot describe it, here and not after the training.
     """
-    users = users_of(args, units)
     earlier = earlier_entries(
         args.earlier_runs, num_examples, args.privacy_unit, args.neighboring_relation, units
     )
@@ -75,13 +82,13 @@ def plan_of(
         prior_events=spent,
         privacy_unit=args.privacy_unit,
         neighboring_relation=args.neighboring_relation,
-        users=users,
+        users=users_of(args, units),
     )
     epsilon((*spent, *plan.events()), plan.delta, plan.accountant)
     return plan
 
 
-def options_of(args: DPTrainingArguments) -> RunOptions:
+def options_of(args: Any) -> RunOptions:
     """Return the options of a run that do not change what epsilon means."""
     return RunOptions(
         batches=BatchOptions(
@@ -102,12 +109,3 @@ def options_of(args: DPTrainingArguments) -> RunOptions:
         adapter_init_data_is_public=args.adapter_init_data_is_public,
         other_training=args.other_training,
     )
-
-
-# Concern one process alone: what it prints, and which one it is.
-_OWN = {"local_rank", "disable_tqdm", "log_level", "log_level_replica"}
-
-
-def shared_arguments(args: DPTrainingArguments) -> dict[str, object]:
-    """Return the arguments that all processes of a run must have in common."""
-    return {name: value for name, value in args.to_dict().items() if name not in _OWN}

@@ -1,4 +1,4 @@
-"""What a private run takes from accelerate, and what it leaves."""
+"""Processes and devices of a private run: what it takes from accelerate, and what it leaves."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from transformers import TrainingArguments
 from transformers.utils import logging
 
+from hf_dp._arguments import Problems
 from hf_dp._validate import invalid
-from hf_dp.errors import InvalidArgumentError
+from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
+from hf_dp.statement.unnoised import CLIPPED_GRADIENT_NORM
 
 logger = logging.get_logger(__name__)
 
@@ -29,27 +33,29 @@ def has_accelerator() -> bool:
     return found is not None and found.type not in _NOT_FOR_SEVERAL
 
 
-def use_cpu_without_accelerator(args: Any) -> None:
+def _is_on(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in ("true", "1", "yes")
+
+
+def use_cpu_without_accelerator(args: TrainingArguments) -> None:
     """Set ``args.use_cpu`` where a launcher started several processes and there is no accelerator.
 
     Otherwise accelerate takes each of them for the only one. Call it before devices are set up.
     """
     count = int(os.environ.get("WORLD_SIZE") or 1)
-    if count == 1 or args.use_cpu or has_accelerator():
-        return
-    args.use_cpu = True
-    if os.environ.get("RANK") == "0":
-        logger.warning(
-            "No accelerator is here that several processes could divide: the %d processes train on "
-            "the CPU, as with use_cpu=True.",
-            count,
-        )
+    if count > 1 and not args.use_cpu and not has_accelerator():
+        args.use_cpu = True
+        if os.environ.get("RANK") == "0":
+            logger.warning(
+                "No accelerator is here that several processes could divide: the %d processes train"
+                " on the CPU, as with use_cpu=True.",
+                count,
+            )
 
 
-def processes_without_device(args: Any) -> InvalidArgumentError | None:
+def processes_without_device(args: TrainingArguments) -> InvalidArgumentError | None:
     """Return the problem of a process that would take a device which this machine does not have."""
-    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
-    if args.use_cpu or on_cpu or not has_accelerator():
+    if args.use_cpu or _is_on("ACCELERATE_USE_CPU") or not has_accelerator():
         return None
     local, devices = int(os.environ.get("LOCAL_RANK") or 0), torch.accelerator.device_count()
     if local < devices:
@@ -60,6 +66,51 @@ def processes_without_device(args: Any) -> InvalidArgumentError | None:
         f"to be below {devices}, the number of accelerators that this process sees",
         "Start at most one process for each of them, or set use_cpu=True.",
     )
+
+
+def launch_problems(args: Any) -> Problems:
+    """Return the problems with processes and devices, after ``TrainingArguments.__post_init__``."""
+    found, count = Problems(args), args.world_size
+    launched = os.environ.get("WORLD_SIZE") or ("1" if count == 1 else None)
+    if launched is not None and launched != str(count):
+        found["WORLD_SIZE"] = invalid(
+            "$WORLD_SIZE",
+            launched,
+            f"to be {count}, the number of processes that accelerate knows, in private modes",
+            "Each process takes itself for the only one, and would release a model of its own from "
+            "one budget. On a machine without accelerators, set use_cpu=True (use_cpu: true).",
+            UnsupportedArgumentError,
+        )
+    if args.n_gpu > 1:
+        found.unsupported(
+            "n_gpu",
+            "to be at most 1 in private modes",
+            "DataParallel splits batches behind the clipping engine's back. Set "
+            "CUDA_VISIBLE_DEVICES to one device.",
+        )
+    kind = args.distributed_state.distributed_type if args.distributed_state else None
+    if args.fsdp or _is_on("ACCELERATE_USE_FSDP"):
+        if kind in (DistributedType.NO, DistributedType.MULTI_CPU):
+            found.unsupported(
+                "fsdp",
+                "to be unset on a CPU, and with one process, in private modes",
+                "accelerate would silently train whole copies. Remove it (on a CPU call "
+                "torch.distributed.fsdp.fully_shard in a loop of your own with PrivateRun).",
+            )
+    if count > 1 and CLIPPED_GRADIENT_NORM in args.release:
+        found.unsupported(
+            "release",
+            f"to be without {CLIPPED_GRADIENT_NORM!r} with {count} processes",
+            "None of them has the whole sum before its noise. Launch one process, or remove it.",
+        )
+    if count > 1 and args.max_logical_batch_size is not None:
+        found.unsupported(
+            "max_logical_batch_size",
+            f"to be None with {count} processes",
+            "None of them knows when the whole draw is too large. Launch one process, or remove "
+            "it.",
+        )
+    return found
 
 
 @contextmanager
@@ -81,14 +132,8 @@ def without_ddp(accelerator: Accelerator) -> Iterator[None]:
         accelerator.prepare_model = prepare  # type: ignore[method-assign]
 
 
-def without_tied_copies(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
+def without_tied_copies(model: nn.Module, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return a gathered state dict with each tied parameter once, as one process saves it."""
-    first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        first.setdefault(id(parameter), name)
-    tied = {
-        name
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if first[id(parameter)] != name
-    }
-    return {name: value for name, value in state_dict.items() if name not in tied}
+    once = {name for name, _ in model.named_parameters()}
+    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: value for name, value in state_dict.items() if name not in every - once}

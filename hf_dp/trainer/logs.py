@@ -2,25 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+import datasets
+from torch import Tensor, nn
+from transformers import Trainer
 from transformers.utils import logging
 
+from hf_dp.mechanisms import Mechanism
+from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.run.checks import check_head_is_trainable
+from hf_dp.run.private_run import PrivateRun
 from hf_dp.statement.unnoised import NO_EPSILON, unknown_names, withhold
-from hf_dp.trainer.base import RunTrainer
 
 logger = logging.get_logger(__name__)
 
 
-class ReleasedLogs(RunTrainer):
-    """A Trainer that logs, in private modes, what is released and nothing else."""
+class ReleasedLogs(Trainer):
+    """A Trainer that may have a private run, and then logs what is released and nothing else.
 
+    Attributes: mechanism: the run's step. card: what the user said of the card.
+    """
+
+    model: Any
+    card: dict[str, Any]
+    mechanism: Mechanism
+    privacy_plan: PrivacyPlan | None = None
+    _run: PrivateRun | None = None
+    _evaluation: dict[str, float]  # the latest metrics
     known_names: frozenset[str] = frozenset()  # which features log
     _is_silent: bool = False  # whether rows of a draw are in sight
     _told: frozenset[str] = frozenset()  # dropped names that were warned of
+
+    @property
+    def folder(self) -> str:
+        """The run's output folder."""
+        return str(self.args.output_dir)
+
+    def compute_per_example_loss(self, model: nn.Module, inputs: Any) -> Tensor:
+        """Return one loss per example, (b,)."""
+        raise NotImplementedError
+
+    def synthetic_batches(self) -> list[Any]:
+        """Return made-up examples, each a batch of one."""
+        raise NotImplementedError
+
+    def columns_for_training(self) -> tuple[Any, Callable[..., Any]]:
+        """Return dataset and collator, without the columns that the model's forward does not take,
+        as Trainer does."""
+        data, collator = self.train_dataset, self.data_collator
+        if isinstance(data, datasets.Dataset):
+            return self._remove_unused_columns(data, description="Training"), collator
+        return data, self._get_collator_with_removed_columns(collator, description="Training")
+
+    def train_model(self, model: nn.Module) -> None:
+        """Train the model that the tuner made, from before the optimizer exists."""
+        if model is not self.model:
+            self.model = self.model_wrapped = self.callback_handler.model = model
+            check_head_is_trainable(model)
 
     @contextmanager
     def silent(self) -> Iterator[None]:
@@ -42,13 +83,6 @@ class ReleasedLogs(RunTrainer):
         with self.silent():
             return self.compute_per_example_loss(model, inputs)
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the next draw, as Trainer does."""
-        if self._run is None:
-            return super().get_batch_samples(*args, **kwargs)
-        with self.silent():
-            return super().get_batch_samples(*args, **kwargs)
-
     def only_known(self, logs: dict[str, float]) -> dict[str, float] | None:
         """Return what may be logged, if it is not withheld; None where nothing may."""
         dropped = self._dropped(logs)
@@ -60,11 +94,10 @@ class ReleasedLogs(RunTrainer):
     def spent(self) -> dict[str, float]:
         """Return the epsilon so far, under the name that logs have for it; nothing where code
         that is not hf_dp's is inside the gate."""
-        assert self._run is not None
-        if self._run.book.observers:
+        run = self._run
+        if run is None or run.book.observers:
             return {}
-        name = "epsilon" if self._run.established else NO_EPSILON
-        return {name: self._run.epsilon().rounded_up()}
+        return {"epsilon" if run.established else NO_EPSILON: run.epsilon().rounded_up()}
 
     def save_state(self) -> None:
         """Save the Trainer's state, as Trainer does."""
@@ -82,9 +115,9 @@ class ReleasedLogs(RunTrainer):
 
     def withhold(self, logs: dict[str, float]) -> None:
         """Remove, in place, what the user did not ask to release."""
-        assert self._run is not None
-        noised = self.mechanism.gradients_are_noised
-        withhold(logs, self._run.book.released, gradients_are_noised=noised)
+        if self._run is not None:
+            noised = self.mechanism.gradients_are_noised
+            withhold(logs, self._run.book.released, gradients_are_noised=noised)
 
     def _dropped(self, logs: dict[str, float]) -> list[str]:
         """Return the names that are not logged, and warn of each once."""
@@ -92,13 +125,10 @@ class ReleasedLogs(RunTrainer):
         if new := [name for name in dropped if name not in self._told]:
             self._told |= {*new}
             logger.warning(
-                "Not logged: %s. %s. For a training loss set noised_loss_bound and "
-                "noised_loss_budget_ratio (with noise), or release=['training_loss'] on public "
-                "rows. Metrics of other rows are logged by evaluate() and predict(), under names "
-                "that begin with eval_ or test_.",
+                "Not logged: %s. It is not known to be noised, and epsilon would not cover it. For "
+                "a training loss set noised_loss_bound and noised_loss_budget_ratio, or, on public "
+                "rows, release=['training_loss']. Metrics of other rows are logged by evaluate() "
+                "and predict(), under names that begin with eval_ or test_.",
                 ", ".join(f"`{name}`" for name in new),
-                "A private step logs nothing before its noise"
-                if self._is_silent
-                else "It is not known to be noised, and epsilon would not cover it",
             )
         return dropped

@@ -5,14 +5,12 @@ chooses. Nothing is claimed of such a run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from hf_dp._validate import invalid
@@ -24,36 +22,14 @@ from hf_dp.plans.dp_fp import DP_FP
 from hf_dp.run.clock import TRAINING as TRAINING_TIME
 from hf_dp.run.clock import Clock
 from hf_dp.run.other_training import WITHOUT_PRIVACY, note_training, stamp_without_privacy
-from hf_dp.run.private_run import PrivateRun
 from hf_dp.run.witnesses import refuse_foreign
-from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.trainer.arguments import DPTrainingArguments
+from hf_dp.trainer.given import Given, Rows
 from hf_dp.trainer.publishing import Publishing
-from hf_dp.trainer.rows import Rows
 from hf_dp.tuners.apply import apply_peft, load_model
 from hf_dp.tuners.base import Tuner
 from hf_dp.tuners.find import tuner_for
 from hf_dp.tuners.without_privacy import PlainRun, sampled_batches
-
-
-@dataclass
-class Given:
-    """What a trainer was given besides its arguments.
-
-    Attributes: trainer_class: the trainer's. dp_trainer: DPTrainer. has_own_loss, has_own_examples:
-        whether the class makes its own.
-    """
-
-    trainer_class: type
-    dp_trainer: type
-    has_own_loss: bool
-    has_own_examples: bool
-    model: Any
-    train_dataset: Any
-    eval_dataset: Any
-    model_init: Any
-    compute_loss_func: Any
-    peft_config: Any
 
 
 class Training:
@@ -88,20 +64,13 @@ class Training:
         Raises: InvalidArgumentError for ``model_init`` with what it cannot serve.
         """
         args = self.args
-        if given.model_init is not None and args.privacy_mode == DP_FP:
-            raise invalid(
-                "model_init",
-                given.model_init,
-                "to be None with privacy_mode='dp_fp'",
-                "The noise is put into one model, and train() would make another. Pass the model.",
-            )
-        if given.peft_config is not None and given.model_init is not None:
-            raise invalid(
-                "peft_config",
-                given.peft_config,
-                "to be None with `model_init`",
-                "Wrap the model in model_init.",
-            )
+        if given.model_init is not None:
+            if args.privacy_mode == DP_FP:
+                expected, move = "to be None with privacy_mode='dp_fp'", "Pass the model."
+                raise invalid("model_init", given.model_init, expected, move)
+            if given.peft_config is not None:
+                expected, move = "to be None with `model_init`", "Wrap the model in model_init."
+                raise invalid("peft_config", given.peft_config, expected, move)
         given.model = loaded(given.model)
         if self._wraps:
             given.model = apply_peft(given.model, given.peft_config, args.device, args.seed)
@@ -184,25 +153,15 @@ class Training:
             self.tuner.before_plain_step(self._run, self._trainer.state.global_step)
         return stock()
 
-    def loader(self, stock: Callable[[], DataLoader]) -> DataLoader:
-        """Return what the steps take their inputs from."""
-        return stock()
-
     def prepare(self, max_steps: int, stock: Callable[[], Any]) -> Any:
         """Prepare model, loader and optimizer for the steps up to ``max_steps``."""
         return stock()
 
-    def operations(self, stock: Callable[[], int]) -> int:
-        """Return how many operations a step's inputs cost, as the state adds them up."""
+    def _as_trainer(self, stock: Callable[[], Any]) -> Any:
+        """Do what Trainer does."""
         return stock()
 
-    def batch_size(self, stock: Callable[[], int]) -> int:
-        """Return how many examples a step takes."""
-        return stock()
-
-    def search(self, stock: Callable[[], Any]) -> Any:
-        """Search hyperparameters."""
-        return stock()
+    loader = operations = batch_size = search = _as_trainer
 
     def log(self, logs: dict[str, float], stock: Callable[[dict[str, float]], None]) -> None:
         """Log. Args: stock: takes what is logged."""
@@ -236,20 +195,11 @@ class Training:
         """Return what the features add to the card's table of settings."""
         return {}
 
-    def sync(self) -> PrivateRun:
-        """Return the private run, told of the trainer's present model, data and arguments.
-
-        Raises: UnsupportedArgumentError when there is none.
-        """
+    def no_plan(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise UnsupportedArgumentError: there is no private run."""
         raise no_plan()
 
-    def statement(self) -> PrivacyStatement:
-        """Return what may be said about the run so far. Raises: as :meth:`sync`."""
-        raise no_plan()
-
-    def write_beside_weights(self, folder: str) -> None:
-        """Write what belongs beside a run's weights. Raises: as :meth:`sync`."""
-        raise no_plan()
+    sync = statement = write_beside_weights = no_plan
 
 
 def loaded(model: Any) -> Any:

@@ -6,6 +6,7 @@ What a private step does is on one screen: :meth:`PrivateTraining.step`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import TrainOutput
 
-from hf_dp.batches.units import UnitTable
 from hf_dp.cards.evidence import write_card
 from hf_dp.clipping.sharding import is_sharded
 from hf_dp.distributed.processes import others_present
@@ -38,12 +38,14 @@ from hf_dp.trainer.card_facts import (
     in_our_names,
     pretraining_sources,
 )
-from hf_dp.trainer.from_arguments import options_of, plan_of, shared_arguments
+from hf_dp.trainer.from_arguments import options_of, plan_of
+from hf_dp.trainer.given import Given, Rows, refuse_search
 from hf_dp.trainer.launch import without_ddp
-from hf_dp.trainer.plain import Given, Training, loaded, no_plan
+from hf_dp.trainer.plain import Training, loaded
 from hf_dp.trainer.publishing import Publishing
-from hf_dp.trainer.refusals import check_private, check_private_model, refuse_search
-from hf_dp.trainer.rows import Rows
+
+# Arguments that concern one process alone: what it prints, and which one it is.
+_OF_A_PROCESS = {"local_rank", "disable_tqdm", "log_level", "log_level_replica"}
 
 
 class PrivateTraining(Training):
@@ -54,9 +56,9 @@ class PrivateTraining(Training):
     run: PrivateRun
     _trainer: Publishing
     _seen: Seen
-    _rows: TrainingRows
-    _units: UnitTable | None
-    _own: tuple[bool, bool]  # whether losses and made-up examples are of the trainer's class
+    _given: Given
+    _rows: Rows
+    _training_rows: TrainingRows
     _compared: bool  # whether every evaluation set could be compared with the training rows
 
     def __init__(self, args: DPTrainingArguments, peft_config: Any):
@@ -68,31 +70,24 @@ class PrivateTraining(Training):
 
     def take(self, given: Given) -> None:
         """Check what the trainer was given, and plan the run."""
-        args = self.args
-        check_private(given, args)
-        self._own = given.has_own_loss, given.has_own_examples
-        rows = Rows.of(args, given.train_dataset, given.eval_dataset)
-        self._units = rows.units
+        self._given, args = given, self.args
+        given.check_private(args)
+        self._rows = rows = Rows.of(args, given.train_dataset, given.eval_dataset)
         given.train_dataset = rows.data
         given.model = loaded(given.model)
-        self._rows = TrainingRows(rows.data)
+        self._training_rows = known = TrainingRows(rows.data)
         for each in self.inside:
-            given.train_dataset = each.rows(given.train_dataset, given.model, self._rows)
-        if rows.units is None:
-            num_examples = len(given.train_dataset)
-        else:
-            num_examples = len(rows.units)
+            given.train_dataset = each.rows(given.train_dataset, given.model, known)
+        num_examples = len(given.train_dataset if rows.units is None else rows.units)
+        searches = args.private_selection_mean_runs is not None
         self._compared = args.evaluate_on_training_rows or (
-            self._rows.refuse(
-                given.eval_dataset, search=args.private_selection_mean_runs is not None
-            )
-            and rows.compared
+            known.refuse(given.eval_dataset, search=searches) and rows.compared
         )
         classes = getattr(getattr(given.model, "config", None), "num_labels", None)
         self.plan = plan_of(args, num_examples, self.tuner, classes, rows.units)
         args.max_steps = self.plan.steps
         self.prepare_model(given)
-        check_private_model(given.model, args, trains=True)
+        given.check_private_model(args)
 
     def attach(self, trainer: Publishing) -> None:
         self._trainer, args = trainer, self.args
@@ -112,11 +107,12 @@ class PrivateTraining(Training):
             insecure_seed=args.insecure_seed,
             forward_context=lambda: trainer.compute_loss_context_manager(),
             synthetic_batches=lambda: trainer.synthetic_batches(),
-            training_rows=self._rows,
-            units=self._units,
+            training_rows=self._training_rows,
+            units=self._rows.units,
         )
         self.sync()
-        run.has_own_loss, run.has_own_examples = self._own
+        run.has_own_loss = self._given.overrides("compute_per_example_loss")
+        run.has_own_examples = self._given.overrides("synthetic_batches")
         run.read_columns_with(trainer.columns_for_training)
         run.book.evaluation_compared = self._compared
         trainer.known_names = frozenset(n for each in self.features for n in each.names)
@@ -207,9 +203,14 @@ class PrivateTraining(Training):
         trainer._evaluation.clear()  # of other weights
         if checkpoint is not None:
             trainer.card = {**given_before(checkpoint), **trainer.card}
-        run.arguments = shared_arguments(self.args)
+        run.arguments = {
+            name: value for name, value in self.args.to_dict().items() if name not in _OF_A_PROCESS
+        }
         self.mechanism.refuse_shards(trainer.is_fsdp_enabled or is_sharded(trainer.model))
-        try:
+        with ExitStack() as at_the_end:
+            at_the_end.callback(run.stop)
+            for each in self.features:
+                at_the_end.callback(each.leave, self._seen)
             run.open()
             self.refuse_optimizers()
             with run.clock.part(TRAINING_TIME):
@@ -228,10 +229,6 @@ class PrivateTraining(Training):
                     inside.conclude()
             trainer.keep_released()
             self.write_files(trainer.folder)
-        finally:
-            for each in self.features:
-                each.leave(self.seen())
-            run.stop()
         for each in self.features:
             each.end(self.seen())
         if self._seen.loss is None:
@@ -346,26 +343,17 @@ class OnlyEvaluates(Training):
     is_private = True
 
     def take(self, given: Given) -> None:
-        check_private(given, self.args)
+        given.check_private(self.args)
         self.prepare_model(given)
-        check_private_model(given.model, self.args, trains=False)
+        given.check_private_model(self.args)
 
     def attach(self, trainer: Publishing) -> None:
         self._trainer = trainer
 
-    def train(
-        self, resume_from_checkpoint: str | bool | None, stock: Callable[..., TrainOutput]
-    ) -> TrainOutput:
-        raise no_plan()
-
-    def step(self, model: nn.Module, inputs: Any, stock: Callable[[], Tensor]) -> Tensor:
-        raise no_plan()
-
-    def loader(self, stock: Callable[[], DataLoader]) -> DataLoader:
-        raise no_plan()
-
     def search(self, stock: Callable[[], Any]) -> Any:
         refuse_search()
+
+    train = step = loader = Training.no_plan  # type: ignore[assignment]
 
 
 def training_of(args: DPTrainingArguments, train_dataset: Any, peft_config: Any) -> Training:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +17,7 @@ from hf_dp.errors import DataError, InvalidArgumentError
 from hf_dp.losses import IGNORED_LABEL, base_model, padding_moves_prompts, positions_of
 from hf_dp.plans.dp_fp import DP_FP
 from hf_dp.trainer.arguments import DPTrainingArguments
-from hf_dp.trainer.inherited import Refusal
+from hf_dp.trainer.inherited import Refusal, only
 from hf_dp.trainer.trainer import DPTrainer
 
 # Concern evaluation alone, and may change once the trainer exists.
@@ -27,16 +26,9 @@ SEQ2SEQ_FREE = frozenset(
     predict_with_generate generation_max_length generation_num_beams generation_config
     """.split()
 )
-SEQ2SEQ_REFUSED: Mapping[str, Refusal] = MappingProxyType(
-    {
-        "sortish_sampler": Refusal(
-            bool,
-            "to be False",
-            "Every logical batch is a Poisson draw; transformers ignores this argument.",
-            "Remove it; physical batches are sorted by length anyway.",
-        )
-    }
-)
+SEQ2SEQ_REFUSED: Mapping[str, Refusal] = {
+    "sortish_sampler": only("transformers ignores it. Remove it.", False),
+}
 _DEFAULT_LENGTH = 20  # transformers' own
 _BESIDE_TOKENS = ("attention_mask", "token_type_ids")
 _MADE_ANEW = ("labels", "position_ids")
@@ -119,8 +111,7 @@ class DPSeq2SeqTrainer(DPTrainer, Seq2SeqTrainer):
         pad = options.pop("pad_token_id", None)
         pad = self._pad_token_id() if pad is None else pad
         prompts = split_rows(inputs, pad)
-        new = self._number_of_new_tokens(options)
-        self._refuse_beyond_context(prompts.length, new)
+        new = self._number_of_new_tokens(options, prompts.length)
         loss = None
         if prompts.targets is not None:
             loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
@@ -142,21 +133,22 @@ class DPSeq2SeqTrainer(DPTrainer, Seq2SeqTrainer):
             found.append(F.pad(answers, (0, new - answers.shape[1]), value=options["pad_token_id"]))
         return torch.cat(found)[torch.cat(places).argsort(stable=True)]
 
-    def _number_of_new_tokens(self, options: dict[str, Any]) -> int:
-        """Return how many tokens are generated at most, and take the lengths out of ``options``."""
-        known = self.model.generation_config
+    def _number_of_new_tokens(self, options: dict[str, Any], prompt: int) -> int:
+        """Return how many tokens are generated at most, and take the lengths out of ``options``.
+
+        Raises: DataError where they do not fit beside a prompt of this length.
+        """
+        known, context = self.model.generation_config, positions_of(self.model)
         given = (options.pop("max_new_tokens", None), options.pop("max_length", None))
         of_model = (known.max_new_tokens, known.max_length)
-        return next((int(each) for each in (*given, *of_model) if each), _DEFAULT_LENGTH)
-
-    def _refuse_beyond_context(self, prompt: int, new: int) -> None:
-        context = positions_of(self.model)
+        new = next((int(each) for each in (*given, *of_model) if each), _DEFAULT_LENGTH)
         if context is not None and prompt + new > context:
             raise DataError(
                 f"The longest prompt of a batch has {prompt} tokens, and {new} new ones do not fit "
                 f"beside it into the model's context of {context}. Truncate the prompts, or lower "
                 "generation_max_length."
             )
+        return new
 
     def _pad_token_id(self) -> int:
         known = (self.processing_class, self.model.generation_config, base_model(self.model).config)
@@ -167,9 +159,8 @@ class DPSeq2SeqTrainer(DPTrainer, Seq2SeqTrainer):
                 if isinstance(token, int):
                     return token
         raise InvalidArgumentError(
-            "Expected a padding token to generate in batches, but neither `processing_class` nor "
-            "the model's configuration has a pad_token_id or an eos_token_id. Set "
-            "tokenizer.pad_token and pass the tokenizer as `processing_class`."
+            "Expected a padding token to generate in batches. Set tokenizer.pad_token and pass the "
+            "tokenizer as `processing_class`."
         )
 
 
@@ -207,29 +198,21 @@ def split_rows(inputs: Mapping[str, Any], pad_token_id: int) -> Prompts:
     """
     tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")
     if not isinstance(tokens, Tensor) or not isinstance(mask, Tensor):
-        raise DataError(
-            "Expected batches with `input_ids` and `attention_mask` to cut prompts out of, got "
-            f"{sorted(inputs)}. Let the data collator return both."
-        )
-    other = sorted(set(inputs) - {"input_ids", *_BESIDE_TOKENS, *_MADE_ANEW})
-    if other:
-        raise DataError(
-            f"predict_with_generate cuts prompts out of rows, and does not know how to cut {other}."
-            " Leave these columns out (remove_unused_columns=True), or set "
-            "predict_with_generate=False."
-        )
+        raise _uncut(f"there are no `input_ids` and `attention_mask` among {sorted(inputs)}")
+    if other := sorted(set(inputs) - {"input_ids", *_BESIDE_TOKENS, *_MADE_ANEW}):
+        raise _uncut(f"it is not known how to cut {other} (remove_unused_columns=True drops them)")
     attended, labels = mask != 0, inputs.get("labels")
-    if labels is None:
-        is_target = torch.zeros_like(attended)
-    elif labels.shape == tokens.shape:
+    is_target = torch.zeros_like(attended)
+    if labels is not None:
+        if labels.shape != tokens.shape:
+            raise _uncut(f"`labels` have the shape {tuple(labels.shape)}, not {tuple(mask.shape)}")
         is_target = attended & (labels != IGNORED_LABEL)
-    else:
-        raise DataError(
-            f"Expected `labels` of the shape of `input_ids`, {tuple(tokens.shape)}, to cut prompts "
-            f"out of rows, got {tuple(labels.shape)}."
-        )
     is_prompt = attended & (is_target.cumsum(1) == 0)
-    _refuse_rows(is_target, is_prompt)
+    begins = is_target & ~F.pad(is_target[:, :-1], (1, 0))
+    if bool((begins.sum(1) > 1).any()):
+        raise _uncut("a row has labels in several places. Label earlier turns -100")
+    if not bool(is_prompt.any(1).all()):
+        raise _uncut("a row has no prompt. Set the labels of prompts to -100")
 
     def taken(name: str, kept: Tensor, fill: int, side: str) -> Tensor:
         rows = [row[own] for row, own in zip(inputs[name], kept, strict=True)]
@@ -245,18 +228,8 @@ def split_rows(inputs: Mapping[str, Any], pad_token_id: int) -> Prompts:
     )
 
 
-def _refuse_rows(is_target: Tensor, is_prompt: Tensor) -> None:
-    begins = is_target & ~F.pad(is_target[:, :-1], (1, 0))
-    if bool((begins.sum(1) > 1).any()):
-        raise DataError(
-            "A row has labels in several places (turns that interleave with prompts), and "
-            "predict_with_generate generates one answer for each row. Evaluate on rows with one "
-            "answer (the earlier turns as prompt, labeled -100), or set "
-            "predict_with_generate=False."
-        )
-    if not bool(is_prompt.any(1).all()):
-        raise DataError(
-            "A row has no prompt: its first token has a label, so there is nothing to generate "
-            "from. Set the labels of prompts to -100 (a collator that copies input_ids to labels "
-            "does not), or set predict_with_generate=False."
-        )
+def _uncut(why: str) -> DataError:
+    return DataError(
+        f"predict_with_generate cannot cut prompts out of these rows: {why}. Or set "
+        "predict_with_generate=False."
+    )

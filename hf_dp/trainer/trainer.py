@@ -26,9 +26,9 @@ from hf_dp.run.training_data import TrainingData
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.card_facts import describe
-from hf_dp.trainer.from_arguments import own_copy
+from hf_dp.trainer.given import Given
 from hf_dp.trainer.launch import without_tied_copies
-from hf_dp.trainer.plain import Given, Training, no_plan
+from hf_dp.trainer.plain import Training, no_plan
 from hf_dp.trainer.private import training_of
 from hf_dp.trainer.publishing import Publishing
 from hf_dp.tuners.base import Tuner
@@ -76,15 +76,13 @@ class DPTrainer(Publishing):
         *,
         peft_config: Any = None,
     ):
-        args = own_copy(args, self.arguments_class)
+        args = self.arguments_class.own_copy(args)
         self.training = training_of(args, train_dataset, peft_config)
         self.tuner = self.training.tuner
         self.card, self._evaluation = {}, dict[str, float]()
         given = Given(
             trainer_class=type(self),
             dp_trainer=DPTrainer,
-            has_own_loss=self._has_own_loss,
-            has_own_examples=type(self).synthetic_batches is not DPTrainer.synthetic_batches,
             model=model,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import copy
-import reprlib
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from types import MappingProxyType
-from typing import Any, TypeAlias
+from dataclasses import replace
+from typing import Any, ClassVar, TypeAlias
 
 from datasets import Dataset
-from transformers import Trainer
+from peft import PeftConfig
+from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer_utils import PredictionOutput
 
 try:
     from trl import DPOConfig as DPOConfig
-    from trl import DPOTrainer, SFTTrainer, is_conversational, is_conversational_from_value
+    from trl import DPOTrainer, SFTTrainer
     from trl import SFTConfig as SFTConfig
 except ImportError as missing:
     raise ImportError("This trainer needs TRL. Run `pip install hf-dp[trl]`.") from missing
@@ -27,55 +27,29 @@ from hf_dp.overlap import TrainingRows
 from hf_dp.run.checks import check_train_dataset
 from hf_dp.tasks.generation.chat import ChatEncoding
 from hf_dp.trainer.arguments import DPTrainingArguments
-from hf_dp.trainer.inherited import Refusal
-from hf_dp.trainer.rows import Rows
+from hf_dp.trainer.given import Rows
+from hf_dp.trainer.inherited import Refusal, only
 from hf_dp.trainer.trainer import DPTrainer
 
-_MASKED = ("input_ids", "assistant_masks")  # as TRL calls them
-_PICTURES = ("image", "images")
-_EMPTY = ("None", "no messages")
 # To evaluate on: one, several, or by name.
 DataSets: TypeAlias = "Dataset | dict[str, Dataset] | str | None"
-# By which columns TRL tells conversations from texts.
-_TEXTS = ("prompt", "completion", "messages", "chosen", "rejected", "conversations")
-
-
-def only(*allowed: object, reason: str, move: str = "Remove it.") -> Refusal:
-    """Return the refusal of all values of an argument but these."""
-    expected = f"to be {' or '.join(map(repr, allowed))}"
-    return Refusal(lambda value: value not in allowed, expected, reason, move)
-
+_MASKED = ("input_ids", "assistant_masks")  # as TRL calls them
 
 # What SFTConfig and DPOConfig both add to TrainingArguments; it concerns the model, or each row by
 # itself.
 TRL_WORKS = frozenset(
-    """
-    model_init_kwargs trust_remote_code pad_token dataset_num_proc max_length truncation_mode
-    pad_to_multiple_of
-    """.split()
+    """model_init_kwargs trust_remote_code pad_token dataset_num_proc max_length truncation_mode
+    pad_to_multiple_of""".split()
 )
-TRL_REFUSED: Mapping[str, Refusal] = MappingProxyType(
-    {
-        "padding_free": only(
-            False,
-            reason="It flattens a batch into one sequence, in which no layer's input has examples "
-            "to split by.",
-            move="Remove it; max_tokens_per_physical_batch keeps padding small.",
-        ),
-        "router_aux_loss_coef": only(
-            None,
-            0,
-            reason="The load-balancing loss is a mean over all tokens of a batch, so an example's "
-            "gradient would depend on its neighbors.",
-        ),
-        "activation_offloading": only(
-            False,
-            reason="It wraps TRL's own training step, which does not run, so it would be silently "
-            "ignored.",
-            move="Remove it; to save memory, set gradient_checkpointing=True.",
-        ),
-    }
-)
+TRL_REFUSED: Mapping[str, Refusal] = {
+    "padding_free": only("It flattens a batch, so no layer sees examples. Remove it.", False),
+    "router_aux_loss_coef": only(
+        "It is a mean over all tokens of a batch, so neighbors share a loss. Remove it.", None, 0
+    ),
+    "activation_offloading": only(
+        "It acts in TRL's own step, which does not run. Set gradient_checkpointing=True.", False
+    ),
+}
 
 
 class _HandedOver(Exception):
@@ -100,28 +74,32 @@ class Preparation(Trainer):
     So tokenizer, chat template, padding token, labels and truncation are TRL's own.
 
     Attributes: model, args, data_collator, train_dataset, eval_dataset, processing_class: prepared.
-
-    Raises: as :func:`by_row`.
     """
 
     model: Any
+    data_collator: Any
     args: SFTConfig | DPOConfig
-    processing_class: Any
-    _between: tuple[Any, ...] = ()  # what _prepare_dataset takes between arguments and name
+    processing_class: PreTrainedTokenizerBase
+    _between: tuple[object, ...] = ()  # what _prepare_dataset takes between arguments and name
 
-    def __init__(self, **given: Any):
+    def __init__(self, **given: object):
         with suppress(_HandedOver):
-            super().__init__(**given)
+            super().__init__(**given)  # type: ignore[arg-type]
 
     def _prepare_dataset(self, dataset: Dataset, *others: Any) -> Dataset:
-        prepare = super()._prepare_dataset  # type: ignore[misc]  # of TRL's trainer
-        return by_row(dataset, lambda rows: prepare(rows, *others), others[-1])
+        try:
+            return super()._prepare_dataset(dataset, *others)  # type: ignore[misc]
+        except (HfDpError, OSError, MemoryError):
+            raise
+        except Exception as problem:
+            raise DataError(
+                f"TRL cannot prepare the {others[-1]} set ({type(problem).__name__}: {problem}). "
+                "Correct or leave out such rows, or rename the columns: no text, prompt, answer, "
+                "role or content may be None."
+            ) from problem
 
     def of_evaluation(self, dataset: DataSets) -> DataSets:
-        """Return an evaluation set, or a mapping of them, prepared as the training set was.
-
-        None and the name of a set stay as they are.
-        """
+        """Return an evaluation set, or a mapping of them, prepared as the training set was."""
 
         def prepared(rows: Dataset, name: str) -> Dataset:
             tokenizer = self.processing_class
@@ -180,40 +158,57 @@ class DPOPreparation(Preparation, DPOTrainer, _InPlaceOfTrainer):
 
 
 class PreparedByTRL(DPTrainer):
-    """DPTrainer on rows that one of TRL's trainers prepares, also in evaluation."""
+    """DPTrainer on rows that one of TRL's trainers prepares, also in evaluation.
 
+    Args: of_trl: the keywords of TRL's trainer beside those named. others: those of DPTrainer.
+
+    Raises: as :class:`DPTrainer`; DataError for rows that TRL cannot prepare one by one.
+    """
+
+    preparation: ClassVar[type[Preparation]]
     _preparation: Preparation
     _raw_rows: TrainingRows | None = None
 
-    def _prepare_rows(
+    def __init__(
         self,
-        preparation: type[Preparation],
-        args: DPTrainingArguments,
-        train_dataset: Dataset,
+        args: DPTrainingArguments | None,
+        train_dataset: Dataset | None,
         eval_dataset: DataSets,
-        **given: Any,
-    ) -> tuple[Preparation, Rows]:
-        """Return what TRL makes of model, tokenizer and both data sets, and the rows it was given.
-
-        Raises: DataError for rows that cannot be prepared one by one, or that TRL would drop.
-        """
+        of_trl: Mapping[str, object],
+        peft_config: PeftConfig | None,
+        **others: Any,
+    ):
+        checked = self.arguments_class.own_copy(args)
         check_train_dataset(train_dataset)
         check_rows(train_dataset)
-        rows = Rows.of(args, train_dataset, eval_dataset)
-        of_trl = copy.copy(args)
-        if args.is_private:
-            if not args.evaluate_on_training_rows:
+        rows = Rows.of(checked, train_dataset, eval_dataset)
+        theirs: Any = copy.copy(checked)
+        if checked.is_private:
+            if not checked.evaluate_on_training_rows:
                 # TRL leaves out the columns that it has tokenized.
                 self._raw_rows = TrainingRows(rows.data)
                 self._raw_rows.refuse(eval_dataset)
             # Whose a row is, is known by its place; draws are random anyway.
-            of_trl.shuffle_dataset = False  # type: ignore[attr-defined]
-        self._preparation = made = preparation(
-            args=of_trl, train_dataset=rows.data, eval_dataset=eval_dataset, **given
+            theirs.shuffle_dataset = False
+        self._preparation = made = self.preparation(
+            args=theirs, train_dataset=rows.data, eval_dataset=eval_dataset, **of_trl
         )
-        if args.is_private:
+        if checked.is_private:
             refuse_dropped_rows(rows.data, made.train_dataset, made.args.max_length)
-        return made, rows
+        self._complete(made, checked)
+        super().__init__(
+            model=made.model,
+            args=checked,
+            data_collator=made.data_collator,
+            train_dataset=replace(rows, data=made.train_dataset),
+            eval_dataset=made.eval_dataset,
+            processing_class=made.processing_class,
+            peft_config=peft_config,
+            **others,
+        )
+
+    def _complete(self, made: Preparation, args: DPTrainingArguments) -> None:
+        """Add to what TRL prepared."""
 
     def evaluate(
         self, eval_dataset: DataSets = None, *args: Any, **kwargs: Any
@@ -234,33 +229,6 @@ class PreparedByTRL(DPTrainer):
         return self._preparation.of_evaluation(dataset)
 
 
-def by_row(dataset: Dataset, prepare: Callable[[Dataset], Dataset], name: str) -> Dataset:
-    """Return ``prepare(dataset)``, and where TRL fails, find the first row that it fails on.
-
-    Raises: DataError names that row.
-    """
-    try:
-        return prepare(dataset)
-    except (HfDpError, OSError, MemoryError):
-        raise
-    except Exception as failure:
-        problem, first, end = failure, 0, len(dataset)
-    while end - first > 1:
-        middle = (first + end) // 2
-        try:
-            prepare(dataset.select(range(first, middle)))
-            first = middle
-        except Exception as failure:
-            problem, end = failure, middle
-    raise DataError(
-        f"TRL cannot prepare row {first} of the {name} set, {reprlib.repr(dataset[first])} "
-        f"({type(problem).__name__}: {problem}). Expected a text in the column that "
-        "dataset_text_field names, a prompt with a completion, messages with a role and a content "
-        "each (one of the assistant's, with assistant_only_loss), or, for DPO, chosen and rejected "
-        "answers; none of them None. Correct or leave out such rows, or rename the columns."
-    ) from problem
-
-
 def each_set(dataset: DataSets, prepare: Callable[[Dataset, str], Dataset]) -> DataSets:
     """Return what ``prepare(set, name)`` makes of a data set, or of each in a mapping.
 
@@ -273,58 +241,27 @@ def each_set(dataset: DataSets, prepare: Callable[[Dataset, str], Dataset]) -> D
     return prepare(dataset, "eval")
 
 
-def check_rows(dataset: Dataset) -> None:
-    """Check that TRL prepares each row for itself.
-
-    It decides by the first row whether all are conversations, so all must be of one kind.
-
-    Raises: DataError for another kind of data set, for images, and for a row unlike the first.
-    """
+def check_rows(dataset: object) -> None:
+    """Raise DataError for another kind of data set than TRL prepares row by row, and for images."""
     if not isinstance(dataset, Dataset):
         raise DataError(
             f"Expected `train_dataset` to be a datasets.Dataset, got {type(dataset).__name__}. "
             "Make one with Dataset.from_list(rows); load without streaming=True."
         )
-    pictures = sorted(set(_PICTURES) & set(dataset.column_names))
-    if pictures:
+    if pictures := {"image", "images"} & set(dataset.column_names):
         raise DataError(
-            f"The train_dataset has the column {pictures[0]!r}, and only texts are "
-            "prepared here. Remove the column, or train with DPTrainer and a collator of your own."
+            f"The train_dataset has the column {pictures.pop()!r}, and only texts are prepared "
+            "here. Remove the column, or train with DPTrainer and a collator of your own."
         )
-    columns = [name for name in _TEXTS if name in dataset.column_names]
-    if "input_ids" in dataset.column_names or not columns:
-        return
-    first = None
-    for index, row in enumerate(dataset.select_columns(columns)):
-        kind = _kind(row)
-        first = kind if first is None else first
-        if kind != first or kind in _EMPTY:
-            raise DataError(
-                f"Row {index} of the train_dataset has {kind} as {columns}, and the first row has "
-                f"{first}, by which TRL prepares them all. Give all rows one format, or leave such "
-                "a row out."
-            )
-
-
-def _kind(row: Row) -> str:
-    if all(value is None for value in row.values()):
-        return _EMPTY[0]
-    try:
-        if is_conversational_from_value(row):
-            return "a conversation (from, value)"
-        return "a conversation" if is_conversational(row) else "a text"
-    except IndexError:
-        return _EMPTY[1]
 
 
 def refuse_dropped_rows(before: Dataset, after: Dataset, max_length: int | None) -> None:
     """Raise DataError when rows were dropped: their number is public, and must not depend on what
     is in them."""
-    dropped = len(before) - len(after)
-    if dropped:
+    if dropped := len(before) - len(after):
         raise DataError(
             f"{dropped} of the {len(before)} rows have no token to predict within max_length="
-            f"{max_length}. TRL drops such rows, but how many rows there are is public in the "
-            "privacy statement and must not depend on their texts. Raise max_length (None: no "
-            "limit), or leave such rows out by a rule that you may tell everyone."
+            f"{max_length}. TRL drops such rows, but the number of rows is public and must not "
+            "depend on their texts. Raise max_length, or leave rows out by a rule that you may "
+            "tell everyone."
         )

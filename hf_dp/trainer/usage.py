@@ -12,10 +12,6 @@ from hf_dp.losses import base_model
 from hf_dp.tasks.infilling_config import InfillingConfig
 from hf_dp.tuners.adapter import AdapterConfig
 
-_IMAGES = "image-classification"
-_SPANS = "question-answering"  # for which transformers has no pipeline
-_CLASSIFIER = "Classification"  # the end of its class's name
-
 
 def usage(model: nn.Module, task_tag: str | None) -> str | None:
     """Return Python lines that load a model from where the card is, or None where there is no
@@ -30,75 +26,50 @@ def usage(model: nn.Module, task_tag: str | None) -> str | None:
     config: Any = getattr(base_model(model), "config", None)
     adapters = getattr(model, "peft_config", {})
     ours = any(isinstance(each, AdapterConfig) for each in adapters.values())
-    if isinstance(config, InfillingConfig) and adapters:
-        return _adapter(config, REPOSITORY, BASE_MODEL, merges=not ours)
+    infills, kind = isinstance(config, InfillingConfig), type(base_model(model)).__name__
+    classifies = kind.endswith("Classification")
+    if infills and adapters:
+        return _infilling_adapter(config, merges=not ours)
     if task_tag is None:
         return None
-    class_name = type(base_model(model)).__name__
-    if task_tag == _SPANS:
-        return "\n".join(
-            [
-                *["import hf_dp  # makes the adapter known"] * ours,
-                "from transformers import AutoModelForQuestionAnswering, AutoTokenizer",
-                "",
-                f"model = AutoModelForQuestionAnswering.from_pretrained({REPOSITORY!r})",
-                f"tokenizer = AutoTokenizer.from_pretrained({REPOSITORY!r})",
-            ]
-        )
+    first = "import hf_dp  # makes the adapter known\n" if ours else ""
+    if task_tag == "question-answering":  # for which transformers has no pipeline
+        return f"""{first}from transformers import AutoModelForQuestionAnswering, AutoTokenizer
+
+model = AutoModelForQuestionAnswering.from_pretrained({REPOSITORY!r})
+tokenizer = AutoTokenizer.from_pretrained({REPOSITORY!r})"""
     # transformers by itself loads only the adapters that PEFT knows
-    if ours or (adapters and class_name.endswith(_CLASSIFIER)):
-        return _on_its_base(config, class_name, task_tag, ours)
-    lines = ["import hf_dp  # makes the class known"] if isinstance(config, InfillingConfig) else []
-    return "\n".join(
-        [
-            *lines,
-            "from transformers import pipeline",
-            "",
-            f"model = pipeline({task_tag!r}, model={REPOSITORY!r})",
-        ]
-    )
+    if ours or (adapters and classifies):
+        reader, reads = "tokenizer", "AutoTokenizer"
+        if task_tag == "image-classification":
+            reader, reads = "image_processor", "AutoImageProcessor"
+        options = ""
+        if classifies:
+            options = f", id2label={config.id2label!r}, ignore_mismatched_sizes=True"
+        return f"""{first}from peft import PeftModel
+from transformers import {reads}, {kind}, pipeline
+
+base = {kind}.from_pretrained({BASE_MODEL!r}{options})
+model = PeftModel.from_pretrained(base, {REPOSITORY!r})
+model = pipeline({task_tag!r}, model=model, {reader}={reads}.from_pretrained({REPOSITORY!r}))"""
+    first = "import hf_dp  # makes the class known\n" if infills else ""
+    return f"""{first}from transformers import pipeline
+
+model = pipeline({task_tag!r}, model={REPOSITORY!r})"""
 
 
-def _on_its_base(config: Any, class_name: str, task_tag: str, ours: bool) -> str:
-    reader, reads = "tokenizer", "AutoTokenizer"
-    options = ""
-    if class_name.endswith(_CLASSIFIER):
-        options = f", id2label={config.id2label!r}, ignore_mismatched_sizes=True"
-    if task_tag == _IMAGES:
-        reader, reads = "image_processor", "AutoImageProcessor"
-    return "\n".join(
-        [
-            *["import hf_dp  # makes the adapter known"] * ours,
-            "from peft import PeftModel",
-            f"from transformers import {reads}, {class_name}, pipeline",
-            "",
-            f"base = {class_name}.from_pretrained({BASE_MODEL!r}{options})",
-            f"model = PeftModel.from_pretrained(base, {REPOSITORY!r})",
-            f"model = pipeline({task_tag!r}, model=model, "
-            f"{reader}={reads}.from_pretrained({REPOSITORY!r}))",
-        ]
-    )
-
-
-def _adapter(config: InfillingConfig, name: str, base_name: str, merges: bool) -> str:
+def _infilling_adapter(config: InfillingConfig, merges: bool) -> str:
     names = [label for _, label in sorted((config.id2label or {}).items())]
-    block = {
-        "template": config.template,
-        "label_words": dict(zip(names, config.label_words, strict=True)),
-    }
-    return "\n".join(
-        [
-            "from peft import PeftModel",
-            "from transformers import AutoTokenizer, pipeline",
-            "",
-            "from hf_dp.tasks.infilling import load_infilling",
-            "from hf_dp.tasks.templates import Infilling",
-            "",
-            f"infilling = Infilling.of({json.dumps(block)})",
-            f"tokenizer = AutoTokenizer.from_pretrained({base_name!r})",
-            f"base, tokenizer = load_infilling({base_name!r}, tokenizer, infilling, {names!r})",
-            "model = PeftModel.from_pretrained(base, "
-            f"{name!r}){'.merge_and_unload()' if merges else ''}",
-            'model = pipeline("text-classification", model=model, tokenizer=tokenizer)',
-        ]
-    )
+    words = dict(zip(names, config.label_words, strict=True))
+    block = json.dumps({"template": config.template, "label_words": words})
+    return f"""from peft import PeftModel
+from transformers import AutoTokenizer, pipeline
+
+from hf_dp.tasks.infilling import load_infilling
+from hf_dp.tasks.templates import Infilling
+
+infilling = Infilling.of({block})
+tokenizer = AutoTokenizer.from_pretrained({BASE_MODEL!r})
+base, tokenizer = load_infilling({BASE_MODEL!r}, tokenizer, infilling, {names!r})
+model = PeftModel.from_pretrained(base, {REPOSITORY!r}){".merge_and_unload()" * merges}
+model = pipeline("text-classification", model=model, tokenizer=tokenizer)"""

@@ -81,7 +81,7 @@ def test_planted_missing_clipping_is_an_error_of_leave_one_out(task, capsys, mon
     [
         (["run", "--audit_canaries", "0"], "audit_canaries"),
         (["run", "--privacy_mode", "non_private"], "audit_canaries"),
-        (["run", "--release", "training_loss"], "unless release is empty"),
+        (["run", "--release", "training_loss"], "with release="),
         (["leave-one-out", "--runs", "3"], "`runs` to be a whole number >= 10"),
         (["something"], "exposure"),
     ],

@@ -265,8 +265,11 @@ def test_a_recipe_without_privacy_is_refused(capsys, recipe):
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        (["--noised-loss-bound", "2"], "`noised_loss_budget_ratio` to be given with"),
-        (["--noised-loss-budget-ratio", "2"], "`noised_loss_bound` to be given with"),
+        (
+            ["--noised-loss-bound", "2"],
+            "`noised_loss_bound` to be left at None with noised_loss_budget_ratio=None",
+        ),
+        (["--noised-loss-budget-ratio", "2"], "`noised_loss_budget_ratio` to be in (0, 1)"),
         (["--max_steps", "0"], "`max_steps` to be a whole number >= 1"),
         (["--max_steps", "-5"], "`max_steps` to be a whole number >= 1"),
         (["--num_train_epochs", "1e308"], "`num_train_epochs` to give at most"),

@@ -6,6 +6,7 @@ names of arguments, and what a run writes.
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import logging
@@ -122,9 +123,10 @@ def by_user(**options: Any) -> dict[str, Any]:
     return {"train_dataset": users.by_user(), **of_users, **options}
 
 
+two_layers = functools.partial(tiny.model, num_hidden_layers=2)
 FEATURES: dict[str, Callable[[], dict[str, Any]]] = {
     "adamw": lambda: {
-        "model": tiny.model(dropout=0.1), "target_epsilon": 8.0, "weight_decay": 0.01,
+        "model": two_layers(dropout=0.1), "target_epsilon": 8.0, "weight_decay": 0.01,
         "warmup_steps": 1, "lr_scheduler_type": "cosine", "eval_strategy": "steps", "eval_steps": 2,
         "load_best_model_at_end": True,
     },
@@ -135,7 +137,7 @@ FEATURES: dict[str, Callable[[], dict[str, Any]]] = {
     "explicit": lambda: {"clipping_strategy": "per_example", "clipping": "automatic"},
     "tokens": lambda: {"max_tokens_per_physical_batch": 20, "accountant": "prv"},
     "checkpointing": lambda: {"gradient_checkpointing": True},
-    "float64": lambda: {"model": tiny.model().double(), "rows_are_chunks": True},
+    "float64": lambda: {"model": two_layers().double(), "rows_are_chunks": True},
     "masked": masked,
     "causal": causal,
     "infilling": infilling,
@@ -177,6 +179,8 @@ def maker(*features: str, **options: Any) -> Make:
         for name in ("insecure_seed", "target_epsilon", "accountant"):
             values.pop(name, None)
     make = values.pop("make", tiny.trainer)
+    if make is tiny.trainer:
+        values.setdefault("model", two_layers())
     given = {name: values.pop(name) for name in KEYWORDS & values.keys()}
 
     def made(folder: Path, callbacks: Any = None, **more: Any) -> Any:

@@ -16,7 +16,6 @@ from transformers.utils import logging
 from hf_dp.accounting import epsilon
 from hf_dp.errors import PublishError, UnsupportedArgumentError
 from hf_dp.run.witnesses import read_run
-from hf_dp.trainer.from_arguments import own_copy
 from hf_dp.trainer.private import PrivateTraining
 
 NAME = f"{USER}/model"
@@ -248,7 +247,7 @@ def test_arguments_are_pickled_without_the_token_and_copied_with_it(tmp_path):
     assert TOKEN.encode() not in pickle.dumps(args)
     loaded = pickle.loads(pickle.dumps(args))
     assert loaded.hub_token is None and loaded.noise_multiplier == args.noise_multiplier
-    copied = own_copy(args)
+    copied = type(args).own_copy(args)
     assert copied.hub_token == args.hub_token == TOKEN and copied is not args
     assert TOKEN not in str(args) and TOKEN not in json.dumps(args.to_dict(), default=str)
 

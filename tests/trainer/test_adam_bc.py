@@ -11,6 +11,8 @@ from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.features.adam_bc import DPAdamBC
 from hf_dp.tuners.rgp.config import RgpConfig
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 
 def by_hand(gradients, variance, floor, lr, betas, decay):
     """Algorithm 1 of Tang et al., number by number in Python."""

@@ -15,6 +15,8 @@ from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.tuners.frost.config import FrostConfig
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 OF_A_SEARCH = {"private_selection_mean_runs": 5, "accountant": "rdp"}
 
 

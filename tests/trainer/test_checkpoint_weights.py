@@ -22,8 +22,9 @@ from transformers import (
 
 from hf_dp.batches.look_over import LookedOver
 from hf_dp.errors import ConfigError
-from hf_dp.run.private_run import PrivateRun
 from hf_dp.run.witnesses import read_run
+
+pytestmark = pytest.mark.usefixtures("unchecked")
 
 KINDS = {
     "LoRA": LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"),
@@ -36,12 +37,6 @@ KINDS = {
     ),
 }
 SAVING = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "logging_steps": 100}
-
-
-@pytest.fixture(autouse=True)
-def unchecked(monkeypatch):
-    """The self-check of the engine is most of so short a run, and concerns nothing here."""
-    monkeypatch.setattr(PrivateRun, "check_engine", lambda self: None)
 
 
 class Logits(TrainerCallback):

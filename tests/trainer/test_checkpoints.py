@@ -20,6 +20,8 @@ from hf_dp.run.ledger_file import COPY
 from hf_dp.run.witnesses import checkpoints, read_run
 from hf_dp.trainer.arguments import DPTrainingArguments
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 
 @pytest.fixture
 def said(monkeypatch):
@@ -43,6 +45,7 @@ class CrashAt(TrainerCallback):
 
 def saving(folder: Path, **options):
     options = {"save_strategy": "steps", "save_steps": 2, "logging_strategy": "no", **options}
+    options.setdefault("accountant", "rdp")
     return tiny.trainer(folder, **options)
 
 
@@ -215,13 +218,13 @@ def test_a_replaced_checkpoint_that_has_its_successor_is_removed(tmp_path):
     assert not (tmp_path / SAVING).exists()
 
 
-def killed_run(folder, at=29, **options):
+def killed_run(folder, at=14, **options):
     """A run with the defaults of arguments that is killed; return its checkpoints."""
     defaults = {field.name: field.default for field in dataclasses.fields(DPTrainingArguments)}
     names = ("save_strategy", "save_steps", "save_total_limit", "logging_steps")
     given = {name: defaults[name] for name in names} | options
     trainer = tiny.trainer(
-        folder, max_steps=92, accountant="rdp", **given, given={"callbacks": [CrashAt(at)]}
+        folder, max_steps=42, accountant="rdp", **given, given={"callbacks": [CrashAt(at)]}
     )
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
@@ -229,10 +232,10 @@ def killed_run(folder, at=29, **options):
 
 
 def test_a_run_with_default_arguments_that_is_killed_leaves_checkpoints_and_epsilon(tmp_path):
-    assert killed_run(tmp_path) == {"checkpoint-10", "checkpoint-20"}  # a tenth of 92, rounded up
-    assert read_run(tmp_path / "checkpoint-20").ledger.steps() == 20
-    assert read_run(tmp_path).ledger.steps() == 29
+    assert killed_run(tmp_path) == {"checkpoint-5", "checkpoint-10"}  # a tenth of 42, rounded up
+    assert read_run(tmp_path / "checkpoint-10").ledger.steps() == 10
+    assert read_run(tmp_path).ledger.steps() == 14
 
 
 def test_planted_default_of_500_steps_is_seen(tmp_path):
-    assert killed_run(tmp_path, at=12, save_steps=500) == set()
+    assert killed_run(tmp_path, at=6, save_steps=500) == set()

@@ -335,7 +335,7 @@ def test_it_learns_from_noisy_rows(tmp_path):
         dataset = tiny.dataset().map(
             lambda row: {"input_ids": [2, 4 + row["label"], 3], "attention_mask": [1] * 3}
         )
-        model = tiny.model()
+        model = tiny.model(num_hidden_layers=2)
         for parameter in model.bert.parameters():
             parameter.data *= (
                 20 if parameter.dim() == 2 else 1
@@ -537,7 +537,7 @@ def test_bad_arguments_are_named(tmp_path, options, message):
             {"cls": OwnLoss},
             {},
             UnsupportedArgumentError,
-            "the last layer trains on released rows, not on inputs",
+            "the last layer trains on released rows",
         ),
         (
             {"model": tied()},

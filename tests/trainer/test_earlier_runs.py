@@ -22,6 +22,8 @@ from hf_dp.run.witnesses import read_run
 from hf_dp.statement.record import FILE_NAME, DamagedRecordError, disagreements, read
 from hf_dp.statement.statement import PrivacyStatement, RunFacts
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 FROZEN = {"privacy_mode": "dp_fp", "dp_fp_variant": "frozen"}
 
 
@@ -87,18 +89,19 @@ def test_claims_of_earlier_runs_survive_a_resume(tmp_path):
     assert again.privacy_statement().unit_code == "features"
 
 
-@pytest.mark.parametrize("named", [[], ["other"], ["first", "other"]])
-def test_a_resume_with_other_earlier_runs_is_refused(tmp_path, named):
+def test_a_resume_with_other_earlier_runs_is_refused(tmp_path):
     for name in ("first", "other"):
         run(tmp_path / name)
     options = {"save_strategy": "steps", "save_steps": 2}
     run(tmp_path / "second", tmp_path / "first", **options)
-    names = [str(tmp_path / name) for name in named]
-    again = tiny.trainer(tmp_path / "second", earlier_runs=names, accountant="rdp", **options)
-    with pytest.raises(
-        LedgerError, match="`earlier_runs` to name what the ledger of this run began with"
-    ):
-        again.train(resume_from_checkpoint=str(tmp_path / "second" / "checkpoint-2"))
+    checkpoint = str(tmp_path / "second" / "checkpoint-2")
+    for named in ([], ["other"], ["first", "other"]):
+        names = [str(tmp_path / name) for name in named]
+        again = tiny.trainer(tmp_path / "second", earlier_runs=names, accountant="rdp", **options)
+        with pytest.raises(
+            LedgerError, match="`earlier_runs` to name what the ledger of this run began with"
+        ):
+            again.train(resume_from_checkpoint=checkpoint)
 
 
 def test_an_earlier_run_whose_ledger_went_back_is_refused(tmp_path):

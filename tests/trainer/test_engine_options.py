@@ -45,7 +45,7 @@ def test_all_ways_give_the_same_weights(tmp_path, without_noise):
         },
     } | {strategy: {"clipping_strategy": strategy} for strategy in STRATEGIES}
     results = {
-        name: trained(tmp_path / name, optim="sgd", learning_rate=1.0, **options)
+        name: trained(tmp_path / name, optim="sgd", learning_rate=1.0, max_steps=2, **options)
         for name, options in ways.items()
     }
     for name, weights in results.items():

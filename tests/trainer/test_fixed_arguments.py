@@ -20,6 +20,8 @@ from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.from_arguments import plan_of
 from hf_dp.trainer.inherited import REFUSED
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 # By hand, from what users change between two calls: memory and loading, paths, logs, evaluation,
 # saving, the Hub, and flags of scripts.
 FREE = set(

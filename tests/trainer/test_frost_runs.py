@@ -3,7 +3,6 @@ nothing un-noised left."""
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import subprocess
@@ -12,8 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel, get_peft_model
-from transformers import BertForSequenceClassification
+from peft import get_peft_model
 
 from hf_dp.accounting import PoissonSampledGaussian, epsilon
 from hf_dp.errors import (
@@ -34,18 +32,21 @@ from hf_dp.tuners.frost.magnitude import MagnitudeEngine, sensitivity
 from hf_dp.tuners.public_choice import RandomConfig
 from tests import tiny
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 SMALL = {"unfreeze_ratio": 0.3, "selection_sample_rate": 0.3, "selection_iterations": 3}
 GIVEN = {**SMALL, "selection_noise_multiplier": 2.0}
 
 
 def frost(folder, given=None, config=None, **options):
     config = FrostConfig(**GIVEN) if config is None else config
+    options = {"accountant": "rdp", **options}
     return tiny.trainer(folder, given={"peft_config": config, **(given or {})}, **options)
 
 
 @pytest.mark.slow
 def test_selection_and_training_together_meet_the_target(tmp_path):
-    trainer = frost(tmp_path, config=FrostConfig(**SMALL), target_epsilon=2.0)
+    trainer = frost(tmp_path, config=FrostConfig(**SMALL), target_epsilon=2.0, accountant="pld")
     trainer.train()
     plan = trainer.privacy_plan
     training = PoissonSampledGaussian(plan.noise_multiplier, 8 / 40, 4)
@@ -405,13 +406,3 @@ def test_refusals(tmp_path):
     )
     with pytest.raises(ConfigError, match="DPTrainer.*peft_config=FrostConfig"):
         get_peft_model(tiny.model(), FrostConfig())
-
-
-def test_the_adapter_of_another_base_is_refused_with_the_shapes(tmp_path):
-    trainer = frost(tmp_path)
-    trainer.train()
-    trainer.save_model()
-    config = copy.deepcopy(tiny.model().config)
-    config.hidden_size, config.intermediate_size = 8, 16
-    with pytest.raises(RuntimeError, match="size mismatch.*shape"):
-        PeftModel.from_pretrained(BertForSequenceClassification(config), tmp_path)

@@ -16,7 +16,6 @@ from transformers import (
     DataCollatorForLanguageModeling,
     GenerationConfig,
     GPT2LMHeadModel,
-    pipeline,
 )
 
 from hf_dp import DPSeq2SeqTrainer, DPSeq2SeqTrainingArguments
@@ -168,8 +167,8 @@ def test_split_rows():
     [
         ({"labels": torch.tensor([[5, 6, 40, 41], [-100, 42, -100, -100]])}, "has no prompt"),
         ({"labels": torch.tensor([[-100, 6, -100, 41], [-100, 42, -100, -100]])}, "labels in several places"),
-        ({"labels": torch.tensor([1, 2])}, r"shape of `input_ids`, \(2, 4\).*got \(2,\)"),
-        ({"attention_mask": None}, "`attention_mask` to cut prompts"),
+        ({"labels": torch.tensor([1, 2])}, r"`labels` have the shape \(2,\), not \(2, 4\)"),
+        ({"attention_mask": None}, "no `input_ids` and `attention_mask` among"),
         ({"pixel_values": torch.zeros(2, 3)}, r"how to cut \['pixel_values'\]"),
     ],
 )  # fmt: skip
@@ -222,11 +221,6 @@ def test_generation_with_dp_fp_is_refused(tmp_path):
         )
 
 
-def test_the_sortish_sampler_is_refused(tmp_path):
-    with pytest.raises(UnsupportedArgumentError, match="`sortish_sampler` to be False"):
-        trainer(tmp_path, sortish_sampler=True)
-
-
 def test_other_arguments_are_refused_by_name(tmp_path):
     args = DPTrainingArguments(
         str(tmp_path), noise_multiplier=1.0, expected_batch_size=8, use_cpu=True
@@ -238,7 +232,7 @@ def test_other_arguments_are_refused_by_name(tmp_path):
 # -- private runs ---
 
 
-@pytest.mark.parametrize("made", [causal, t5, bart])
+@pytest.mark.parametrize("made", [causal, t5])
 def test_a_private_run_that_generates_is_proven(made, tmp_path):
     seen = []
 
@@ -255,16 +249,15 @@ def test_a_private_run_that_generates_is_proven(made, tmp_path):
     assert seen == [10] * 3
 
 
-@pytest.mark.parametrize("made", [causal, t5])
-def test_it_trains_as_dptrainer_does(made, tmp_path):
+def test_it_trains_as_dptrainer_does(tmp_path):
     """On the per-example loss: the same noise and draws, the same weights to the last bit."""
     found = []
     for cls in (DPSeq2SeqTrainer, DPTrainer):
-        model = made()
+        model = causal()
         tested = trainer(tmp_path / cls.__name__, model, cls=cls, insecure_seed=5)
         tested.train()
         found.append(list(model.parameters()))
-    start = list(made().parameters())
+    start = list(causal().parameters())
     for ours, theirs, before in zip(*found, start, strict=True):
         assert torch.equal(ours, theirs) and not torch.equal(ours, before)
 
@@ -346,15 +339,6 @@ def test_a_saved_checkpoint_generates_what_the_model_in_memory_does(tmp_path):
     loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-3")
     assert loaded.lm_head.weight is loaded.transformer.wte.weight
     assert [alone(loaded, row) for row in rows] == after.tolist()
-
-
-def test_the_pipeline_takes_a_saved_model(tmp_path):
-    tested = trainer(tmp_path)
-    tested.train()
-    tested.save_model(str(tmp_path))
-    made = pipeline("text-generation", model=str(tmp_path), tokenizer=str(tmp_path), device="cpu")
-    text = made("good film", max_new_tokens=4, do_sample=False, return_full_text=False)
-    assert isinstance(text[0]["generated_text"], str)
 
 
 def test_without_privacy_it_generates_alike(tmp_path):

@@ -27,10 +27,13 @@ from hf_dp.tuners.single_entries.config import (
 from hf_dp.tuners.single_entries.tuner import Masks
 from tests import tiny
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 PARAM = {"unfreeze_ratio": 0.2, "selection_noise_multiplier": 2.0, "selection_sample_rate": 0.3}
 
 
 def masked(folder, config, **options):
+    options.setdefault("accountant", "rdp")
     return tiny.trainer(folder, given={"peft_config": config}, **options)
 
 

@@ -26,14 +26,10 @@ from hf_dp.run.witnesses import read_run
 from hf_dp.statement.record import disagreements, earlier_runs, read
 from hf_dp.trainer.save_run import save_run
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 REFUSED = "only counted steps have trained, got one that was trained by "
 TWO = {"max_steps": 2, "logging_steps": 100}
-
-
-@pytest.fixture(autouse=True)
-def unchecked(monkeypatch):
-    """The self-check of the engine is most of so short a run, and concerns nothing here."""
-    monkeypatch.setattr(PrivateRun, "check_engine", lambda self: None)
 
 
 def trainer(folder, model, callback=None, **options):

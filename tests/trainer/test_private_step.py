@@ -9,7 +9,7 @@ from scipy import stats
 
 from hf_dp.clipping import per_example_gradients
 from hf_dp.errors import BudgetExceededError, LedgerError
-from hf_dp.features.guards import StopBeforeTarget
+from hf_dp.features.always import StopBeforeTarget
 from hf_dp.losses import per_example_loss
 from hf_dp.mechanisms import DpSgd
 from hf_dp.noise import SecretRandomness

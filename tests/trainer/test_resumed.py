@@ -15,12 +15,18 @@ from hf_dp.run.witnesses import read_run
 from hf_dp.trainer.resumed import refuse_other_state
 from hf_dp.tuners.public_choice import BitFitConfig, RandomConfig, TopBlocksConfig
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 MODES = ("dp_sgd", "non_private")
 
 
 def trainer(folder: Path, config=None, model=None, **options):
     options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2, **options}
-    given = {"peft_config": config, "model": tiny.model() if model is None else model}
+    if options.get("privacy_mode") != "non_private":
+        options["accountant"] = "rdp"
+    if model is None:
+        model = tiny.model(num_hidden_layers=2)
+    given = {"peft_config": config, "model": model}
     return tiny.trainer(folder, given=given, **options)
 
 
@@ -47,8 +53,14 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    ("change", "mode"),
+    [
+        *((change, "dp_sgd") for change in CHANGES),
+        ("another seed", "non_private"),
+        ("another rank", "non_private"),
+    ],
+)
 def test_a_resume_that_trains_other_parameters_is_refused(tmp_path, change, mode):
     """The first of these crashed inside the optimizer, or went on with the moments of others."""
     then, now, seed = CHANGES[change]
@@ -64,10 +76,10 @@ def test_a_resume_that_trains_other_parameters_is_refused(tmp_path, change, mode
 def test_an_adapter_and_a_whole_model_do_not_continue_each_other(tmp_path, mode):
     options = {"privacy_mode": mode}
     trainer(tmp_path / "whole", **options).train()
-    with pytest.raises(ConfigError, match="holds no adapter 'default'"):
+    with pytest.raises(ConfigError, match="in the checkpoint .* it has None"):
         resume(tmp_path / "whole", lora(), **options)
     trainer(tmp_path / "adapter", lora(), **options).train()
-    with pytest.raises(ConfigError, match="holds an adapter, and `peft_config` is None"):
+    with pytest.raises(ConfigError, match="of shape None, but in the checkpoint"):
         resume(tmp_path / "adapter", **options)
 
 
@@ -78,14 +90,16 @@ def test_adapters_beside_the_first_are_compared_in_their_own_folders(tmp_path):
         return model
 
     trainer(tmp_path, model=two(3)).train()
-    with pytest.raises(ConfigError, match="checkpoint 'other' holds a weight of shape"):
+    with pytest.raises(ConfigError, match="in the checkpoint 'other' it has"):
         resume(tmp_path, model=two(4))
     assert resume(tmp_path, model=two(3)).state.global_step == 3
 
 
 def test_what_was_chosen_by_another_seed_is_named_with_the_way_back(tmp_path):
     trainer(tmp_path, RandomConfig(unfreeze_ratio=0.4), seed=3).train()
-    with pytest.raises(ConfigError, match="`selection_seed` of peft_config is 4, but 3 in 'check"):
+    with pytest.raises(
+        ConfigError, match="`selection_seed` of peft_config is 4, but the run was started with 3"
+    ):
         resume(tmp_path, RandomConfig(unfreeze_ratio=0.4), seed=4)
     again = resume(tmp_path, RandomConfig(unfreeze_ratio=0.4, selection_seed=3), seed=4)
     assert again.state.global_step == 3
@@ -98,18 +112,10 @@ def test_a_resume_with_another_seed_that_chooses_the_same_goes_on(tmp_path):
 
 def test_another_model_is_told_from_the_one_that_was_chosen_from(tmp_path):
     trainer(tmp_path, BitFitConfig()).train()
-    with pytest.raises(ConfigError, match=r"are \d+ others than the \d+ that selection.json"):
-        resume(tmp_path, BitFitConfig(), model=larger())
-
-
-def larger():
-    return type(tiny.model())(type(tiny.model().config)(**{**SMALL, "num_hidden_layers": 3}))
-
-
-SMALL = {
-    name: getattr(tiny.model().config, name)
-    for name in ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size")
-}
+    with pytest.raises(
+        ConfigError, match="chooses other parameters than those that selection.json"
+    ):
+        resume(tmp_path, BitFitConfig(), model=tiny.model(num_hidden_layers=3))
 
 
 def frozen_but(end: str) -> nn.Module:
@@ -120,7 +126,7 @@ def frozen_but(end: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adafactor", "adagrad"])
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adafactor"])
 def test_the_optimizers_state_must_fit_what_trains(tmp_path, optim):
     """Without an adapter nothing names what trained, but its shapes tell it."""
     first, other = "layer.0.output.dense.weight", "layer.0.intermediate.dense.weight"

@@ -27,6 +27,8 @@ from hf_dp.statement.record import FILE_NAME, read
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.statement.weaknesses import Weaknesses
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 PLAN = PrivacyPlan.create(
     num_examples=40,
     expected_batch_size=8,

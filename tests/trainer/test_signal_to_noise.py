@@ -11,6 +11,8 @@ from hf_dp.cli.summary import signal_to_noise
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.tuners.methods import RgpConfig
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 
 def run_of(folder, multiplier, **given):
     """A run of six steps, and |g|^2 / E|z|^2 of each from its sums before noise."""

@@ -17,6 +17,8 @@ from transformers import TrainerCallback
 from hf_dp.features.signals import TrainingStopped
 from hf_dp.run.witnesses import checkpoints, read_run
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 
 class SignalAt(TrainerCallback):
     """Sends a signal to this process in the middle of a step, or in another place of the loop."""

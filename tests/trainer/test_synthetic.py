@@ -51,7 +51,7 @@ def test_a_config_that_knows_no_end_token():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["bert_masked_lm", "t5", "vit", "gemma3"])
+@pytest.mark.parametrize("name", ["bert_masked_lm", "vit"])
 def test_by_every_strategy_in_float32(name, strategy):
     model = ARCHITECTURES[name].build(dtype=torch.float32)
     self_check(model, per_example_loss, *synthetic_batches(model), strategy=strategy)

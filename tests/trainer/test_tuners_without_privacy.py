@@ -14,6 +14,8 @@ from hf_dp.tuners.rgp.config import RgpConfig
 from hf_dp.tuners.single_entries.config import ParamConfig, PvalConfig
 from tests import tiny
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 PLAIN = {"privacy_mode": "non_private", "per_device_train_batch_size": 8}
 
 

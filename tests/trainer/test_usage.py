@@ -15,6 +15,8 @@ from transformers import AutoModelForSequenceClassification
 from hf_dp import FrostConfig
 from hf_dp.tuners.adapter import AdapterConfig
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 NAMES = ["bad", "fair", "good"]
 WHAT_TRAINS = {
     "everything": None,

@@ -26,6 +26,8 @@ from hf_dp.run.private_run import PrivateRun
 from hf_dp.statement.record import disagreements, read
 from hf_dp.tuners.frost.config import FrostConfig
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 MOST = 2
 ROWS = sum(min(count, MOST) for count in Counter(owners()).values())
 

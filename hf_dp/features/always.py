@@ -1,0 +1,179 @@
+"""What every private run does besides its steps: guards, warnings, and what its logs say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import TrainerControl as Control
+from transformers import TrainerState as State
+from transformers.trainer_utils import SaveStrategy
+from transformers.utils import logging
+
+from hf_dp.accounting import TRAINING
+from hf_dp.distributed.processes import Processes
+from hf_dp.errors import LedgerError, UnaccountedGradientError
+from hf_dp.features.base import Feature, Seen, register
+from hf_dp.run.ledger import RunLedger
+from hf_dp.run.other_training import note_steps_before_own
+from hf_dp.run.outlook import doubts
+from hf_dp.statement.provenance import seen_in_pretraining
+from hf_dp.statement.weaknesses import Flags
+
+logger = logging.get_logger(__name__)
+
+
+@register
+class Guards(Feature):
+    """Watches that each step is in the ledger, stays within the target and moves the weights."""
+
+    def begin(self, seen: Seen) -> None:
+        if seen.plan.releases_each_step:
+            seen.callbacks.append(StopBeforeTarget(seen.book))
+        seen.callbacks.append(WeightsMove())
+
+
+class StopBeforeTarget(TrainerCallback):
+    """Ends training when one more step would pass ``target_epsilon``.
+
+    It aborts at once when a step is not in the ledger.
+    """
+
+    def __init__(self, run: RunLedger):
+        self.run = run
+        # Steps in the ledger beyond the optimizer's: branches, and earlier calls of train().
+        self._ahead = 0
+
+    def on_train_begin(self, args: object, state: State, control: Control, **kw: object) -> None:
+        self._ahead = self.run.steps_made - state.global_step
+
+    def on_step_end(self, args: object, state: State, control: Control, **kw: object) -> None:
+        recorded = self.run.steps_made - self._ahead
+        if recorded != state.global_step:
+            raise LedgerError(
+                f"The optimizer made step {state.global_step}, but the ledger holds {recorded}: a "
+                "step ran that was not recorded. No privacy statement covers the weights in "
+                "memory; do not publish them."
+            )
+        if self.run.exhausted:
+            control.should_training_stop = True
+
+
+class WeightsMove(TrainerCallback):
+    """Aborts if the first optimizer steps leave every trainable weight unchanged.
+
+    Continuing would spend budget for nothing. The cause is an optimizer that holds other tensors
+    than the model: it was made before ``get_peft_model``, or the model was moved or its parameters
+    replaced since. The callback compares the first values of each weight until one has changed.
+    """
+
+    def __init__(self) -> None:
+        self._moved = False
+        self._before: list[Tensor] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: State, control: Control, **kw: Any) -> None:
+        model: nn.Module = kw["model"]
+        note_steps_before_own(model)
+        if not self._moved:  # an empty draw of DP-FP has no gradient, and may leave all unchanged
+            gradients = [p.grad for p in model.parameters() if p.requires_grad]
+            told = any(each is not None and bool(_own(each).any()) for each in gradients)
+            self._before = _values(model) if Processes.here().largest(told) else []
+
+    def on_optimizer_step(self, args: Any, state: State, control: Control, **kw: Any) -> None:
+        optimizer: Optimizer = kw["optimizer"]
+        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        # Warmup starts at a learning rate of 0.
+        if self._moved or not self._before or (rates and not any(rates)):
+            return
+        pairs = zip(self._before, _values(kw["model"]), strict=True)
+        moved = any(not torch.equal(before, now) for before, now in pairs)
+        self._moved, self._before = bool(Processes.here().largest(moved)), []
+        if not self._moved:
+            raise UnaccountedGradientError(
+                "The optimizer step changed none of the model's trainable weights. The optimizer "
+                "holds other tensors than the model, or the learning rate is too small for the "
+                f"precision of the weights (rates {rates}). Wrap the model (get_peft_model), move "
+                "it to its device and set its dtype before you create optimizer and trainer."
+            )
+
+
+def _values(model: nn.Module) -> list[Tensor]:
+    trained = [p.detach() for p in model.parameters() if p.requires_grad and p.numel()]
+    return [_own(each).flatten()[:4096].clone() for each in trained]
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this process holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@register
+class ModelSelection(Feature):
+    """Weakens the claim where evaluation chooses a checkpoint, the end or learning rates: epsilon
+    does not cover that choice."""
+
+    def weaken(self, seen: Seen) -> None:
+        args = self.args
+        selects = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST
+        early = any(isinstance(each, EarlyStoppingCallback) for each in seen.callbacks)
+        steered = args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
+        seen.book.weaken(Flags(model_selection=bool(selects or early or steered)))
+
+
+@register
+class NoisedNumbers(Feature):
+    """Logs what a step releases beside the gradients: means over the steps since the last log.
+
+    Beside the norm of a noised gradient stands ``signal_to_noise``: an estimate from that norm of
+    |g|^2 / |z|^2, the square of Li et al.'s ratio (section 3.1.1). E|g + z|^2 = |g|^2 + E|z|^2, so
+    where there is hardly any signal, it may be below 0.
+    """
+
+    def __init__(self, args: object):
+        super().__init__(args)
+        self._totals: dict[str, Tensor] = {}
+        self._steps = 0
+
+    def start(self, seen: Seen) -> None:
+        self._totals, self._steps = {}, 0
+
+    def released(self, seen: Seen) -> None:
+        self._steps += 1
+        for name, value in seen.noised.items():
+            self._totals[name] = self._totals.get(name, 0) + value.double()
+
+    def log(self, logs: dict[str, float], seen: Seen) -> None:
+        if "loss" in logs or "train_loss" in logs:  # and not of an evaluation
+            logs |= {name: float(total) / self._steps for name, total in self._totals.items()}
+            self._totals, self._steps = {}, 0
+        if seen.noise_norm is not None and "grad_norm" in logs:
+            logs["signal_to_noise"] = (float(logs["grad_norm"]) / seen.noise_norm) ** 2 - 1
+
+
+@register
+class Outlook(Feature):
+    """Warns, before the first step of a new run, why it will learn little; and of training data
+    that the base model was pretrained on."""
+
+    def start(self, seen: Seen) -> None:
+        dataset = seen.card.get("dataset")
+        if known := seen_in_pretraining(dataset, seen.pretraining_sources):
+            logger.warning(
+                "The base model was pretrained on %s, the same text as the training data %s: what "
+                "it knows of these rows is not covered by epsilon. The card says so.",
+                ", ".join(known),
+                dataset,
+            )
+        if seen.book.ledger.steps(TRAINING) or not seen.processes.is_main:
+            return
+        for doubt in doubts(
+            seen.plan,
+            parameters=seen.trained,
+            learning_rate=float(self.args.learning_rate or 0.0),
+            optimizer=str(getattr(self.args.optim, "value", self.args.optim)),
+        ):
+            logger.warning(doubt)

@@ -1,0 +1,175 @@
+"""What a trainer is given, and what of it no private step can have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import nn
+from transformers import Trainer
+
+from hf_dp._validate import invalid
+from hf_dp.batches.units import UnitTable, rows_to_draw, split_off_units
+from hf_dp.clipping import refuse_coupling
+from hf_dp.errors import UnsupportedArgumentError
+from hf_dp.overlap import TrainingUsers
+from hf_dp.plans.dp_fp import DP_FP
+from hf_dp.run.checks import (
+    check_head_is_trainable,
+    check_train_dataset,
+    hint_at_users,
+    refuse_adapters_from_data,
+    refuse_selections_from_data,
+    warn_of_users,
+)
+from hf_dp.trainer.arguments import DPTrainingArguments
+from hf_dp.trainer.row_arguments import users_of
+
+# What a subclass may override, of what DPTrainer and Trainer have. Trainer has a hundred methods,
+# and many of them see a batch: what is not known to be harmless is refused. These are the task
+# (the self-check compares it with one example at a time), what comes after the noise, what reads
+# rows that are not the training set's, and what is written and sent.
+MAY_OVERRIDE = frozenset(
+    """compute_per_example_loss synthetic_batches compute_loss_context_manager
+    create_optimizer create_scheduler create_optimizer_and_scheduler get_decay_parameter_names
+    get_optimizer_cls_and_kwargs log
+    evaluate evaluation_loop predict prediction_step get_eval_dataloader get_test_dataloader
+    save_model save_metrics save_state log_metrics metrics_format describe create_model_card
+    push_to_hub init_hf_repo""".split()
+)
+
+
+@dataclass
+class Given:
+    """What a trainer was given besides its arguments.
+
+    Attributes: trainer_class: the trainer's. dp_trainer: DPTrainer.
+    """
+
+    trainer_class: type[Trainer]
+    dp_trainer: type[Trainer]
+    model: Any
+    train_dataset: Any
+    eval_dataset: Any
+    model_init: Callable[..., nn.Module] | None
+    compute_loss_func: Callable[..., Any] | None
+    peft_config: Any
+
+    def overrides(self, name: str) -> bool:
+        """Return whether the trainer's class has a method of its own."""
+        return getattr(self.trainer_class, name) is not getattr(self.dp_trainer, name)
+
+    def check_private(self, args: DPTrainingArguments) -> None:
+        """Raise UnsupportedArgumentError for a subclass or a loss that no private step can have."""
+        name, own_loss = self.trainer_class.__name__, self.overrides("compute_per_example_loss")
+        check_subclass(self.trainer_class, self.dp_trainer)
+        if own_loss and args.privacy_mode == DP_FP and not args.is_published_dp_fp:
+            raise UnsupportedArgumentError(
+                f"{name} overrides compute_per_example_loss, which takes the model's inputs; with "
+                f"dp_fp_variant={args.dp_fp_variant!r} the last layer trains on released rows. Use "
+                "privacy_mode='dp_sgd' for a loss of your own."
+            )
+        if own_loss and args.chunked_loss:
+            raise invalid(
+                "chunked_loss",
+                True,
+                f"to be False for {name}, which computes a loss of its own",
+                "Remove it.",
+                UnsupportedArgumentError,
+            )
+        if self.compute_loss_func is not None:
+            raise invalid(
+                "compute_loss_func",
+                self.compute_loss_func,
+                "to be None in private modes",
+                "It returns one number for a batch. Override "
+                "DPTrainer.compute_per_example_loss(self, model, inputs).",
+                UnsupportedArgumentError,
+            )
+
+    def check_private_model(self, args: DPTrainingArguments) -> None:
+        """Raise for a model that cannot train privately, or was made from private rows already."""
+        if self.model is None:  # model_init makes it
+            return
+        refuse_coupling(self.model)
+        check_head_is_trainable(self.model)
+        if not args.adapter_init_data_is_public:
+            refuse_adapters_from_data(self.model)
+            if self.train_dataset is not None:
+                refuse_selections_from_data(self.model)
+
+
+def check_subclass(trainer_class: type[Trainer], dp_trainer: type[Trainer]) -> None:
+    """Raise UnsupportedArgumentError when a subclass overrides what rows pass on their way to a
+    step: anything that is not in :data:`MAY_OVERRIDE`.
+
+    Attributes that neither class has are the subclass's own, and free.
+    """
+    if trainer_class.compute_loss is not Trainer.compute_loss:
+        raise UnsupportedArgumentError(
+            f"{trainer_class.__name__} overrides compute_loss, which returns one number for a "
+            "batch, but a private step needs one loss per example. Override "
+            "compute_per_example_loss(self, model, inputs) -> Tensor (b,) instead."
+        )
+    for each in trainer_class.__mro__:
+        if each in Trainer.__mro__ or each.__module__.partition(".")[0] == "hf_dp":
+            continue
+        for name in vars(each):
+            known = name in MAY_OVERRIDE or (name.startswith("__") and name.endswith("__"))
+            if not known and hasattr(dp_trainer, name):
+                raise UnsupportedArgumentError(
+                    f"{each.__name__} overrides {name}, which may change what draws, clips, adds "
+                    "noise or records a step. Override compute_per_example_loss instead, use "
+                    f"callbacks, or override one of {sorted(MAY_OVERRIDE)}."
+                )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Training rows, of which it is noted whose they are in private modes.
+
+    Args:
+        data: the rows to train on, without the column that says so.
+        units: whose they are, where users are protected.
+        compared: whether every evaluation set says whose its rows are.
+    """
+
+    data: Any
+    units: UnitTable | None = None
+    compared: bool = True
+
+    @classmethod
+    def of(cls, args: DPTrainingArguments, train_dataset: Any, eval_dataset: Any) -> Rows:
+        """Note whose the training rows are. What was noted before is returned as it is.
+
+        Raises: DataError; UnsupportedArgumentError for an evaluation set with rows of the same
+            users, unless their metrics are released on purpose.
+        """
+        noted = train_dataset if isinstance(train_dataset, cls) else cls(train_dataset)
+        if not args.is_private:
+            return noted
+        check_train_dataset(noted.data)
+        if noted is train_dataset:
+            return noted
+        users = users_of(args)
+        if users is None:
+            hint_at_users(train_dataset)
+            return noted
+        units, data = split_off_units(train_dataset, users.column)
+        data = rows_to_draw(data, units, users)
+        warn_of_users(units, users)
+        compared = args.evaluate_on_training_rows or TrainingUsers(units).refuse(
+            eval_dataset, search=args.private_selection_mean_runs is not None
+        )
+        return cls(data, units, compared)
+
+
+def refuse_search() -> NoReturn:
+    """Refuse a search: each trial is a release on the same rows."""
+    raise UnsupportedArgumentError(
+        "hyperparameter_search trains on the private rows once per trial, and the epsilon of one "
+        "run does not cover the search. Tune on public data; or run trials one by one, all of "
+        "which count (epsilon of their ledgers' events together); or draw their number secretly "
+        "and release only the best (`hf-dp account search` gives its cost)."
+    )
