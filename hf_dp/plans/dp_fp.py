@@ -452,6 +452,9 @@ class PrivateEncoderPlan(ForwardPlan):
             )
         return self.record_noise_multiplier
 
+    def clips_to(self, schedule: Schedule) -> float:
+        return self.gradients.clips_to(schedule)
+
     def forwarded(self, schedule: Schedule) -> float:
         draws = 2 if self.draws == SEPARATE else 1  # one for the gradients, one for the vectors
         return draws * super().forwarded(schedule)

@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from hf_dp import _validate
-from hf_dp._dataclasses import checked_fields
 from hf_dp.accounting import LOSS, SUM, BestOfRandomRuns, Event
 from hf_dp.accounting.event import joint_noise_multiplier
 from hf_dp.accounting.knows import LOSS as LOSS_KIND
 from hf_dp.accounting.knows import SEARCH, SELECTION, USER_ROWS, Asked, refuse_together
-from hf_dp.errors import ConfigError, InvalidArgumentError
-from hf_dp.plans.draws import POISSON, Draw, Poisson, Schedule, UserRows, draw_from_dict, draw_of
+from hf_dp.errors import InvalidArgumentError
+from hf_dp.plans.draws import POISSON, Draw, Poisson, Schedule, UserRows, draw_of
 from hf_dp.plans.mechanism import MechanismPlan, Words, register_plan
 from hf_dp.plans.rounding import clipping_share, rounding_margin
 from hf_dp.plans.units import BY_USER, Users
@@ -353,18 +352,6 @@ class DpSgdPlan(MechanismPlan):
         if self.loss is not None:
             words = self.loss.words(words, schedule, self.sigma)
         return words if self.search is None else self.search.words(words)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**super().to_dict(), "draw": self.draw.to_dict()}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        given = checked_fields(cls, values, ConfigError)
-        given["draw"] = draw_from_dict(given["draw"])
-        for name, part in (("loss", NoisedLoss), ("search", Search)):
-            if given[name] is not None:
-                given[name] = part(**checked_fields(part, given[name], ConfigError))
-        return cls(**given)
 
 
 def check_memory_ratio(name: str, value: object) -> float:

@@ -8,14 +8,13 @@ and card know it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import numpy as np
 
 from hf_dp import _validate
-from hf_dp._dataclasses import checked_fields
+from hf_dp._dataclasses import Named, register
 from hf_dp.accounting import Event
 from hf_dp.accounting.knows import ALLOCATION, TRUNCATED, USER_ROWS, Asked
 from hf_dp.accounting.knows import POISSON as POISSON_SAMPLED
@@ -73,7 +72,7 @@ class DrawWords:
     name: str
 
 
-class Draw(ABC):
+class Draw(Named, ABC):
     """Who takes part in a step. Subclasses are frozen dataclasses.
 
     Attributes (of the class):
@@ -83,7 +82,7 @@ class Draw(ABC):
         moved: how many examples join or leave a step with one example more, at the most.
     """
 
-    name: ClassVar[str]
+    known: ClassVar[dict[str, type[Any]]] = {}
     sampling: ClassVar[str]
     kind: ClassVar[str]
     moved: ClassVar[int] = 1
@@ -145,24 +144,8 @@ class Draw(ABC):
         counted = f"{steps:,} steps" if steps != 1 else "1 step"
         return f"{counted} of {mechanism} with {drawn}"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data, JSON-ready; :func:`draw_from_dict` reads it back."""
-        return {"name": self.name, **asdict(self)}  # type: ignore[call-overload]
 
-
-DRAWS: dict[str, type[Draw]] = {}
-
-AnyDraw = TypeVar("AnyDraw", bound=Draw)
-
-
-def register_draw(cls: type[AnyDraw]) -> type[AnyDraw]:
-    """Make a draw known by its ``name``: a class decorator.
-
-    Raises: ConfigError when another draw has that name.
-    """
-    if DRAWS.setdefault(cls.name, cls) is not cls:
-        raise ConfigError(f"Expected a draw with a name of its own, got {cls.name!r}.")
-    return cls
+register_draw = register  # a class decorator
 
 
 @register_draw
@@ -324,14 +307,16 @@ class RandomAllocation(Draw):
         return f"{count:,} {drawn}{'s' * (count > 1)}, each of up to {of_one} steps, of {mechanism}"
 
 
-# -- from arguments, and from plain data --
+# -- from arguments --
 
 POISSON = Poisson.sampling
 
 
 def check_sampling(name: str, value: object) -> str:
     """Return the value of the argument ``sampling``. Raises: InvalidArgumentError."""
-    return _validate.one_of(name, value, dict.fromkeys(draw.sampling for draw in DRAWS.values()))
+    return _validate.one_of(
+        name, value, dict.fromkeys(draw.sampling for draw in Draw.known.values())
+    )
 
 
 def draw_of(
@@ -344,7 +329,9 @@ def draw_of(
     Raises: InvalidArgumentError; UnsupportedArgumentError for arguments that ask for two draws.
     """
     check_sampling("sampling", sampling)
-    asked: list[Draw] = [draw() for draw in DRAWS.values() if draw.sampling == sampling != POISSON]
+    asked: list[Draw] = [
+        draw() for draw in Draw.known.values() if draw.sampling == sampling != POISSON
+    ]
     if by_row:
         asked.append(UserRows())
     if max_batch_size is not None:
@@ -358,18 +345,3 @@ def draw_of(
             UnsupportedArgumentError,
         )
     return asked[0] if asked else Poisson()
-
-
-def draw_from_dict(values: object) -> Draw:
-    """Read back ``{"name": ..., **fields}``.
-
-    Raises: ConfigError for an unknown draw, or fields that it does not have; InvalidArgumentError.
-    """
-    given = dict(values) if isinstance(values, Mapping) else {}
-    name = given.pop("name", None)
-    if name not in DRAWS:
-        raise ConfigError(
-            f"Expected the draw of a plan to be one of {sorted(DRAWS)}, got {name!r}. Import the "
-            "module that registers it."
-        )
-    return DRAWS[name](**checked_fields(DRAWS[name], given, ConfigError))

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 from hf_dp import _validate
-from hf_dp._dataclasses import checked_fields
+from hf_dp._dataclasses import Named, register
 from hf_dp.accounting import (
     BOUNDS,
     RELEASE,
@@ -111,7 +111,7 @@ class PlannedRelease:
 
 
 @dataclass(frozen=True)
-class MechanismPlan(ABC):
+class MechanismPlan(Named, ABC):
     """How privacy is obtained, as frozen data. Subclasses are frozen dataclasses.
 
     Args:
@@ -130,7 +130,7 @@ class MechanismPlan(ABC):
     clipping_norm: float
     noise_multiplier: float | None = None
 
-    name: ClassVar[str]
+    known: ClassVar[dict[str, type[Any]]] = {}
     privacy_mode: ClassVar[str]
     established: ClassVar[bool] = True
     noises_gradients_alone: ClassVar[bool] = False
@@ -299,46 +299,5 @@ class MechanismPlan(ABC):
         words = self.words(schedule)
         return self.draw.what_ran(schedule, steps, words.name, words.drawn)
 
-    # -- as JSON --
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data, JSON-ready; :func:`mechanism_from_dict` reads it back."""
-        return {"name": self.name, **asdict(self)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read back what :meth:`to_dict` wrote, without the name; errors as there."""
-        return cls(**checked_fields(cls, values, ConfigError))
-
-
-MECHANISM_PLANS: dict[str, type[MechanismPlan]] = {}
-
-AnyPlan = TypeVar("AnyPlan", bound=MechanismPlan)
-
-
-def register_plan(cls: type[AnyPlan]) -> type[AnyPlan]:
-    """Make a mechanism's plan known by its ``name``: a class decorator.
-
-    Raises: ConfigError when another plan has that name.
-    """
-    if MECHANISM_PLANS.setdefault(cls.name, cls) is not cls:
-        raise ConfigError(
-            f"Expected a mechanism name of its own, got {cls.name!r}, which is taken."
-        )
-    return cls
-
-
-def mechanism_from_dict(values: object) -> MechanismPlan:
-    """Read back what :meth:`MechanismPlan.to_dict` wrote.
-
-    Raises: ConfigError for an unknown mechanism, or fields that it does not have;
-        InvalidArgumentError for a value that could not have been written.
-    """
-    given = dict(values) if isinstance(values, Mapping) else {}
-    name = given.pop("name", None)
-    if name not in MECHANISM_PLANS:
-        raise ConfigError(
-            f"Expected the mechanism of a plan to be one of {sorted(MECHANISM_PLANS)}, got "
-            f"{name!r}. Read it with the version or extension of hf_dp that wrote it."
-        )
-    return MECHANISM_PLANS[name].from_dict(given)
+register_plan = register  # a class decorator

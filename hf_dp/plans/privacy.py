@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from inspect import signature
 from typing import Any, Self
 
 from hf_dp import _validate
-from hf_dp._dataclasses import checked_fields
+from hf_dp._dataclasses import plain, read
 from hf_dp.accounting import ACCOUNTANTS, RELEASE, SELECTION, SUM, TRAINING, Event, LedgerEntry
-from hf_dp.errors import ConfigError
 from hf_dp.plans.dp_sgd import DpSgdPlan
 from hf_dp.plans.draws import Schedule
-from hf_dp.plans.mechanism import MechanismPlan, PlannedRelease, Words, mechanism_from_dict
+from hf_dp.plans.mechanism import MechanismPlan, PlannedRelease, Words
 from hf_dp.plans.samplers import Sampler
 from hf_dp.plans.selection import SelectionPlan
 from hf_dp.plans.units import (
@@ -322,20 +321,11 @@ class PrivacyPlan(Schedule):
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields and what is derived from them, for ``privacy.json``."""
-        own = {item.name: getattr(self, item.name) for item in fields(self)}
+        own = plain(self)
         if self.users is None:
             del own["users"]
-        else:
-            own["users"] = asdict(self.users)
-        return {
-            **own,
-            "mechanism": self.mechanism.to_dict(),
-            "selection": None if self.selection is None else asdict(self.selection),
-            "noise_multiplier": self.noise_multiplier,
-            "clipping_norm": self.clipping_norm,
-            "sample_rate": self.sample_rate,
-            "noise_std": self.noise_std,
-        }
+        derived = ("noise_multiplier", "clipping_norm", "sample_rate", "noise_std")
+        return {**own, **{name: getattr(self, name) for name in derived}}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -344,22 +334,11 @@ class PrivacyPlan(Schedule):
         Raises: ConfigError when a field is missing; InvalidArgumentError when one could not have
             been written.
         """
-        names = [item.name for item in fields(cls)]
-        if values.get("privacy_unit") != USER:
-            names.remove("users")
-        missing = [name for name in names if name not in values]
-        if missing:
-            raise ConfigError(
-                f"The plan lacks {missing}: it was not written by this version of hf_dp, or was "
-                "edited."
-            )
-        given = {name: values[name] for name in names}
-        given["mechanism"] = mechanism_from_dict(given["mechanism"])
-        if given["selection"] is not None:
-            given["selection"] = SelectionPlan.from_dict(given["selection"])
-        if "users" in given:
-            given["users"] = Users(**checked_fields(Users, given["users"], ConfigError))
-        plan = cls(**given)
+        names = {item.name for item in fields(cls)}  # the others are derived
+        own = {name: value for name, value in values.items() if name in names}
+        if own.get("privacy_unit") != USER:
+            own["users"] = None
+        plan = read(cls, own)
         plan._require_noise()
         return plan
 

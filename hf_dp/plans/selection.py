@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 from hf_dp import _validate
-from hf_dp._dataclasses import checked_fields
 from hf_dp.accounting import (
     SELECTION,
     SUM,
@@ -146,10 +145,3 @@ class SelectionPlan:
             f"{what} {self.clipping_norm!r}; Gaussian noise with standard deviation "
             f"{self.noise_multiplier!r} x sensitivity"
         )
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read back its fields. Raises: ConfigError, InvalidArgumentError."""
-        plan = cls(**checked_fields(cls, values, ConfigError))
-        plan.event()
-        return plan

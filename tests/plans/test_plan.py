@@ -19,7 +19,7 @@ from hf_dp.accounting import (
     epsilon,
 )
 from hf_dp.errors import CalibrationError, ConfigError, InvalidArgumentError
-from hf_dp.plans import DpSgdPlan, PrivacyPlan, SelectionPlan
+from hf_dp.plans import DpSgdPlan, PrivacyPlan, PrivateEncoderPlan, SelectionPlan
 from hf_dp.plans.dp_sgd import NoisedLoss
 from hf_dp.plans.rounding import (
     ROUNDING_MARGIN,
@@ -238,6 +238,8 @@ def test_the_plan_takes_share_and_margin_of_its_own_draws():
     margin = plan.mechanism.margin(plan)
     assert margin == rounding_margin(6_000, 60_000) > ROUNDING_MARGIN
     assert plan.noise_std == pytest.approx(0.1 * (1 + margin), rel=1e-15)
+    below = replace(plan, mechanism=PrivateEncoderPlan(0.1, 1.0, record_noise_multiplier=1.0))
+    assert (below.clips_to, below.noise_std) == (plan.clips_to, plan.noise_std)
     capped = create(**LARGE, max_batch_size=6_000)
     assert capped.mechanism.margin(capped) < margin
 
@@ -332,8 +334,11 @@ def test_a_plan_is_read_back_and_nothing_is_guessed():
     del written["mechanism"]["loss"]
     with pytest.raises(ConfigError, match="loss"):
         PrivacyPlan.from_dict(written)
+    for edited in (None, 3, {"name": "dp_sgd"}, {"name": "other"}, {"name": []}):
+        with pytest.raises(ConfigError):
+            PrivacyPlan.from_dict({**plan.to_dict(), "mechanism": edited})
     del written["delta"], written["steps"]
-    with pytest.raises(ConfigError, match=r"lacks \['steps', 'delta'\]"):
+    with pytest.raises(ConfigError, match=r"missing \['delta', 'steps'\]"):
         PrivacyPlan.from_dict(written)
 
 
