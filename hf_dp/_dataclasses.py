@@ -7,7 +7,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
-from hf_dp.errors import ConfigError, HfDpError
+from hf_dp.errors import ConfigError, HfDpError, LedgerError
 
 T = TypeVar("T")
 
@@ -26,6 +26,17 @@ def checked_fields(cls: type[Any], values: Any, error: type[HfDpError]) -> dict[
             f"{missing}). It was edited, or written by another version of hf_dp."
         )
     return given
+
+
+def from_plain(cls: type[T], values: object) -> T:
+    """Make a dataclass of evidence from the plain data of all its fields.
+
+    Raises: LedgerError for unknown, missing or bad fields.
+    """
+    try:
+        return cls(**checked_fields(cls, values, LedgerError))
+    except (TypeError, ValueError) as error:
+        raise LedgerError(f"{cls.__name__} cannot be read: {error}") from error
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
@@ -59,7 +70,11 @@ def register(cls: type[NamedClass]) -> type[NamedClass]:
 
 
 def plain(value: Any) -> Any:
-    """Return a dataclass as JSON-ready data, with the dataclasses in it."""
+    """Return a value as JSON has it: dataclasses and mappings as dicts, tuples as lists."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
     if not dataclasses.is_dataclass(value):
         return value
     own = {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}

@@ -43,7 +43,7 @@ it lets *un-noised* quantities out, and the card says so.
 for each release; its *head* says how far it has come, so that it cannot go back.
 
 **statement**: what may be claimed of a run, computed from its ledger. Its *status* is "proven",
-"proven for the weights only", "not private" or "as published, not established".
+"proven for the weights only", "not private" or "not established".
 
 **bound**, **estimate**: an epsilon that the true one cannot exceed; one that it can.
 

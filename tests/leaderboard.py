@@ -17,7 +17,6 @@ from hf_dp.cards.metadata import of_metric
 from hf_dp.cli.config import read_yaml
 from hf_dp.statement.record import read
 from hf_dp.statement.results import epsilon_text
-from hf_dp.statement.statement import PrivacyStatement
 
 ROOT = Path(__file__).parent.parent
 CARDS, SST2 = ROOT / "model_cards", ROOT / "recipes" / "sst2"
@@ -37,8 +36,8 @@ def table() -> str:
     rows = []
     for folder in folders():
         record = read(folder)
-        assert record.statement is not None and record.card is not None
-        statement = PrivacyStatement.from_dict(record.statement)
+        assert record.card is not None
+        statement = record.restated()
         details = CardDetails.from_dict(record.card)
         epsilons = {row.accountant: epsilon_text(row.epsilon) for row in statement.epsilons}
         claimed = [epsilons[name] if statement.proven else "none" for name in ("pld", "rdp", "prv")]
@@ -49,7 +48,7 @@ def table() -> str:
                 details.dataset or "",
                 round(statement.epsilon or math.inf, 1),  # 7.999 and 8.000 are of one target
                 -score,
-                f"| [{statement.mechanism_name}: {name}]({name}/README.md) "
+                f"| [{statement.plan.words.name}: {name}]({name}/README.md) "
                 f"| {details.task_tag}, {details.dataset} | {details.base_model} "
                 f"| {re.split(r': |, (?=[a-z])', statement.facts.trained)[0]} "
                 f"| {' | '.join(claimed)} | accuracy {100 * score:.1f} % | {_link(details)} |",

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hf_dp.statement.digests import PARTS, digest_of
+from hf_dp.statement.digests import digest_of
 
 
 def rewrite(path: Path, change: Callable[[Any], Any], *, renew: bool = True) -> None:
-    """Change a document in place. Args: renew: whether its digests then agree with it again."""
+    """Change a document in place. Args: renew: whether its digest then agrees with it again."""
     data = json.loads(path.read_text())
     change(data)
-    if renew and isinstance(data, dict) and isinstance(data.get("digests"), dict):
-        data["digests"] |= {part: digest_of(data[part]) for part in PARTS if part in data}
+    if renew and isinstance(data, dict):
+        data.pop("digest", None)
+        data["digest"] = digest_of(data)
     path.write_text(json.dumps(data))

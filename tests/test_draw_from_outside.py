@@ -80,7 +80,7 @@ def test_arguments_ledger_statement_and_card_know_it(tmp_path):
     assert record.ledger.events == (TwoCoinsGaussian(1.0, math.sqrt(rate), 3),)
     assert record.plan == trainer.privacy_plan and disagreements(record) == []
     statement = trainer.privacy_statement()
-    assert statement.sampling_code == "two_coins" and statement.status == "proven"
+    assert statement.plan.words.sampling_code == "two_coins" and statement.status == "proven"
     assert "3 steps of DP-SGD with two coins" in statement.sentence()
     card = (tmp_path / "README.md").read_text()
     assert f"draw 'two_coins', which is not hf\\_dp's but of the module '{__name__}'" in card or (

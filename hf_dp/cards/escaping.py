@@ -31,24 +31,20 @@ def public_name(value: object) -> str | None:
     text = one_line(value)
     if not _is_local(text):
         return text or None
+    if cached := _IN_CACHE.search(text):
+        return "/".join(cached[1].split("--"))
     path = PureWindowsPath(text) if "\\" in text else PurePosixPath(text)
     parts = [part for part in path.parts if part not in ("/", "\\", ".", "..", "~", path.anchor)]
-    cached = _IN_CACHE.search(text)
-    if cached:
-        return "/".join(cached[1].split("--"))
-    if not parts:
-        return None
-    says_nothing = _SAYS_NOTHING.fullmatch(parts[-1]) and len(parts) > 1
-    return "/".join(parts[-2:]) if says_nothing else parts[-1]
+    says_nothing = len(parts) > 1 and _SAYS_NOTHING.fullmatch(parts[-1])
+    return "/".join(parts[-2:] if says_nothing else parts[-1:]) or None
 
 
 def source_name(value: object) -> str | None:
     """Return the name of a model or data set, as :func:`public_name`, that says of a local one that
     it is local: "bert (local)" cannot be taken for a repository."""
-    name = public_name(value)
+    name, text = public_name(value), one_line(value)
     if name is not None and name.startswith("package:"):
         return f"{name.removeprefix('package:')} (in a Python package)"
-    text = one_line(value)
     if name is None or not _is_local(text) or _IN_CACHE.search(text):
         return name
     return f"{name} (local)"

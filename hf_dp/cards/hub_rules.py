@@ -39,11 +39,6 @@ _LANGUAGES = frozenset(
     """.split()
 )
 _LANGUAGE_WORDS = ("multilingual", "code")
-_NAMED = {
-    "arabic": "ar", "chinese": "zh", "dutch": "nl", "english": "en", "french": "fr",
-    "german": "de", "hindi": "hi", "italian": "it", "japanese": "ja", "korean": "ko",
-    "polish": "pl", "portuguese": "pt", "russian": "ru", "spanish": "es", "turkish": "tr",
-}  # fmt: skip
 PIPELINE_TAGS = frozenset(
     """
     any-to-any audio-classification audio-text-to-text audio-to-audio automatic-speech-recognition
@@ -77,45 +72,27 @@ def check_license(value: str, name: str | None, link: str | None) -> None:
             "license",
             value,
             "to be an identifier that the Hub knows, such as 'apache-2.0', 'mit' or 'cc-by-4.0'",
-            _nearest(value.lower().replace(" ", "-"), LICENSES)
-            + "For any other license use 'other' with `license_name`.",
+            f"{_nearest(value, LICENSES)}For any other license use 'other' with `license_name`.",
         )
-    if value == "other" and not name:
-        raise invalid("license_name", name, "to be given with license='other'")
-    if value != "other" and (name or link):
-        raise invalid(
-            "license_name" if name else "license_link",
-            name or link,
-            f"to be left out with license={value!r}",
-            "It is for license='other'.",
-        )
+    if (value == "other") != bool(name) or (link and not name):
+        needed = "to be given with license='other', and with no other license"
+        raise invalid("license_name", name, needed)
 
 
 def check_languages(values: Iterable[str]) -> None:
     """Raise InvalidArgumentError for what is no code of a language."""
     for value in values:
-        base = value.split("-")[0]
-        known = base in _LANGUAGES if len(base) == 2 else re.fullmatch("[a-z]{3}", base)
-        form = re.fullmatch(r"[a-z]{2,3}(-[A-Za-z0-9]{2,8})*", value)
-        if value not in _LANGUAGE_WORDS and not (known and form):
-            guess = _NAMED.get(value.lower())
-            raise invalid(
-                "language",
-                value,
-                "to be an ISO 639 code, such as 'en', or 'multilingual'",
-                f"Did you mean {guess!r}?" if guess else "",
-            )
+        form = re.fullmatch(r"([a-z]{2,3})(-[A-Za-z0-9]{2,8})*", value)
+        known = form and (len(form[1]) == 3 or form[1] in _LANGUAGES)
+        if value not in _LANGUAGE_WORDS and not known:
+            raise invalid("language", value, "to be an ISO 639 code, such as 'en'")
 
 
 def check_pipeline_tag(value: str) -> None:
     """Raise InvalidArgumentError for a task that the Hub does not know."""
     if value not in PIPELINE_TAGS:
-        raise invalid(
-            "task_tag",
-            value,
-            "to be a task of the Hub, such as 'text-classification'",
-            _nearest(value.lower().replace("_", "-"), PIPELINE_TAGS),
-        )
+        expected = "to be a task of the Hub, such as 'text-classification'"
+        raise invalid("task_tag", value, expected, _nearest(value, PIPELINE_TAGS))
 
 
 def check_tags(values: Iterable[str]) -> None:
@@ -143,5 +120,5 @@ def check_repository(name: str, value: str, move: str) -> None:
 
 
 def _nearest(value: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(value, known, n=1)
+    near = difflib.get_close_matches(re.sub("[ _]", "-", value.lower()), known, n=1)
     return f"Did you mean {near[0]!r}? " if near else ""

@@ -6,12 +6,9 @@ import math
 
 from hf_dp.cards.escaping import markdown
 from hf_dp.plans.units import EXAMPLE
-from hf_dp.statement.statement import (
-    NOT_ESTABLISHED,
-    PROVEN_WEIGHTS_ONLY,
-    PrivacyStatement,
-    observed,
-)
+from hf_dp.statement.results import delta_text
+from hf_dp.statement.statement import PrivacyStatement, observed
+from hf_dp.statement.wording import NOT_ESTABLISHED, PROVEN_WEIGHTS_ONLY
 
 FALSE_ALARMS = 0.01  # of 100 rows that were not used, one is taken for used
 # A delta from which a card says something of it: 1 in 10,000.
@@ -35,45 +32,44 @@ def in_short(statement: PrivacyStatement) -> list[str]:
     """Return, as Markdown, what is protected, against whom, by how much, and what is not."""
     if not statement.proven:
         return _without_a_guarantee(statement)
-    row = "chunk of a text" if statement.rows_are_chunks else "row"
-    what = f"each single {row} of the training set ({statement.num_examples:,} rows)"
-    users = statement.users
+    plan, users = statement.plan, statement.plan.users
+    row, count = "chunk of a text" if statement.rows_are_chunks else "row", plan.num_examples
+    what = f"each single {row} of the training set ({count:,} rows)"
+    knows, rows, several = "all other rows", "rows", "rows"
     if users is not None:
-        name = markdown(users.name)
-        what = (
-            f"each single {name} in the training set, with all of its rows "
-            f"({statement.num_examples:,} in all)"
-        )
+        name, knows, rows = markdown(users.name), "the rows of all others", "units"
+        several = f"values in the column {markdown(repr(users.column))}"
+        what = f"each single {name} in the training set, with all of its rows ({count:,} in all)"
     elif statement.unit_code != EXAMPLE:
         what = (
             f"the text (or image) of each single {row} of the training set, not its label "
-            f"({statement.num_examples:,} rows)"
+            f"({count:,} rows)"
         )
+    beside = ""
+    if statement.status == PROVEN_WEIGHTS_ONLY:
+        beside = ", but not what else was released"
     found = most_found(statement.epsilon or 0.0, statement.delta)
-    alone = statement.status == PROVEN_WEIGHTS_ONLY
-    beside = ", but not what else was released" if alone else ""
-    knows = "all other rows" if users is None else "the rows of all others"
-    lines = [
+    strength = (
+        f"**How strongly:** {_judged(found)}. {_guessed(_in_100(found), users is not None)} "
+        "Without privacy they may find all."
+    )
+    if statement.delta >= LARGE_DELTA:
+        strength += (
+            f" A large delta: {markdown(delta_text(statement.delta))} is roughly the chance that "
+            "all this fails. "
+        )
+        strength += (
+            f"Of so few {rows} no model can be taught with a delta that is customary."
+            if count < 1 / LARGE_DELTA
+            else "Far less than 1 in 10,000 is customary."
+        )
+    return [
         f"**Protects** {what}: whether and how it was used for training. It holds against anyone "
         f"who has the weights{beside}, also if they know {knows} and how the model was trained.",
-        f"**How strongly:** {_judged(found)}. {_guessed(_in_100(found), users is not None)} "
-        "Without privacy they may find all.",
-    ]
-    if statement.delta >= LARGE_DELTA:
-        customary = "Far less than 1 in 10,000 is customary."
-        if statement.num_examples < 1 / LARGE_DELTA:
-            few = "rows" if users is None else "units"
-            customary = f"Of so few {few} no model can be taught with a delta that is customary."
-        lines[-1] += (
-            f" A large delta: {markdown(statement.delta_text)} is roughly the chance that all this "
-            f"fails. {customary}"
-        )
-    several = "rows" if users is None else f"values in the column {markdown(repr(users.column))}"
-    lines.append(
+        strength,
         f"**Does not protect** a person with several {several} as much, nor what the base model "
-        "learned before, nor evaluation data. The full list is below."
-    )
-    return lines
+        "learned before, nor evaluation data. The full list is below.",
+    ]
 
 
 def _without_a_guarantee(statement: PrivacyStatement) -> list[str]:
@@ -91,13 +87,12 @@ def _without_a_guarantee(statement: PrivacyStatement) -> list[str]:
 
 def _guessed(found: str, users: bool) -> str:
     if users:
-        return (
-            "Suppose that somebody guesses whose rows were used, and is wrong about 1 in 100 of "
-            f"those whose were not. Then they find at most {found} in 100 of those whose were."
-        )
+        which, wrong, used = "whose rows", "those whose were not", "those whose were"
+    else:
+        which, wrong, used = "which rows", "the rows that were not", "the rows that were"
     return (
-        "Suppose that somebody guesses which rows were used, and is wrong about 1 in 100 of the "
-        f"rows that were not. Then they find at most {found} in 100 of the rows that were."
+        f"Suppose that somebody guesses {which} were used, and is wrong about 1 in 100 of {wrong}. "
+        f"Then they find at most {found} in 100 of {used}."
     )
 
 

@@ -251,6 +251,7 @@ def _calibrated(args: argparse.Namespace) -> int:
 def _ledger(args: argparse.Namespace) -> int:
     from hf_dp.accounting.comparison import compare
     from hf_dp.run.witnesses import read_run
+    from hf_dp.statement.wording import STATUSES
 
     record = read_run(args.path)
     verdict = _verdict(record)
@@ -266,7 +267,7 @@ def _ledger(args: argparse.Namespace) -> int:
         "delta": record.plan.delta,
         "stated_epsilon": said,
     }
-    lines = [f"run {record.run_id}, status: {record.status}", *map(_event_line, rows)]
+    lines = [f"run {record.run_id}, status: {STATUSES[record.status]}", *map(_event_line, rows)]
     return _print(args, found, answers, "\n".join([*lines, f"stated epsilon: {said}; {verdict}"]))
 
 

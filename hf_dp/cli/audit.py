@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,7 +126,7 @@ def _leave_one_out(argv: list[str]) -> int:
             "go on: give a new --output_dir."
         )
     result, claim, reason = audit(values, words, integer("runs", args.runs, 10), folder)
-    report = {"runs": args.runs, "claimed_epsilon": claim, **asdict(result)}
+    report = {"runs": args.runs, "claimed_epsilon": claim, **result.found()}
     (folder / FILE_NAME).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(f"claimed: epsilon {claim:.3f} at delta {result.delta:g}, in each of {args.runs} runs")
     print(f"audit:   {result.in_words()}")

@@ -52,8 +52,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Write both files; print remarks on what the Hub will not show."""
     args = build_parser().parse_args(list(argv))
-    from hf_dp.cards.evidence import CARD, card_files
+    from hf_dp.cards.evidence import card_files
     from hf_dp.cards.hub_rules import check_repository
+    from hf_dp.cards.verify import CARD
     from hf_dp.run.lock import lock_run
     from hf_dp.statement.durable import replace_file
     from hf_dp.statement.record import FILE_NAME, write

@@ -211,10 +211,8 @@ def claim_of(folder: Path) -> dict[str, Any]:
 
     Raises: ConfigError for a claim that they do not bear out.
     """
-    from hf_dp.cards.metadata import metadata
     from hf_dp.cards.verify import FAILED, verify
     from hf_dp.statement.record import file_of, read
-    from hf_dp.statement.statement import PrivacyStatement
 
     if not file_of(folder).is_file():
         return {"claim": "the model states no privacy, so nothing protects its training rows"}
@@ -224,11 +222,11 @@ def claim_of(folder: Path) -> dict[str, Any]:
             f"The claim of {folder.name!r} is not borne out by its files, and the rows would carry "
             "it. See: hf-dp verify."
         )
-    statement = PrivacyStatement.from_dict(read(folder).statement or {})
+    statement = read(folder).restated()
     return {
         "claim": statement.sentence(),
         "verified": report.outcome,
-        "differential_privacy": metadata(statement),
+        "differential_privacy": statement.to_dict(),
     }
 
 

@@ -11,7 +11,7 @@ from hf_dp.cli.cell_runs import Cell
 from hf_dp.errors import ConfigError
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.units import FEATURES, NONE, weakest_unit
-from hf_dp.statement.statement import PROVEN_WEIGHTS_ONLY
+from hf_dp.statement.wording import NOT_PRIVATE, PROVEN_WEIGHTS_ONLY, STATUSES
 
 # A cell and its row: hf_dp.cli.cell_runs.result's, and what the sweep has added to it.
 Results = Mapping[Cell, Mapping[str, Any]]
@@ -32,10 +32,10 @@ def table(results: Results) -> str:
         if "size" in row:
             said.append(f"{row['size']['parameters']:.1f} M parameters without embeddings")
         said += _times([each["times"] for each in rows if "times" in each])
-        without = row.get("status") or "not private"
+        without = row.get("status") or NOT_PRIVATE
         only = " (of the weights only)" if without == PROVEN_WEIGHTS_ONLY else ""
         epsilon = row["epsilon"]
-        said.append(without if epsilon is None else f"epsilon {epsilon:.3f} a run{only}")
+        said.append(STATUSES[without] if epsilon is None else f"epsilon {epsilon:.3f} a run{only}")
         lines.append(f"{label or 'recipe'}: {'; '.join(said)}")
     if any(row.get("times") for row in results.values()):
         lines.append(

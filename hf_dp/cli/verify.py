@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 
 from hf_dp.cli.options import Parser
@@ -38,21 +39,28 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="a folder, or a repository on the Hub")
+    add("--pitfalls", action=_Pitfalls, nargs=0, help="print what no epsilon covers, and exit")
     add("--revision", metavar="NAME", help="of the repository: a branch, tag or commit")
     add("--skip-weights", action="store_true", help="do not fetch the weights from the Hub")
     add("--json", action="store_true", help="one JSON object on stdout")
     return parser
 
 
+class _Pitfalls(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(resources.files("hf_dp.statement").joinpath("README.md").read_text(encoding="utf-8"))
+        parser.exit()
+
+
 def main(argv: Sequence[str]) -> int:
     """Print the report; return 0, 1 or 3, as the help has it."""
     args = build_parser().parse_args(list(argv))
-    from hf_dp.cards.verify import FAILED, NOT_CHECKED, OK, summary, verify
+    from hf_dp.cards.verify import FAILED, NOT_CHECKED, OK, verify
 
     folder = fetched(args.model, args.revision, _WEIGHTS if args.skip_weights else ())
     report = verify(folder)
     if args.json:
-        print(json.dumps(summary(report), indent=1))
+        print(json.dumps(report.to_dict(), indent=1))
     else:
         for check in report.checks:
             print(f"{check.outcome:<12} {check.about}: {check.words}")

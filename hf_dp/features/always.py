@@ -21,8 +21,8 @@ from hf_dp.features.base import Feature, Seen, register
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.other_training import note_steps_before_own
 from hf_dp.run.outlook import doubts
+from hf_dp.statement.facts import Flags
 from hf_dp.statement.provenance import seen_in_pretraining
-from hf_dp.statement.weaknesses import Flags
 
 logger = logging.get_logger(__name__)
 

@@ -173,7 +173,7 @@ def guess(
     order, count = np.argsort(values), len(values)
     half = best_number_of_guesses(count, epsilon, delta) // 2
     correct = int(took_part[order[-half:]].sum() + (~took_part[order[:half]]).sum())
-    return AuditResult.of(scores, count, 2 * half, correct, delta)
+    return AuditResult(scores, count, 2 * half, correct, delta)
 
 
 class _Draws(BatchSampler[list[int]]):

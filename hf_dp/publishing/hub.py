@@ -28,7 +28,7 @@ from huggingface_hub.errors import (
 )
 
 from hf_dp._version import __version__
-from hf_dp.cards.evidence import CARD, is_as_made
+from hf_dp.cards.verify import CARD, is_as_made
 from hf_dp.errors import HfDpError, LedgerError, PublishError
 from hf_dp.publishing.publication import Publication
 from hf_dp.publishing.scan import scrubbed

@@ -12,15 +12,16 @@ from types import MappingProxyType
 
 from huggingface_hub import CommitOperationAdd
 
-from hf_dp.cards.evidence import CARD, CONFIGS, card_files
+from hf_dp.cards.evidence import card_files
 from hf_dp.cards.hub_rules import is_repository
+from hf_dp.cards.verify import CARD, CONFIGS
 from hf_dp.errors import LedgerError, PublishError
 from hf_dp.publishing.allowed import refuse_others, sort_files, why_goes
 from hf_dp.publishing.scan import PrivateWords, Scan
 from hf_dp.run.weights_file import head_in, weights_files
 from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read
 from hf_dp.statement.results import delta_text
-from hf_dp.statement.statement import NOT_PRIVATE
+from hf_dp.statement.wording import NOT_PRIVATE, STATUSES
 
 _MASKS = "selection_masks.safetensors"
 _METADATA = re.compile(r"---\r?\n(.*?)^---", re.S | re.M)
@@ -141,9 +142,9 @@ class Publication:
             return "not trained privately"
         statement = self.record.statement or {}
         if statement.get("epsilon") is None:
-            return self.record.status
+            return STATUSES[self.record.status]
         return (
-            f"{self.record.status}, epsilon {statement['epsilon']} at delta "
+            f"{STATUSES[self.record.status]}, epsilon {statement['epsilon']} at delta "
             f"{delta_text(statement['delta'])}, {self.record.ledger.steps():,} releases"
         )
 
@@ -166,7 +167,7 @@ class Publication:
             for name, each in self.files.items()
         ]
         evidence = self.files.get(FILE_NAME) if self.record else None
-        digests = json.loads(evidence)["digests"]["files"] if isinstance(evidence, bytes) else {}
+        digests = json.loads(evidence)["files"] if isinstance(evidence, bytes) else {}
         for each in operations:
             name, found = each.path_in_repo, each.upload_info.sha256.hex()
             if digests.get(name, found) != found:
@@ -244,12 +245,11 @@ def _unfit(
             f"The run of {folder} has made no private step, so its epsilon of 0 is about weights "
             "that it did not train. Publish the folder of the run that trained them."
         )
-    for name in {} if record.digests is None else record.digests.files:
+    for name in record.files:
         if name not in files:
             yield (
                 f"{name} was saved with {FILE_NAME} and is not in {folder}. Save the model again "
                 "with trainer.save_model(), or restore the file."
             )
     if record.status == NOT_PRIVATE and not not_private:
-        reason = (record.statement or {}).get("status_reason", "")
-        yield f"This run is NOT private: {reason}. {_EXPLICIT}"
+        yield f"This run is NOT private: {record.restated().status_reason}. {_EXPLICIT}"

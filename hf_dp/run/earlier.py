@@ -14,8 +14,8 @@ from hf_dp.run.ledger_file import LEDGER
 from hf_dp.run.user_grouping import APART, SECRET_FILE, is_grouping_of
 from hf_dp.run.user_grouping import FILE_NAME as USERS_FILE
 from hf_dp.run.witnesses import read_run
+from hf_dp.statement.facts import EarlierRun, each_once
 from hf_dp.statement.record import PrivacyRecord, earlier_runs, file_of
-from hf_dp.statement.weaknesses import EarlierRun, each_once
 
 
 def earlier_entries(

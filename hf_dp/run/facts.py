@@ -10,8 +10,7 @@ import torch
 
 from hf_dp._version import __version__
 from hf_dp.run.precision import Precision
-from hf_dp.statement.facts import RunFacts
-from hf_dp.statement.weaknesses import Weaknesses
+from hf_dp.statement.facts import RunFacts, Weaknesses
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "dp-accounting", "prv-accountant")
 

@@ -28,9 +28,9 @@ from hf_dp.run.weights_file import put_head, weights_files
 from hf_dp.run.witnesses import refuse_foreign, refuse_leftovers, whole_ledger
 from hf_dp.statement.digests import Beside, Head
 from hf_dp.statement.durable import replace_file
+from hf_dp.statement.facts import NAMES, EarlierRun, Flags, Weaknesses
 from hf_dp.statement.record import to_record, write
 from hf_dp.statement.statement import PrivacyStatement
-from hf_dp.statement.weaknesses import NAMES, EarlierRun, Flags, Weaknesses
 
 
 class RunLedger:

@@ -37,6 +37,7 @@ from hf_dp.run.ledger_file import LEDGER
 from hf_dp.run.weights_file import add_metadata, head_in, read_metadata, weights_files
 from hf_dp.run.witnesses import read_run
 from hf_dp.statement.record import FILE_NAME
+from hf_dp.statement.wording import STATUSES
 
 _NOTE = "_trained_by_hf_dp"  # on modules: the runs that trained them, as (id, folder)
 WITHOUT_PRIVACY = ""  # instead of an id
@@ -179,7 +180,7 @@ def _run_in_words(run_id: str, folder: str) -> str:
     if any(Path(folder, name).exists() for name in (LEDGER, FILE_NAME)):
         record = read_run(folder)
         claim = "" if record.statement is None else f", epsilon {record.statement['epsilon']}"
-        spent = f": status {record.status!r}{claim}, {record.ledger.steps():,} releases"
+        spent = f": status {STATUSES[record.status]!r}{claim}, {record.ledger.steps():,} releases"
     return f"the private run {run_id[:8]}, in {folder!r}{spent}"
 
 

@@ -80,10 +80,8 @@ from hf_dp.run.own_loss import refuse_another_loss
 from hf_dp.run.precision import Precision, computes_in_full, in_full_precision
 from hf_dp.run.training_data import TrainingData, padded_together
 from hf_dp.run.user_grouping import same_users
-from hf_dp.statement.facts import RunFacts
+from hf_dp.statement.facts import EVALUATION_ON_TRAINING_ROWS, Flags, RunFacts
 from hf_dp.statement.statement import PrivacyStatement
-from hf_dp.statement.weaknesses import Flags
-from hf_dp.statement.wording import EVALUATION_ON_TRAINING_ROWS
 
 logger = logging.get_logger(__name__)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any, Self
+from typing import Any
 
-from hf_dp._dataclasses import checked_fields
 from hf_dp._validate import in_unit_interval, one_of
 from hf_dp.accounting import Event
 from hf_dp.accounting.one_run import (
@@ -19,7 +18,6 @@ from hf_dp.accounting.one_run import (
     p_value,
     refutes_curve,
 )
-from hf_dp.errors import InvalidArgumentError, LedgerError
 
 GRADIENTS, DIRECTIONS, LOSSES = "gradients", "directions", "losses"
 SCORES = (GRADIENTS, DIRECTIONS, LOSSES)
@@ -30,7 +28,6 @@ _SEEN = {
 }
 CONFIDENCE = 0.95  # of the bounds
 REFUTED = 0.999  # from this confidence on a claim is refuted, by one of two tests
-_CLOSE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -43,12 +40,8 @@ class AuditResult:
         guesses: r, decided before anything was seen.
         correct: v, the right ones.
         delta: that of the claim.
-        epsilon_at_least: a lower bound on epsilon at that delta, with CONFIDENCE; it proves
-            nothing from above.
-        mu_at_least: the same on mu, if the run is mu-GDP for any mu.
-        epsilon_at_least_if_gaussian: the epsilon of that mu at delta.
 
-    Raises: InvalidArgumentError for numbers that do not follow from the counts.
+    Raises: InvalidArgumentError for what no audit finds.
     """
 
     scores: str
@@ -56,50 +49,38 @@ class AuditResult:
     guesses: int
     correct: int
     delta: float
-    epsilon_at_least: float
-    mu_at_least: float
-    epsilon_at_least_if_gaussian: float
 
     def __post_init__(self) -> None:
         one_of("scores", self.scores, SCORES)
         in_unit_interval("delta", self.delta)
-        again = _bounds(self.canaries, self.guesses, self.correct, self.delta)
-        stated = (self.epsilon_at_least, self.mu_at_least, self.epsilon_at_least_if_gaussian)
-        if not all(
-            isinstance(one, float) and math.isclose(one, other, rel_tol=_CLOSE, abs_tol=_CLOSE)
-            for one, other in zip(stated, again, strict=True)
-        ):
-            raise InvalidArgumentError(
-                f"Expected the bounds of an audit to follow from its counts, got {stated}, and "
-                f"{self.correct} right of {self.guesses} guesses about {self.canaries} canaries "
-                f"give {again}. The record was edited."
-            )
+        _bounds(self.canaries, self.guesses, self.correct, self.delta)
 
-    @classmethod
-    def of(cls, scores: str, canaries: int, guesses: int, correct: int, delta: float) -> Self:
-        """Return the result of so many right guesses."""
-        bounds = _bounds(canaries, guesses, correct, delta)
-        return cls(scores, canaries, guesses, correct, delta, *bounds)
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Lower bounds on epsilon at delta, with CONFIDENCE: of any run, and of a run that is
+        mu-GDP for any mu. They prove nothing from above."""
+        return _bounds(self.canaries, self.guesses, self.correct, self.delta)
 
-    @classmethod
-    def from_dict(cls, values: Any) -> Self:
-        """Read back what :func:`dataclasses.asdict` gave. Raises: LedgerError."""
-        try:
-            return cls(**checked_fields(cls, values, LedgerError))
-        except (InvalidArgumentError, TypeError, ValueError) as error:
-            raise LedgerError(f"The audit cannot be read: {error}") from error
+    def found(self) -> dict[str, Any]:
+        """Return the counts and what follows from them, as plain data."""
+        least, if_gaussian = self.bounds
+        return {
+            **asdict(self),
+            "epsilon_at_least": least,
+            "epsilon_at_least_if_gaussian": if_gaussian,
+        }
 
     def in_words(self) -> str:
         """Say what was found, what this design could have found, and what it is worth."""
-        all_right = _bounds(self.canaries, self.guesses, self.guesses, self.delta)
+        least, if_gaussian = self.bounds
+        most, most_if_gaussian = _bounds(self.canaries, self.guesses, self.guesses, self.delta)
         return (
-            f"epsilon >= {_down(self.epsilon_at_least)} at {CONFIDENCE:.0%} confidence (>= "
-            f"{_down(self.epsilon_at_least_if_gaussian)} if the run is Gaussian, mu-GDP): "
-            f"{self.correct} of {self.guesses} guesses about {self.canaries} canaries were right, "
-            f"by {_SEEN[self.scores]}. All of them right would have shown {_down(all_right[0])} "
-            f"(>= {_down(all_right[2])} if Gaussian), the most that this audit can. Canaries are "
-            "made up and count as rows. An audit can refute "
-            "a claim; it never proves one"
+            f"epsilon >= {_down(least)} at {CONFIDENCE:.0%} confidence (>= {_down(if_gaussian)} if "
+            f"the run is Gaussian, mu-GDP): {self.correct} of {self.guesses} guesses about "
+            f"{self.canaries} canaries were right, by {_SEEN[self.scores]}. All of them right "
+            f"would have shown {_down(most)} (>= {_down(most_if_gaussian)} if Gaussian), the most "
+            "that this audit can. Canaries are made up and count as rows. An audit can refute a "
+            "claim; it never proves one"
         )
 
     def refutation(self, epsilon: float, events: Sequence[Event], accountant: str) -> str:
@@ -125,26 +106,11 @@ def _down(epsilon: float) -> str:
 
 
 @lru_cache(maxsize=64)
-def _bounds(canaries: int, guesses: int, correct: int, delta: float) -> tuple[float, float, float]:
+def _bounds(canaries: int, guesses: int, correct: int, delta: float) -> tuple[float, float]:
     mu = mu_at_least(canaries, guesses, correct, CONFIDENCE)
-    return (
-        epsilon_at_least(canaries, guesses, correct, delta, CONFIDENCE),
-        mu,
-        epsilon_of(mu, delta),
-    )
+    return epsilon_at_least(canaries, guesses, correct, delta, CONFIDENCE), epsilon_of(mu, delta)
 
 
 @lru_cache(maxsize=4)
-def _curve(events: tuple[Event, ...], accountant: str) -> Any:
+def _curve(events: tuple[Event, ...], accountant: str) -> Callable[[float], float]:
     return claimed_curve(events, accountant)
-
-
-def audit_of(values: Mapping[str, Any]) -> AuditResult | None:
-    """Return the audit in the fields of a record; None if there is none."""
-    given = values.get("audit")
-    return None if given is None else AuditResult.from_dict(given)
-
-
-def as_fields(audit: AuditResult | None) -> dict[str, Any]:
-    """Return the fields of a record for an audit: none without one, as in earlier versions."""
-    return {} if audit is None else {"audit": asdict(audit)}

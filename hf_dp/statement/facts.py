@@ -1,14 +1,169 @@
-"""What the ledger does not know about a run: what weakens its claim, and how it was made."""
+"""What the ledger does not know about a run: what weakens its claim, and how it was made.
+
+What is lost cannot be taken back, so weaknesses only add up: over the resumes of one run and, as
+:class:`EarlierRun`, over all runs on the same rows that a run names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self
 
+from hf_dp import _validate
+from hf_dp._dataclasses import from_plain, plain
+from hf_dp.accounting import EARLIER, Ledger
 from hf_dp.errors import LedgerError
-from hf_dp.statement.audited import AuditResult, as_fields, audit_of
-from hf_dp.statement.weaknesses import Weaknesses
+from hf_dp.plans.units import RELATIONS, UNITS, weakest_relation, weakest_unit
+from hf_dp.statement.audited import AuditResult
+
+PUBLIC_ROWS, OTHER_ROWS = "public_rows", "other_rows"
+OTHER_TRAINING = (PUBLIC_ROWS, OTHER_ROWS)  # the latter weakens a claim more
+EVALUATION_ON_TRAINING_ROWS = "evaluation_on_training_rows"  # a name among those `released`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What weakens the claim of one run.
+
+    Args:
+        insecure_seed: whether noise or sampling can be reproduced from a known seed. Such a run is
+            not private.
+        released: names of un-noised quantities that the user released, for example "training_loss".
+        model_selection: whether a checkpoint was chosen by evaluation (load_best_model_at_end,
+            early stopping).
+        rows_are_chunks: whether each row is a chunk of a longer text, as the user declared.
+        evaluation_compared: whether every evaluation set was compared with the training rows. A set
+            that has no column in common with them is not.
+        other_training: what rows other training of these weights was on, as the user declared: one
+            of :data:`OTHER_TRAINING`; None where there was none beside the runs that count.
+        observers: names of code that is not hf_dp's and saw what was not noised. No epsilon is
+            established for such a run.
+
+    Raises: InvalidArgumentError for a value of another type.
+    """
+
+    insecure_seed: bool = False
+    released: tuple[str, ...] = ()
+    model_selection: bool = False
+    rows_are_chunks: bool = False
+    evaluation_compared: bool = True
+    other_training: str | None = None
+    observers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("insecure_seed", "model_selection", "rows_are_chunks", "evaluation_compared"):
+            if not isinstance(getattr(self, name), bool):
+                raise _validate.invalid(name, getattr(self, name), "to be True or False")
+        if self.other_training is not None:
+            _validate.one_of("other_training", self.other_training, OTHER_TRAINING)
+        for name in ("released", "observers"):
+            names = getattr(self, name)
+            if not isinstance(names, (list, tuple)) or not all(
+                isinstance(each, str) and each and each.isprintable() for each in names
+            ):
+                raise _validate.invalid(name, names, "to be a list of names")
+            object.__setattr__(self, name, tuple(dict.fromkeys(names)))
+
+    def merged(self, other: Flags) -> Self:
+        """Return these facts, as weak as both make them."""
+        return replace(
+            self,
+            insecure_seed=self.insecure_seed or other.insecure_seed,
+            released=(*self.released, *other.released),
+            model_selection=self.model_selection or other.model_selection,
+            rows_are_chunks=self.rows_are_chunks or other.rows_are_chunks,
+            evaluation_compared=self.evaluation_compared and other.evaluation_compared,
+            other_training=max(
+                self.other_training, other.other_training, key=(None, *OTHER_TRAINING).index
+            ),
+            observers=(*self.observers, *other.observers),
+        )
+
+    def includes(self, other: Flags) -> bool:
+        """Return whether ``other`` adds no weakness."""
+        return self.merged(other) == self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, JSON-ready; :meth:`from_dict` reads it back."""
+        return plain(asdict(self))
+
+    @classmethod
+    def from_dict(cls, values: object) -> Self:
+        """Read back what :meth:`to_dict` wrote. Raises: LedgerError."""
+        return from_plain(cls, values)
+
+
+@dataclass(frozen=True)
+class EarlierRun(Flags):
+    """What an earlier private run on the same rows claims, as far as it limits later claims.
+
+    Args:
+        run_id: which run it is.
+        unit, relation: codes of :mod:`hf_dp.plans.units`.
+
+    Raises: InvalidArgumentError for an unknown code.
+    """
+
+    run_id: str
+    unit: str
+    relation: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.run_id, str) or not self.run_id:
+            raise _validate.invalid("run_id", self.run_id, "to be a name")
+        _validate.one_of("unit", self.unit, UNITS)
+        _validate.one_of("relation", self.relation, RELATIONS)
+
+    @property
+    def name(self) -> str:
+        """The name of the run in cards."""
+        return f"the earlier run {self.run_id[:8]}"
+
+    def merged(self, other: Flags) -> Self:
+        """Return what two accounts of one run, from different times, know together."""
+        both = super().merged(other)
+        if not isinstance(other, EarlierRun):
+            return both
+        unit = weakest_unit((self.unit, other.unit))
+        relation = weakest_relation((self.relation, other.relation), unit)
+        return replace(both, unit=unit, relation=relation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weaknesses(Flags):
+    """What weakens the claims of a run and of the ``earlier`` runs on the same rows.
+
+    Each earlier run is listed once.
+    """
+
+    earlier: tuple[EarlierRun, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        runs = self.earlier
+        if not isinstance(runs, Sequence) or not all(isinstance(run, EarlierRun) for run in runs):
+            raise _validate.invalid("earlier", runs, "to be a list of EarlierRun")
+        object.__setattr__(self, "earlier", each_once(runs))
+
+    def merged(self, other: Flags) -> Self:
+        """Return these facts, as weak as both make them."""
+        both = super().merged(other)
+        return replace(both, earlier=(*self.earlier, *getattr(other, "earlier", ())))
+
+    @classmethod
+    def from_dict(cls, values: object) -> Self:
+        """Read back what :meth:`to_dict` wrote. Raises: LedgerError."""
+        given = dict(values) if isinstance(values, Mapping) else {}
+        if isinstance(given.get("earlier"), list):
+            given["earlier"] = [EarlierRun.from_dict(run) for run in given["earlier"]]
+        return from_plain(cls, given)
+
+    @property
+    def everywhere(self) -> tuple[Flags, ...]:
+        """The run itself and its earlier runs."""
+        return (self, *self.earlier)
 
 
 @dataclass(frozen=True)
@@ -32,22 +187,35 @@ class RunFacts(Weaknesses):
     versions: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     audit: AuditResult | None = field(default=None, kw_only=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "versions", dict(self.versions))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data, JSON-ready; without an audit, none is named."""
-        values = super().to_dict()
-        del values["audit"]
-        return {**values, **as_fields(self.audit)}
-
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read back what :meth:`to_dict` wrote.
+    def of(cls, weaknesses: Weaknesses, values: object) -> RunFacts:
+        """Read back what :meth:`made` wrote. Raises: LedgerError."""
+        given = dict(values) if isinstance(values, Mapping) else {}
+        if given.get("audit") is not None:
+            given["audit"] = from_plain(AuditResult, given["audit"])
+        return from_plain(cls, {**given, **vars(weaknesses)})
 
-        Raises: LedgerError for unknown, missing or bad fields.
-        """
-        if not isinstance(values, Mapping):
-            raise LedgerError(f"{cls.__name__} cannot be read: expected a mapping.")
-        return super().from_dict({**values, "audit": audit_of(values)})
+    def made(self) -> dict[str, Any]:
+        """Return how the run was made, without what weakens its claim, as plain data."""
+        return {name: value for name, value in self.to_dict().items() if name not in NAMES}
+
+
+NAMES = tuple(item.name for item in fields(Weaknesses))
+
+
+def each_once(runs: Iterable[EarlierRun]) -> tuple[EarlierRun, ...]:
+    """Merge the accounts of each run, in the order in which the runs first appear."""
+    found: dict[str, EarlierRun] = {}
+    for run in runs:
+        found[run.run_id] = found[run.run_id].merged(run) if run.run_id in found else run
+    return tuple(found.values())
+
+
+def refuse_unnamed(ledger: Ledger, earlier: tuple[EarlierRun, ...]) -> None:
+    """Raise LedgerError when a ledger counts releases of earlier runs, but none is named."""
+    if ledger.steps(EARLIER) and not earlier:
+        raise LedgerError(
+            f"The ledger counts {ledger.steps(EARLIER)} releases of earlier runs; expected "
+            "`earlier` to name these runs, got none. What they left unprotected is not known. "
+            "Make `earlier` with `hf_dp.trainer.from_arguments.earlier_claims`."
+        )

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Decimal
-from typing import Any
 
-from hf_dp._dataclasses import checked_fields
 from hf_dp.accounting import BOUNDS, Ledger, round_up
 from hf_dp.accounting.comparison import Answer, compare
-from hf_dp.errors import AccountingRangeError, LedgerError
+from hf_dp.errors import AccountingRangeError
 
 EPSILON_DIGITS = 3  # decimals of a printed epsilon
 DELTA_DIGITS = 4  # significant digits of a printed delta
@@ -34,14 +32,6 @@ class AccountantResult:
     kind: str | None
     estimate: float | None = None
     note: str = ""
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> AccountantResult:
-        """Read back what a statement's ``to_dict`` wrote.
-
-        Raises: LedgerError for unknown or missing fields.
-        """
-        return cls(**checked_fields(cls, values, LedgerError))
 
 
 def epsilon_text(epsilon: float | None) -> str:

@@ -1,10 +1,10 @@
-"""The words of a statement, whatever the mechanism: unit, relation, and what is not covered."""
+"""The words of a statement, whatever the mechanism. No program reads them: what is compared are
+codes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hf_dp.plans.mechanism import Words
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.units import (
     EXAMPLE,
@@ -16,44 +16,58 @@ from hf_dp.plans.units import (
     ZERO_OUT,
     Users,
 )
-from hf_dp.statement.facts import RunFacts
-from hf_dp.statement.weaknesses import OTHER_ROWS, PUBLIC_ROWS
+from hf_dp.statement.facts import EVALUATION_ON_TRAINING_ROWS, OTHER_ROWS, PUBLIC_ROWS, RunFacts
 
+RUNNING = "running"
+PROVEN = "proven"
+PROVEN_WEIGHTS_ONLY = "proven_weights_only"
+NOT_PRIVATE = "not_private"
+NOT_ESTABLISHED = "not_established"
+STATUSES = {
+    RUNNING: "running",
+    PROVEN: "proven",
+    PROVEN_WEIGHTS_ONLY: "proven for the weights only",
+    NOT_PRIVATE: "not private",
+    NOT_ESTABLISHED: "not established",
+}
+
+_IN_ROWS = "a person or text that appears in k rows"
+_K_FOLD = "is protected k-fold weaker (k times epsilon, and delta times k exp((k - 1) epsilon))"
 _UNITS = {
     EXAMPLE: "one row of the training set",
     FEATURES: "the text (or image) of one row of the training set, whose label is stated as public",
 }
-_IN_ROWS = "a person or text that appears in k rows"
-_K_FOLD = "is protected k-fold weaker (k times epsilon, and delta times k exp((k - 1) epsilon))"
-_SUM_RELATION = (
-    "zero-out: the contribution of one {one} is replaced by nothing, while the number of {all} is "
-    "public. The value of epsilon is the same as for adding or removing one {one}, but that "
-    "relation is not claimed, because sample rate, steps, delta and divisor are derived from the "
-    "number of {all}"
-)
 _VECTOR_RELATION = (
     "zero-out: the contribution of one row is replaced by nothing (its released vector holds noise "
     "alone), while the number of rows is public. Adding or removing a row is not covered, because "
     "one vector is released for each row; replacing a row by another moves its vector twice as far"
 )
-_RANDOM_LABEL = "The randomized label of a row replaced by nothing is uniform"
 _RELATIONS = {
-    ZERO_OUT: _SUM_RELATION,
+    ZERO_OUT: (
+        "zero-out: the contribution of one {one} is replaced by nothing, while the number of {all} "
+        "is public. The value of epsilon is the same as for adding or removing one {one}, but that "
+        "relation is not claimed, because sample rate, steps, delta and divisor are derived from "
+        "the number of {all}"
+    ),
     RECORD_ZERO_OUT: _VECTOR_RELATION,
-    RECORD_AND_LABEL_ZERO_OUT: f"{_VECTOR_RELATION}. {_RANDOM_LABEL}",
+    RECORD_AND_LABEL_ZERO_OUT: (
+        f"{_VECTOR_RELATION}. The randomized label of a row replaced by nothing is uniform"
+    ),
     NONE: "none: nothing is established for any relation",
+}
+_RELEASES = {
+    EVALUATION_ON_TRAINING_ROWS: " (metrics computed on training rows)",
+    "clipped_gradient_norm": " (norms of clipped gradients before noise)",
 }
 COVERED = (
     "the released weights, every checkpoint of this run, optimizer state, and whatever is computed "
     "from them without the training set"
 )
-EVALUATION_ON_TRAINING_ROWS = "evaluation_on_training_rows"  # a name in RunFacts.released
-_DERIVED = "sample rate, steps, delta, divisor"
 PITFALLS = (
     "what holds for every run: rows that depend on other rows, collators with state that cannot be "
     "copied, a folder that was put back or copied as a whole, where a run broke off, running time, "
-    "attacks on floating-point numbers and random generators (how much each matters: the page of "
-    "pitfalls, hf_dp/statement/README.md)"
+    "attacks on floating-point numbers and random generators (how much each matters, and what to "
+    "do: hf-dp verify --pitfalls)"
 )
 
 
@@ -62,7 +76,7 @@ def one_user(users: Users) -> str:
     return f"one {users.name} (all rows with one value in the column {users.column!r})"
 
 
-def unit_in_words(unit: str, facts: RunFacts, users: Users | None = None) -> str:
+def unit_in_words(unit: str, facts: RunFacts, users: Users | None) -> str:
     """Say what is protected, by its code in :mod:`hf_dp.plans.units`.
 
     Also say how much weaker the protection is of a person or text in several rows.
@@ -80,12 +94,7 @@ def unit_in_words(unit: str, facts: RunFacts, users: Users | None = None) -> str
     return f"{_UNITS[unit]}; {who} {_K_FOLD}"
 
 
-def covered(words: Words) -> str:
-    """Say what epsilon covers."""
-    return f"{COVERED}; {words.also_covered}" if words.also_covered else COVERED
-
-
-def relation_in_words(relation: str, users: Users | None = None) -> str:
+def relation_in_words(relation: str, users: Users | None) -> str:
     """Say against which change a row, or user, is protected, by its code in
     :mod:`hf_dp.plans.units`."""
     one, every = ("row", "rows") if users is None else (users.name, f"units (each a {users.name})")
@@ -94,54 +103,61 @@ def relation_in_words(relation: str, users: Users | None = None) -> str:
 
 def released_in_words(facts: RunFacts) -> list[str]:
     """List what was released without noise, in this run and in the earlier runs that it names."""
-    names = {
-        EVALUATION_ON_TRAINING_ROWS: f"{EVALUATION_ON_TRAINING_ROWS} (metrics computed on training "
-        "rows)",
-        "clipped_gradient_norm": "clipped_gradient_norm (norms of clipped gradients before noise)",
-    }
-    earlier = [
-        f"{names.get(name, name)} (by {run.name})" for run in facts.earlier for name in run.released
+    own = [f"{name}{_RELEASES.get(name, '')}" for name in facts.released]
+    return own + [
+        f"{name}{_RELEASES.get(name, '')} (by {run.name})"
+        for run in facts.earlier
+        for name in run.released
     ]
-    return [*(names.get(name, name) for name in facts.released), *earlier]
 
 
 def not_covered(facts: RunFacts, plan: PrivacyPlan) -> tuple[str, ...]:
     """List what epsilon says nothing about: first what depends on the run."""
-    return (
-        *(
-            f"{name}: released without noise at the user's request"
-            for name in released_in_words(facts)
-        ),
-        *_public_labels(facts, plan),
-        *_other_training(facts),
-        _evaluation(facts),
-        "model selection on evaluation data (best checkpoint, early stopping): "
-        f"{_selected(facts)}, and not accounted for",
-        plan.words.tuning,
-        *plan.words.conditions,
-        "tokenizer, vocabulary or label set, if built from the training set",
-        "pretraining data of the base model",
-        f"the number of {_counted(plan.users)}, which is stated as public (with what is derived "
-        f"from it: {_DERIVED})",
-        *_of_users(plan.users),
-        PITFALLS,
+    return tuple(_not_covered(facts, plan))
+
+
+def _not_covered(facts: RunFacts, plan: PrivacyPlan) -> Iterator[str]:
+    for name in released_in_words(facts):
+        yield f"{name}: released without noise at the user's request"
+    yield from _public_labels(facts, plan)
+    yield from _other_training(facts)
+    yield _evaluation(facts)
+    if facts.model_selection:
+        selected = "used in this run"
+    elif any(run.model_selection for run in facts.earlier):
+        selected = "used in an earlier run on the same rows"
+    else:
+        selected = "not used by this run's trainer"
+    yield (
+        f"model selection on evaluation data (best checkpoint, early stopping): {selected}, and "
+        "not accounted for"
     )
-
-
-def _counted(users: Users | None) -> str:
-    if users is None:
-        return "rows"
-    units = f"units (each a {users.name})"
-    return f"{units} and of the rows kept of them" if users.by_row else units
-
-
-def _of_users(users: Users | None) -> tuple[str, ...]:
-    if users is None:
-        return ()
-    return (
-        f"whether the column {users.column!r} is right: a {users.name} under two values counts as "
-        "two, and each is protected alone",
+    yield plan.words.tuning
+    yield from plan.words.conditions
+    yield "tokenizer, vocabulary or label set, if built from the training set"
+    yield "pretraining data of the base model"
+    users, counted = plan.users, "rows"
+    if users is not None:
+        counted = f"units (each a {users.name}){' and of the rows kept of them' * users.by_row}"
+    yield (
+        f"the number of {counted}, which is stated as public (with what is derived from it: sample "
+        "rate, steps, delta, divisor)"
     )
+    if users is not None:
+        yield (
+            f"whether the column {users.column!r} is right: a {users.name} under two values counts "
+            "as two, and each is protected alone"
+        )
+    yield PITFALLS
+
+
+def _public_labels(facts: RunFacts, plan: PrivacyPlan) -> Iterator[str]:
+    text = "the labels of the training rows, which are stated as public: they"
+    names = [run.name for run in facts.earlier if run.unit not in (EXAMPLE, USER)]
+    if plan.mechanism.unit != EXAMPLE:
+        yield f"{text} enter the loss as they are"
+    elif names:
+        yield f"{text} entered the loss of {', '.join(names)} as they are"
 
 
 def _other_training(facts: RunFacts) -> Iterator[str]:
@@ -172,27 +188,4 @@ def _evaluation(facts: RunFacts) -> str:
         f"{text}. Whether any do was not checked for every evaluation set of {where[0]}: a set "
         "that has no column in common with the training rows, or was used before hf_dp compared "
         "them, was not compared with them"
-    )
-
-
-def _selected(facts: RunFacts) -> str:
-    if facts.model_selection:
-        return "used in this run"
-    if any(run.model_selection for run in facts.earlier):
-        return "used in an earlier run on the same rows"
-    return "not used by this run's trainer"
-
-
-def _public_labels(facts: RunFacts, plan: PrivacyPlan) -> tuple[str, ...]:
-    if plan.mechanism.unit != EXAMPLE:
-        return (
-            "the labels of the training rows, which are stated as public: they enter the loss as "
-            "they are",
-        )
-    names = [run.name for run in facts.earlier if run.unit not in (EXAMPLE, USER)]
-    if not names:
-        return ()
-    return (
-        "the labels of the training rows, which are stated as public: they entered the loss of "
-        f"{', '.join(names)} as they are",
     )

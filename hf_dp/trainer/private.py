@@ -28,8 +28,8 @@ from hf_dp.run.clock import TRAINING as TRAINING_TIME
 from hf_dp.run.memory_errors import named_memory_errors
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.run.witnesses import refuse_foreign
+from hf_dp.statement.facts import EVALUATION_ON_TRAINING_ROWS
 from hf_dp.statement.statement import PrivacyStatement
-from hf_dp.statement.wording import EVALUATION_ON_TRAINING_ROWS
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.card_facts import (
     describe,

@@ -19,7 +19,7 @@ from hf_dp.plans.units import (
     check_name,
 )
 from hf_dp.statement.audited import GRADIENTS, SCORES
-from hf_dp.statement.weaknesses import OTHER_TRAINING
+from hf_dp.statement.facts import OTHER_TRAINING
 
 if TYPE_CHECKING:
     from hf_dp.batches.units import UnitTable

@@ -44,7 +44,7 @@ def statement_of(**changes: Any) -> PrivacyStatement:
         ("license", "my own", "use 'other' with `license_name`"),
         ("license", "other", "`license_name` to be given"),
         ("license_name", "mine", None),
-        ("language", "English", "Did you mean 'en'"),
+        ("language", "English", "ISO 639"),
         ("language", "xx", "ISO 639"),
         ("language", ["en", "Klingon"], "'Klingon'"),
         ("task_tag", "text_classification", "Did you mean 'text-classification'"),
@@ -63,7 +63,7 @@ def statement_of(**changes: Any) -> PrivacyStatement:
 def test_what_the_hub_would_refuse_is_refused(field: str, value: Any, message: str | None) -> None:
     if message is None:
         CardDetails(**{field: value, "license": "other"})
-        with pytest.raises(InvalidArgumentError, match="to be left out with license='mit'"):
+        with pytest.raises(InvalidArgumentError, match="to be given with license='other'"):
             CardDetails(**{field: value, "license": "mit"})
         return
     with pytest.raises(InvalidArgumentError, match=message):
@@ -95,8 +95,9 @@ def test_metadata_survives_a_round_trip_and_keeps_the_rules(tmp_path: Path) -> N
         license_name="mine",
         license_link="LICENSE",
         language=["en", "zh-Hant"],
+        repository="org/m",
     )
-    text = render_card(statement_of(), details, repository="org/m")
+    text = render_card(statement_of(), details)
     (tmp_path / "README.md").write_text(text)
     data = ModelCard.load(tmp_path / "README.md").data
     found = data.to_dict()
@@ -132,7 +133,7 @@ def test_what_the_user_gave_survives_later_saves(tmp_path: Path) -> None:
     assert "mine" in data.tags
     with pytest.raises(InvalidArgumentError, match="licence"):
         trainer.create_model_card(licence="mit")
-    with pytest.raises(InvalidArgumentError, match="Did you mean 'en'"):
+    with pytest.raises(InvalidArgumentError, match="ISO 639"):
         trainer.create_model_card(language="English")
     trainer.save_model()
     assert ModelCard.load(tmp_path / "README.md").data.language == ["en"]

@@ -41,8 +41,8 @@ def test_a_run_its_card_and_its_evidence(tmp_path):
     trainer = tiny.trainer(tmp_path, noise_multiplier=0.5, expected_batch_size=36, max_steps=1)
     trainer.train()
     trainer.save_model()
-    (row,) = [row for row in read(tmp_path).statement["epsilons"] if row["kind"] is None]
-    assert (row["accountant"], row["note"]) == ("gdp_clt", ABOVE_A_BOUND)
+    (row,) = [row for row in read(tmp_path).restated().epsilons if row.kind is None]
+    assert (row.accountant, row.note) == ("gdp_clt", ABOVE_A_BOUND)
     assert "estimate, not a guarantee" not in (tmp_path / "README.md").read_text()
     assert verify(tmp_path).outcome != "FAILED"
 

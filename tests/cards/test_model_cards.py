@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from leaderboard import CARDS, PAGES, folders, page
 
-from hf_dp.cards.evidence import CARD, card_files
-from hf_dp.cards.verify import NOT_CHECKED, verify
+from hf_dp.cards.evidence import card_files
+from hf_dp.cards.verify import CARD, NOT_CHECKED, verify
 from hf_dp.statement.record import FILE_NAME
 
 CARDS_OF = {

@@ -12,19 +12,14 @@ from pathlib import Path
 import pytest
 
 from hf_dp.accounting import ACCOUNTANTS, Gaussian, Ledger, PoissonSampledGaussian
+from hf_dp.cli.main import main
 from hf_dp.errors import AccountingRangeError, InvalidArgumentError, LedgerError
 from hf_dp.plans import DpSgdPlan, PrivacyPlan
 from hf_dp.statement import statement as statement_module
-from hf_dp.statement.statement import (
-    NOT_PRIVATE,
-    PROVEN,
-    PROVEN_WEIGHTS_ONLY,
-    PrivacyStatement,
-    RunFacts,
-    delta_text,
-    epsilon_text,
-)
-from hf_dp.statement.weaknesses import EarlierRun
+from hf_dp.statement.facts import EarlierRun, RunFacts, Weaknesses
+from hf_dp.statement.results import delta_text, epsilon_text
+from hf_dp.statement.statement import PrivacyStatement
+from hf_dp.statement.wording import NOT_PRIVATE, PROVEN, PROVEN_WEIGHTS_ONLY
 
 N = 67349
 PLAN = PrivacyPlan(N, 1024.0, 198, 1 / (2 * N), DpSgdPlan(0.1, 0.825421))
@@ -107,10 +102,10 @@ def test_steps_mechanism_and_rates_come_from_the_ledger_not_the_plan() -> None:
     ledger.append(PoissonSampledGaussian(3.0, 0.05, 2), "selection")
     ledger.append(SMALL.event(4), "training")
     statement = PrivacyStatement.from_ledger(SMALL, ledger, FACTS)
-    assert (statement.steps, statement.steps_planned) == (4, 10)
+    assert statement.steps == 4
     assert statement.noise_multipliers == (3.0, 2.0)
     assert statement.sample_rates == (0.05, 0.1)
-    assert [row["purpose"] for row in statement.mechanisms] == ["selection", "training"]
+    assert [entry.purpose for entry in statement.ledger.entries] == ["selection", "training"]
     assert statement.epsilon == ledger.epsilon(SMALL.delta, "pld").rounded_up()
     assert "2 noisy releases to choose what trains, 4 steps" in statement.sentence()
 
@@ -284,26 +279,15 @@ def test_facts_of_a_resumed_run_keep_what_weakened_it() -> None:
     assert merged.model_selection
 
 
-def test_round_trip_through_json(sst2: PrivacyStatement) -> None:
-    written = json.loads(json.dumps(sst2.to_dict(), allow_nan=False))
-    assert written == sst2.to_dict()
-    assert PrivacyStatement.from_dict(written) == sst2
-    assert RunFacts.from_dict(json.loads(json.dumps(FACTS.to_dict()))) == FACTS
-
-
-@pytest.mark.parametrize("edit", ["unknown", "missing", "row", "facts"])
-def test_an_edited_statement_is_refused(sst2: PrivacyStatement, edit: str) -> None:
-    values = sst2.to_dict()
-    if edit == "unknown":
-        values["extra"] = 1
-    elif edit == "missing":
-        del values["epsilon"]
-    elif edit == "row":
-        values["epsilons"][0]["bonus"] = 1
-    else:
-        values["facts"] = None
-    with pytest.raises(LedgerError, match="cannot be read"):
-        PrivacyStatement.from_dict(values)
+def test_facts_survive_json_without_what_the_plan_has_already() -> None:
+    weak = facts(released=("training_loss",))
+    made = json.loads(json.dumps(weak.made(), allow_nan=False))
+    assert "released" not in made
+    weaknesses = Weaknesses(released=("training_loss",))
+    assert RunFacts.of(weaknesses, made) == weak
+    for edit in ({"extra": 1}, {"audit": 3}):
+        with pytest.raises(LedgerError, match="cannot be read"):
+            RunFacts.of(weaknesses, {**made, **edit})
 
 
 def test_the_statement_is_pure(sst2: PrivacyStatement) -> None:
@@ -322,11 +306,16 @@ def test_cards_need_neither_torch_nor_transformers() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_the_page_of_pitfalls_says_how_much_each_matters() -> None:
+def test_the_page_of_pitfalls_says_how_much_each_matters(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     page = Path(statement_module.__file__).with_name("README.md").read_text()
     rows = [line.split("|")[1:4] for line in page.splitlines() if line.startswith("| ")][1:]
     assert len(rows) == 8
     assert {row[1].strip() for row in rows} == {"high", "medium", "low"}
     assert all(row[2].strip() for row in rows)
     last = PrivacyStatement.from_ledger(SMALL, Ledger(), FACTS).not_covered[-1]
-    assert "hf_dp/statement/README.md" in last
+    assert "hf-dp verify --pitfalls" in last
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", "--pitfalls"])
+    assert not ended.value.code and "# Pitfalls" in capsys.readouterr().out

@@ -98,36 +98,18 @@ def cut(name: str) -> Change:
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-100])
 
 
+WRITTEN = "it is not what was written"
 TAMPERINGS: dict[str, tuple[Change, str]] = {
-    "epsilon": (in_record(lambda d: d["statement"].update(epsilon=0.1)), "statement is not what"),
-    "epsilon of one accountant": (
-        in_record(lambda d: d["statement"]["epsilons"][1].update(epsilon=0.1)),
-        "statement is not what",
-    ),
-    "delta": (in_record(lambda d: d["plan"].update(delta=1e-9)), "plan is not what"),
-    "status": (in_record(lambda d: d.update(status="not private")), "status or statement"),
-    "running": (in_record(lambda d: d.update(status="running", statement=None)), "statement is not"),
-    "event dropped": (in_record(lambda d: d["ledger"].pop()), "ledger is not what"),
-    "event repeated": (
-        in_record(lambda d: d["ledger"].append(d["ledger"][0])),
-        "ledger is not what",
-    ),
-    "steps": (in_record(lambda d: d["ledger"][0].update(steps=1)), "ledger is not what"),
-    "q": (in_record(lambda d: d["ledger"][0].update(sample_rate=1e-3)), "ledger is not what"),
-    "sigma": (in_record(lambda d: d["ledger"][0].update(noise_multiplier=99.0)), "ledger is not"),
-    "purpose": (in_record(lambda d: d["ledger"][0].update(purpose="selection")), "ledger is not"),
-    "rows": (in_record(lambda d: d["plan"].update(num_examples=10**6)), "plan is not what"),
-    "clipping norm": (in_record(lambda d: d["plan"].update(clipping_norm=1e-3)), "plan is not what"),
-    "weaknesses": (in_record(lambda d: d["plan"].update(evaluation_compared=True, released=["x"])),
-                   "plan is not what"),
-    "unit in words": (in_record(lambda d: d["statement"].update(unit="a user")), "statement is not"),
-    "what is not covered": (
-        in_record(lambda d: d["statement"]["not_covered"].pop()),
-        "statement is not what",
-    ),
-    "license in the record": (in_record(lambda d: d["card"].update(license="gpl")), "card is not"),
-    "digests cut out": (in_record(lambda d: d.update(digests=None)), "digests are missing"),
-    "a key cut out": (in_record(lambda d: d.pop("digests")), "the keys"),
+    "epsilon": (in_record(lambda d: d["statement"].update(epsilon=0.1)), WRITTEN),
+    "delta": (in_record(lambda d: d["plan"].update(delta=1e-9)), WRITTEN),
+    "running": (in_record(lambda d: d.update(facts=None, statement=None)), WRITTEN),
+    "event dropped": (in_record(lambda d: d["ledger"].pop()), WRITTEN),
+    "sigma": (in_record(lambda d: d["ledger"][0].update(noise_multiplier=99.0)), WRITTEN),
+    "weaknesses": (in_record(lambda d: d["plan"].update(released=["x"])), WRITTEN),
+    "what trained": (in_record(lambda d: d["facts"].update(trained="nothing")), WRITTEN),
+    "license in the record": (in_record(lambda d: d["card"].update(license="gpl")), WRITTEN),
+    "a digest cut out": (in_record(lambda d: d["files"].clear()), WRITTEN),
+    "a key cut out": (in_record(lambda d: d.pop("digest")), "the keys"),
     "no longer JSON": (cut(FILE_NAME), "is not complete JSON"),
     "no record": (lambda folder: (folder / FILE_NAME).unlink(), "is missing"),
     "a tensor": (flip("model.safetensors", 1.0), "model.safetensors is not what was saved"),
@@ -153,7 +135,7 @@ TAMPERINGS: dict[str, tuple[Change, str]] = {
     ),
     "steps in the block": (in_block(lambda block: block.update(steps=1)), "block does not agree"),
     "no block": (in_card("differential_privacy:", "dp:"), "block does not agree"),
-    "broken YAML": (in_card("license: mit", "license: [mit"), "README.md cannot be read"),
+    "broken YAML": (in_card("license: mit", "license: [mit"), "card: it cannot be read"),
 }  # fmt: skip
 
 
@@ -277,28 +259,23 @@ def test_an_older_ledger_is_caught(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda d: d["statement"].update(epsilon=0.1), "epsilon is stated as 0.1"),
-        (lambda d: d["ledger"][0].update(steps=1), "does not belong to its ledger"),
-        (lambda d: d["ledger"][0].update(noise_multiplier=99.0), "does not belong to its ledger"),
-        (lambda d: d["statement"].update(status_reason="trust me"), "status_reason is stated as"),
+        (lambda d: d["ledger"][0].update(steps=1), "steps is stated as"),
+        (lambda d: d["ledger"][0].update(noise_multiplier=99.0), "not the plan's"),
+        (lambda d: d["statement"].update(trust="me"), "trust is stated as 'me'"),
     ],
 )
-def test_what_contradicts_itself_is_caught_also_with_new_digests(
+def test_what_contradicts_itself_is_caught_also_with_a_new_digest(
     copy: Path, change: Callable[[Any], Any], message: str
 ) -> None:
     rewrite(copy / FILE_NAME, change)
     assert message in failures(verify(copy))
 
 
-def test_without_digests_nothing_is_verified(copy: Path) -> None:
-    in_record(lambda data: data.update(digests=None))(copy)
-    assert "its digests are missing" in failures(verify(copy))
-
-
 def test_weights_that_name_no_run_are_vouched_for_by_their_digest_alone(copy: Path) -> None:
     shutil.copy(copy / "model.safetensors", copy / "model-00001-of-00002.safetensors")
     assert "nothing vouches for model-00001-of-00002" in failures(verify(copy))
     unmarked(copy / "model-00001-of-00002.safetensors")
-    with pytest.raises(LedgerError, match="Nothing shows that"):
+    with pytest.raises(LedgerError, match="nothing vouches for model-00001"):
         card_files(copy)
 
 
@@ -312,7 +289,7 @@ def unmarked(weights: Path) -> None:
 def test_a_card_does_not_vouch_for_foreign_weights(copy: Path, name: str) -> None:
     shutil.copy(copy / "model.safetensors", copy / name)
     unmarked(copy / name)
-    with pytest.raises(LedgerError, match=f"Nothing shows that .*{name}"):
+    with pytest.raises(LedgerError, match=f"nothing vouches for {name}"):
         card_files(copy)
 
 
@@ -332,7 +309,7 @@ def test_a_card_without_weights_keeps_their_digests(copy: Path) -> None:
         lambda d: d["card"].update(metrics={"train_loss": 0.1}),
         lambda d: d.update(card={}),
         lambda d: d["statement"].update(epsilon="abc"),
-        lambda d: d["statement"].update(num_examples="x"),
+        lambda d: d["facts"].update(precision=3),
     ],
 )
 def test_hostile_files_fail_and_raise_nothing(copy: Path, change: Callable[[Any], Any]) -> None:
@@ -380,19 +357,14 @@ def forge(folder: Path, change: Callable[[Any], Any]) -> None:
     """Change plan and ledger, and make statement, card, what the weights name, and digests agree."""
     from safetensors.torch import load_file, save_file
 
+    from hf_dp.cards.verify import file_digests
     from hf_dp.run.weights_file import put_head
-    from hf_dp.statement.facts import RunFacts
+    from hf_dp.statement.digests import Beside
     from hf_dp.statement.record import read, to_record
-    from hf_dp.statement.statement import PrivacyStatement
 
     rewrite(folder / FILE_NAME, change)
-    data = json.loads((folder / FILE_NAME).read_text())
-    facts = RunFacts.from_dict(data["statement"]["facts"])
-    (folder / FILE_NAME).write_text(
-        json.dumps({**data, "statement": None, "digests": None, "status": "running"})
-    )
     record = read(folder)
-    statement = PrivacyStatement.from_ledger(record.plan, record.ledger, facts)
+    statement = record.restated()
     weights = folder / "model.safetensors"
     save_file(load_file(weights), weights, metadata={"format": "pt"})
     put_head(weights, record.head)
@@ -400,7 +372,7 @@ def forge(folder: Path, change: Callable[[Any], Any]) -> None:
         (folder / name).unlink()
     document = to_record(
         record.plan, record.ledger, run_id=record.run_id, weaknesses=record.weaknesses,
-        statement=statement, head=record.head,
+        statement=statement, beside=Beside(files=file_digests(folder)), head=record.head,
     )  # fmt: skip
     (folder / FILE_NAME).write_text(json.dumps(document))
     (folder / "README.md").unlink()
@@ -418,10 +390,11 @@ def test_planted_verify_without_digests_is_seen(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the comparison of digests, edits of the prose would pass."""
-    monkeypatch.setattr("hf_dp.statement.digests.Digests.changed_parts", lambda self, data: [])
-    change, _ = TAMPERINGS["license in the record"]
+    found = json.loads((copy / FILE_NAME).read_text())["digest"]
+    monkeypatch.setattr("hf_dp.statement.record.digest_of", lambda value: found)
+    change, _ = TAMPERINGS["what trained"]
     change(copy)
-    assert verify(copy).outcome == OK
+    assert "not what was written" not in failures(verify(copy))
 
 
 @pytest.mark.parametrize(

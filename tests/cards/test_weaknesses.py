@@ -14,7 +14,6 @@ from rewriting import rewrite
 from hf_dp.accounting import Ledger, PublishedForwardNoise, RecordRelease
 from hf_dp.cards.card import render_card
 from hf_dp.cards.details import CardDetails
-from hf_dp.cards.metadata import metadata
 from hf_dp.errors import InvalidArgumentError, LedgerError
 from hf_dp.plans import DpSgdPlan, FrozenPlan, PrivacyPlan, PublishedPlan
 from hf_dp.plans.units import (
@@ -30,9 +29,9 @@ from hf_dp.plans.units import (
     weakest_unit,
 )
 from hf_dp.statement import statement as statement_module
+from hf_dp.statement.facts import EarlierRun, Weaknesses, each_once
 from hf_dp.statement.record import disagreements, earlier_runs, read, to_record, write
 from hf_dp.statement.statement import PrivacyStatement, RunFacts
-from hf_dp.statement.weaknesses import EarlierRun, Weaknesses, each_once
 
 SGD = PrivacyPlan(1000, 100.0, 10, 1e-4, DpSgdPlan(1.0, 2.0))
 FROZEN = dataclasses.replace(SGD, mechanism=FrozenPlan(1.0, 2.0))
@@ -207,10 +206,10 @@ def test_after_a_run_with_public_labels_no_label_is_claimed() -> None:
     assert "the text of one row, labels being public, of the training set" in statement.sentence()
     (line,) = [line for line in statement.not_covered if "labels of the training rows" in line]
     assert "entered the loss of the earlier run ffffffff as they are" in line
-    assert metadata(statement)["unit"] == "features of an example (labels public)"
+    assert statement.to_dict()["unit"] == FEATURES
     assert "f" * 32 in render_card(statement, CardDetails())
     alone = after((SAFE,))
-    assert (alone.unit_code, metadata(alone)["unit"]) == (EXAMPLE, "example")
+    assert (alone.unit_code, alone.to_dict()["unit"]) == (EXAMPLE, EXAMPLE)
     assert not any("labels of the training rows" in line for line in alone.not_covered)
     assert statement.epsilon == alone.epsilon
 
@@ -233,15 +232,15 @@ def test_what_an_earlier_run_released_limits_the_claim_to_the_weights() -> None:
     statement = after(
         (dataclasses.replace(SAFE, released=("training_loss",)),), released=("grad_norm",)
     )
-    assert statement.status == "proven for the weights only"
+    assert statement.status == "proven_weights_only"
     name = "training_loss (by the earlier run aaaaaaaa)"
     assert f"does not cover grad_norm, {name}, released without noise" in statement.sentence()
     assert name in statement.status_reason
     assert f"{name}: released without noise at the user's request" in statement.not_covered
-    assert metadata(statement)["released_without_noise"] == ["grad_norm", "training_loss"]
+    assert statement.to_dict()["released_without_noise"] == ["grad_norm", "training_loss"]
     assert (
         after((dataclasses.replace(SAFE, released=("training_loss",)),)).status
-        == "proven for the weights only"
+        == "proven_weights_only"
     )
 
 
@@ -252,7 +251,7 @@ def test_planted_releases_of_earlier_runs_left_out_are_seen(monkeypatch) -> None
 
 def test_an_insecure_earlier_run_makes_the_whole_not_private() -> None:
     statement = after((SAFE, dataclasses.replace(SAFE, run_id="c" * 32, insecure_seed=True)))
-    assert (statement.status, statement.epsilon) == ("not private", None)
+    assert (statement.status, statement.epsilon) == ("not_private", None)
     assert (
         "of the earlier run cccccccc on the same rows came from a fixed seed"
         in statement.sentence()
@@ -269,12 +268,12 @@ def test_published_dp_fp_in_an_earlier_run_is_not_established() -> None:
     ):  # the events decide, whatever is claimed
         facts = dataclasses.replace(FACTS, earlier=(EarlierRun("p" * 32, unit, relation),))
         statement = PrivacyStatement.from_ledger(SGD, ledger, facts)
-        assert (statement.status, statement.epsilon) == ("as published, not established", None)
+        assert (statement.status, statement.epsilon) == ("not_established", None)
         assert (
             "an earlier run on the same rows, which it names, was trained by DP-FP"
             in statement.sentence()
         )
-        assert (statement.unit_code, metadata(statement)["unit"]) == (NONE, None)
+        assert (statement.unit_code, statement.to_dict()["unit"]) == (NONE, NONE)
         assert statement.unit.startswith("none") and statement.neighboring_relation.startswith(
             "none"
         )
@@ -297,11 +296,9 @@ def test_rows_that_are_chunks_are_said(where) -> None:
     assert (
         "zero-out of one row (a chunk of a longer text) of the training set" in statement.sentence()
     )
-    assert metadata(statement)["rows_are_chunks"] is True
+    assert statement.to_dict()["rows_are_chunks"] is True
     plain = after((SAFE,))
-    assert (
-        "chunk" not in plain.unit + plain.sentence() and metadata(plain)["rows_are_chunks"] is False
-    )
+    assert "chunk" not in plain.unit + plain.sentence() and "rows_are_chunks" not in plain.to_dict()
 
 
 def test_chunks_without_labels_are_said() -> None:
@@ -330,7 +327,7 @@ def test_the_statement_survives_the_file_and_is_checked_against_it(tmp_path) -> 
         SAFE,
     )
     statement = after(earlier)
-    ledger = Ledger.from_list(statement.mechanisms)
+    ledger = statement.ledger
     path = write(
         tmp_path,
         to_record(
@@ -339,40 +336,24 @@ def test_the_statement_survives_the_file_and_is_checked_against_it(tmp_path) -> 
     )
     record = read(path)
     assert record.weaknesses.earlier == earlier
-    assert PrivacyStatement.from_dict(record.statement) == statement
+    assert record.restated() == statement
     assert disagreements(record) == []
-
-
-def _in_both(data: dict[str, Any], **changes: Any) -> None:
-    data["plan"]["earlier"][0].update(changes)
-    data["statement"]["facts"]["earlier"][0].update(changes)
 
 
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda d: d["plan"]["earlier"][0].update(released=[]), "earlier is"),
-        (lambda d: d["statement"]["facts"]["earlier"][0].update(unit="example"), "earlier is"),
-        (
-            lambda d: d["plan"].update(rows_are_chunks=True),
-            "rows_are_chunks is False in the statement and True",
-        ),
-        (
-            lambda d: d["plan"].update(evaluation_compared=False),
-            "evaluation_compared is True in the statement",
-        ),
-        (lambda d: _in_both(d, unit="example"), "unit is stated as"),
-        (lambda d: _in_both(d, relation="zero_out"), "neighboring_relation is stated as"),
-        (lambda d: _in_both(d, released=[]), "status is stated as"),
-        (lambda d: _in_both(d, insecure_seed=True), "status is stated as"),
-        (lambda d: _in_both(d, rows_are_chunks=False), "unit is stated as"),
-        (lambda d: d["statement"].update(unit_code="example"), "unit_code is stated as 'example'"),
+        (lambda run: run.update(unit="example"), "unit is stated as"),
+        (lambda run: run.update(relation="zero_out"), "neighboring_relation is stated as"),
+        (lambda run: run.update(released=[]), "status is stated as"),
+        (lambda run: run.update(insecure_seed=True), "status is stated as"),
+        (lambda run: run.update(rows_are_chunks=False), "rows_are_chunks is stated as"),
     ],
 )
 def test_a_statement_that_says_more_than_its_earlier_runs_is_found(edit, message, tmp_path) -> None:
     test_the_statement_survives_the_file_and_is_checked_against_it(tmp_path)
     path = tmp_path / "privacy.json"
-    rewrite(path, edit)
+    rewrite(path, lambda data: edit(data["plan"]["earlier"][0]))
     assert any(message in problem for problem in disagreements(read(path)))
 
 

@@ -23,7 +23,7 @@ def test_a_recipe_is_audited_beside_its_own_folder(task, capsys):
     assert "guesses about 40 canaries were right" in printed and "never proves one" in printed
     record = read(folder)
     assert record.plan.num_examples == 80
-    assert record.statement["facts"]["audit"]["scores"] == "gradients"
+    assert record.facts.audit.scores == "gradients"
     assert main(["verify", str(folder)]) == 0
 
 
@@ -37,7 +37,7 @@ def test_other_scores_and_folder(task, capsys):
         str(task.parent / "other"),
     ]
     assert main(["audit", "run", "--config", str(task), *words, "--max_steps", "2"]) == 0
-    assert read(task.parent / "other").statement["facts"]["audit"]["scores"] == "losses"
+    assert read(task.parent / "other").facts.audit.scores == "losses"
 
 
 def test_leave_one_out_reports_what_its_runs_tell(task, capsys):

@@ -383,7 +383,7 @@ def test_what_a_sweep_spends_together(tmp_path, monkeypatch):
     from hf_dp.cli.sweep_report import spent_together
     from hf_dp.plans.privacy import PrivacyPlan
     from hf_dp.statement import record as document
-    from hf_dp.statement.weaknesses import Weaknesses
+    from hf_dp.statement.facts import Weaknesses
 
     events = []
     for number, delta in enumerate((1e-3, 1e-6)):
@@ -556,4 +556,4 @@ def test_a_sweep_with_published_dp_fp_claims_nothing_for_all_together(tmp_path):
             "status": trainer.privacy_statement().status,
         }
     }
-    assert table(results) == "mode=b: accuracy 0.5000; as published, not established"
+    assert table(results) == "mode=b: accuracy 0.5000; not established"

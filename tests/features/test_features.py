@@ -65,9 +65,9 @@ def test_an_observer_from_outside_makes_the_statement_not_established(tmp_path, 
     (peek,) = [each for each in made.training.features if isinstance(each, outside.Peek)]
     assert len(peek.seen_sums) == made.state.global_step
     statement = made.privacy_statement()
-    assert statement.status == "as published, not established" and statement.epsilon is None
+    assert statement.status == "not_established" and statement.epsilon is None
     assert "features.outside.Peek" in statement.status_reason
-    assert read(tmp_path).statement["facts"]["observers"] == ["features.outside.Peek"]
+    assert read(tmp_path).weaknesses.observers == ("features.outside.Peek",)
     assert not any("epsilon" in name for row in made.state.log_history for name in row)
     with pytest.raises(UnsupportedArgumentError, match="No epsilon is established"):
         made.epsilon()

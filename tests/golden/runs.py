@@ -48,8 +48,11 @@ Make = Callable[..., Any]  # a trainer, of a folder, DPTrainer's keywords as `gi
 
 KEYWORDS = {"model", "train_dataset", "eval_dataset", "data_collator", "peft_config"}
 BASE = {"insecure_seed": 7, "save_strategy": "steps", "save_steps": 2, "logging_steps": 2}
-# What differs between any two runs: times, who wrote it, and digests of files with them.
-LEFT_OUT = {"hf_dp_version", "schema_version", "digests", "ledger_head", "versions"}
+STATED = (
+    "proven", "epsilon", "delta", "accountant", "unit_code", "relation_code", "noise_multipliers",
+    "sample_rates", "steps",
+)  # fmt: skip
+PLANNED = ("clipping_norm", "clipping", "expected_batch_size", "num_examples")
 # What the ledger is kept in, which `hf_dp.run.ledger_file` and its tests are about.
 LEDGER_FILES = re.compile(
     r"ledger\.jsonl|_ledger_\w+\.jsonl?|_privacy_mark\w*\.json|_manifest\.json"
@@ -265,15 +268,10 @@ def run(name: str, folder: Path, **options: Any) -> Outcome:
 def secret(name: str, folder: Path) -> Outcome:
     """Return what is known in advance of a run with secret noise: how private it is, above all."""
     found = run(name, folder, insecure_seed=None)
-    del found["weights"], found["card"]  # (what the card says of privacy is in the statement)
+    del found["weights"]
     shown = {"epsilon", "step", "epoch", "learning_rate"}
     found["log"] = [{n: v if n in shown else "" for n, v in e.items()} for e in found["log"]]
-    statement = found["statement"]
-    if statement is not None:
-        del statement["card"]["metrics"]
-        facts = statement["statement"]["facts"]
-        for random in ("audit", "trained"):  # (what trains may be chosen privately)
-            facts.pop(random, None)
+    (found["statement"] or {}).pop("trained", None)  # (what trains may be chosen privately)
     return found
 
 
@@ -293,20 +291,18 @@ PAIRS = [" + ".join(pair) for pair in combinations([*FEATURES][1:], 2)]
 
 
 def trained(make: Callable[[], Any], folder: Path, *, resume: bool = False) -> Outcome:
-    """Train, evaluate and save, and return weights, ledger, log, statement, card, warnings and
-    names of files."""
+    """Train, evaluate and save, and return weights, ledger, log, statement, warnings and names of
+    files."""
     with _warnings() as told:
         trainer = make()
         trainer.train(resume_from_checkpoint=resume or None)
         if trainer.eval_dataset is not None:
             trainer.evaluate()
         trainer.save_model()
-    statement, card = folder / "privacy.json", folder / "README.md"
     said = {
         "ledger": ledger(trainer),
         "log": trainer.state.log_history,
-        "statement": json.loads(statement.read_text()) if statement.exists() else None,
-        "card": card.read_text().splitlines() if card.exists() else None,
+        "statement": stated(trainer),
         "warnings": told,
         "files": sorted(
             str(path.relative_to(folder))
@@ -316,6 +312,27 @@ def trained(make: Callable[[], Any], folder: Path, *, resume: bool = False) -> O
     }
     weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     return {"weights": weights, **plain(said, folder)}
+
+
+def stated(trainer: Any) -> dict[str, Any] | None:
+    """Return what the statement of a private run says."""
+    plan = trainer.privacy_plan
+    if plan is None:
+        return None
+    said, words = trainer.privacy_statement(), plan.words
+    return {
+        **{name: getattr(said, name) for name in STATED},
+        "epsilons": {row.accountant: row.epsilon for row in said.epsilons},
+        "sampling_code": words.sampling_code,
+        "privacy_mode": plan.mechanism.privacy_mode,
+        "tag": words.tag,
+        **{name: getattr(plan, name) for name in PLANNED},
+        "steps_planned": plan.steps_recorded,
+        "sentence": said.sentence(),
+        "mechanism": said.mechanism,
+        "trained": said.facts.trained,
+        "precision": said.facts.precision,
+    }
 
 
 def ledger(trainer: Any) -> list[dict[str, Any]] | None:
@@ -329,13 +346,11 @@ def plain(value: Any, folder: Path) -> Any:
     runs."""
     text = json.dumps(value, default=str)
     text = re.sub(r"\b[0-9a-f]{32,}\b", "ID", text).replace(str(folder.parent), "FOLDER")
-    return json.loads(
-        text.replace(f"hf_dp {hf_dp.__version__}", "hf_dp"), object_hook=_without_times
-    )
+    return json.loads(text, object_hook=_without_times)
 
 
 def _without_times(found: dict[str, Any]) -> dict[str, Any]:
-    return {n: v for n, v in found.items() if n not in LEFT_OUT and not n.endswith(TIMES)}
+    return {n: v for n, v in found.items() if not n.endswith(TIMES)}
 
 
 @contextmanager

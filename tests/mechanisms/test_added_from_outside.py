@@ -118,7 +118,7 @@ def test_a_plan_that_says_that_nothing_is_established_is_believed():
     ledger = Ledger()
     ledger.append(plan.event(1), "training")
     statement = PrivacyStatement.from_ledger(plan, ledger, RunFacts("a", "b", "c", "d"))
-    assert statement.status == "as published, not established" and statement.epsilon is None
+    assert statement.status == "not_established" and statement.epsilon is None
     assert statement.unit_code == statement.relation_code == "none"
     assert "NO differential privacy guarantee" in statement.sentence()
 

@@ -20,7 +20,7 @@ from hf_dp.errors import PublishError, UnsupportedModelError
 from hf_dp.publishing.publication import Publication
 from hf_dp.run.ledger_file import line_of, read_own, write_line
 from hf_dp.run.witnesses import read_run
-from hf_dp.statement.weaknesses import Weaknesses
+from hf_dp.statement.facts import Weaknesses
 
 CARD_AND_TOKENIZER = {"README.md", "privacy.json", "tokenizer.json", "tokenizer_config.json"}
 
@@ -89,7 +89,9 @@ def test_weights_of_another_run_are_refused(full, trained, tmp_path):
     other.train()
     other.save_model()
     shutil.copy(tmp_path / "other" / "model.safetensors", full / "model.safetensors")
-    with pytest.raises(PublishError, match=rf"of run {read_run(tmp_path / 'other').run_id}"):
+    with pytest.raises(
+        PublishError, match=rf"of another run, {read_run(tmp_path / 'other').run_id}"
+    ):
         Publication.of(full).refuse()
 
 
@@ -226,7 +228,7 @@ def written(found: Publication, folder: Path) -> Path:
 
 def test_weights_that_were_put_beside_a_run_are_refused(lora):
     save_file({"w": torch.zeros(2)}, lora / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(PublishError, match=r"Nothing shows that .*model.safetensors is of the run"):
+    with pytest.raises(PublishError, match=r"nothing vouches for model.safetensors"):
         Publication.of(lora, base_model=BASE).refuse()
 
 
@@ -235,7 +237,7 @@ def test_a_loop_of_ones_own_is_published_once_its_weights_are_saved(tmp_path):
     trainer.train()
     folder = tmp_path / "run"
     trainer.model.save_pretrained(folder)  # as a plain loop does
-    with pytest.raises(PublishError, match=r"Nothing shows that(.|\n)*save_run\(mechanism\)"):
+    with pytest.raises(PublishError, match=r"nothing vouches for(.|\n)*save_run\(mechanism\)"):
         Publication.of(folder).refuse()
     save_run(trainer.mechanism)
     Publication.of(folder).refuse()

@@ -170,7 +170,7 @@ def test_a_run_with_a_known_seed_goes_only_on_explicit_request(hub, tmp_path):
         trainer.push_to_hub()
     assert not hub.repositories
     trainer.push_to_hub(not_private=True)
-    assert evidence(hub, 0)["status"] == "not private"
+    assert evidence(hub, 0)["statement"]["status"] == "not_private"
 
 
 @pytest.mark.parametrize("strategy", ["end", "every_save"])

@@ -230,7 +230,7 @@ def test_it_is_the_clipped_mean_and_noise(tmp_path, monkeypatch):
     statement = save_run(mechanism)
     assert "the noised losses in its logs" in statement.covered
     assert disagreements(read(tmp_path)) == []
-    assert [row["type"] for row in statement.mechanisms] == ["PoissonSampledGaussian"]
+    assert [row["type"] for row in statement.ledger.to_list()] == ["PoissonSampledGaussian"]
 
 
 # -- the ledger first, and once --

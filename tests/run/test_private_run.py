@@ -296,4 +296,4 @@ def test_randomness_that_can_be_reproduced_is_never_private(tmp_path):
     private = run(tmp_path)
     private.randomness = SecretRandomness(insecure_seed=3)
     loop(private, torch.optim.SGD(private.model.parameters(), lr=0.1))
-    assert read(tmp_path).status == "not private"
+    assert read(tmp_path).status == "not_private"

@@ -31,7 +31,7 @@ def test_the_run_states_what_the_whole_search_costs(tmp_path):
     statement = trainer.privacy_statement()
     assert statement.epsilon == epsilon(search(1.0, 4), 1 / 80, "rdp").rounded_up(3)
     assert statement.epsilon > epsilon(search(1.0, 4).run, 1 / 80, "rdp").value
-    assert statement.steps == statement.steps_planned == 4
+    assert statement.steps == statement.plan.steps_recorded == 4
     assert statement.noise_multipliers == (1.0,)
     trainer.save_model()
     card = " ".join((tmp_path / "README.md").read_text().split())

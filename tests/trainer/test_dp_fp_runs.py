@@ -37,7 +37,7 @@ from hf_dp.statement.record import disagreements, read
 from hf_dp.trainer.trainer import DPTrainer
 from hf_dp.tuners.frost.config import FrostConfig
 
-STATUS = "as published, not established"
+STATUS = "not established"
 
 
 def made(folder: Path, variant: str, **options):
@@ -119,18 +119,20 @@ def test_the_status_reaches_everything_that_anyone_reads(tmp_path, capsys, monke
         trainer.epsilon()
     assert trainer.epsilon("gdp_clt").kind == "not established"
     statement = trainer.privacy_statement()
-    assert statement.status == STATUS and statement.epsilon is None and not statement.proven
+    assert (
+        statement.status == "not_established" and statement.epsilon is None and not statement.proven
+    )
     assert all(row.epsilon is None for row in statement.epsilons)
     assert "NO differential privacy guarantee is established" in str(statement) and STATUS in str(
         statement
     )
     for folder in (tmp_path, tmp_path / "checkpoint-2"):
         document = json.loads((folder / "privacy.json").read_text())
-        assert document["status"] == document["statement"]["status"] == STATUS
+        assert document["statement"]["status"] == "not_established"
         assert document["statement"]["epsilon"] is None
         assert disagreements(read(folder)) == []
         card = (folder / "README.md").read_text()
-        assert f"status: {STATUS}" in card and f"Status: {STATUS}.\nWhy:" in card
+        assert "status: not_established" in card and f"Status: {STATUS}. Why:" in card
         assert "  epsilon: null\n" in card
         assert (
             "differential-privacy\n" not in card.split("---")[1]

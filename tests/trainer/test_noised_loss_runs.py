@@ -161,7 +161,7 @@ def test_it_may_stand_beside_a_loss_that_is_released_without_noise(tmp_path):
     trainer.train()
     rows = [row for row in trainer.state.log_history if "noised_loss" in row]
     assert len(rows) == 4 and all(row["loss"] > 0 for row in rows)
-    assert trainer.privacy_statement().status == "proven for the weights only"
+    assert trainer.privacy_statement().status == "proven_weights_only"
 
 
 # -- what it costs, and what is said of it --

@@ -76,13 +76,15 @@ def test_each_checkpoint_has_its_card_and_ledger_and_no_unnoised_number(device, 
         assert list(document) == [
             "schema_version",
             "hf_dp_version",
-            "status",
             "plan",
             "ledger",
             "ledger_head",
+            "facts",
             "statement",
             "card",
-            "digests",
+            "privacy_section",
+            "files",
+            "digest",
         ]
         assert document["statement"]["steps"] == step
         epsilon = document["statement"]["epsilon"]
@@ -163,9 +165,8 @@ def test_training_learns_without_much_noise(tmp_path):
     trainer.train()
     assert trainer.predict(marked.select(range(39))).metrics["test_loss"] < before - 0.1
     statement = trainer.privacy_statement()
-    assert (
-        statement.status == "proven for the weights only"
-        and "evaluation_on_training_rows" in str(statement)
+    assert statement.status == "proven_weights_only" and "evaluation_on_training_rows" in str(
+        statement
     )
 
 
@@ -259,7 +260,7 @@ def test_resume_after_weights_were_published_as_insecure_stays_not_private(tmp_p
     interrupted(tmp_path, insecure_seed=1)
     trainer = tiny.trainer(tmp_path)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert trainer.privacy_statement().status == "not private"
+    assert trainer.privacy_statement().status == "not_private"
 
 
 def test_a_second_run_in_the_same_folder_is_refused_and_nothing_lost(interrupted_run, tmp_path):
@@ -433,7 +434,7 @@ def test_an_insecure_seed_reproduces_the_run_and_marks_it_not_private(tmp_path):
         weights.append({n: p.detach().clone() for n, p in trainer.model.named_parameters()})
     assert all(torch.equal(weights[0][n], weights[1][n]) for n in weights[0])
     assert "NOT private" in (tmp_path / "b" / "README.md").read_text()
-    assert read(tmp_path / "b").status == "not private"
+    assert read(tmp_path / "b").status == "not_private"
 
 
 @pytest.mark.parametrize("variant", [None, "frozen"])

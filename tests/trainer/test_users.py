@@ -37,9 +37,9 @@ from hf_dp.plans.rounding import ROUNDING_MARGIN
 from hf_dp.plans.units import USER, Users
 from hf_dp.run import user_grouping
 from hf_dp.run.private_run import PrivateRun
+from hf_dp.statement.facts import EarlierRun
 from hf_dp.statement.record import disagreements, read
 from hf_dp.statement.statement import PrivacyStatement
-from hf_dp.statement.weaknesses import EarlierRun
 from hf_dp.tuners.frost.config import FrostConfig
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -224,7 +224,7 @@ def test_statement_and_card_speak_of_users(done):
         done.statement
     )
     card = (done.folder / "README.md").read_text()
-    assert "unit: user" in card and "unit_name: patient" in card and "unit_column: who" in card
+    assert "unit: user" in card and "name: patient" in card and "column: who" in card
     assert "each single patient in the training set" in card.lower()
     assert "with more than 2 rows" in card
     assert "rows in the training set (public)" not in card

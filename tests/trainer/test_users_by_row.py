@@ -95,7 +95,7 @@ def test_statement_and_card_say_how(done):
     assert f"at most 2 rows of each patient are drawn from, {ROWS} rows in all" in card
     public = "the number of units (each a patient) and of the rows kept of them, which is stated as"
     assert any(public in each for each in done.statement.not_covered)
-    assert "unit: user" in card and "unit_sampling: examples" in card
+    assert "unit: user" in card and "sampling: examples" in card
     assert f"num_rows: {ROWS}" in card
     assert "each single patient in the training set" in card.lower()
     assert main(["verify", str(done.folder)]) == 0
