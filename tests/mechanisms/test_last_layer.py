@@ -13,7 +13,6 @@ import torch
 from scipy import stats
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import BertForTokenClassification
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.mechanisms import last_layer
@@ -52,19 +51,13 @@ def test_a_row_that_is_not_finite_is_nothing_and_spoils_no_other():
     rows.requires_grad_()
     clipped = clip_vectors(rows, 0.5)
     clipped.sum().backward()
-    assert (
-        torch.equal(clipped[1:3], torch.zeros(2, 5, dtype=torch.float64))
-        and clipped.isfinite().all()
-    )
-    assert rows.grad[[0, 3]].isfinite().all() and torch.equal(
-        rows.grad[1:3], torch.zeros_like(rows[1:3])
-    )
+    assert not clipped[1:3].any() and clipped.isfinite().all()
+    assert not rows.grad[1:3].any() and rows.grad.isfinite().all()
 
 
 def test_the_gradient_goes_through_the_clip():
-    rows = (
-        torch.randn(6, 4, dtype=torch.float64) * torch.tensor([0.01, 0.1, 0.4, 1, 5, 50])[:, None]
-    )
+    scales = torch.tensor([0.01, 0.1, 0.4, 1, 5, 50])[:, None]
+    rows = torch.randn(6, 4, dtype=torch.float64) * scales
     assert torch.autograd.gradcheck(lambda x: clip_vectors(x, 0.5), rows.requires_grad_())
 
 
@@ -131,41 +124,22 @@ def test_the_last_layer_is_found(name, layer):
     assert model.training and not any(module._forward_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("name", ["gpt2_tied", "bert_masked_lm", "t5"])
-def test_tasks_without_one_representation_are_refused(name):
+@pytest.mark.parametrize(
+    ("name", "named", "message"),
+    [
+        ("gpt2_tied", None, "predicts for each token .or generates text., so no single"),
+        ("bert_masked_lm", None, "predicts for each token"),
+        ("t5", None, "predicts for each token"),
+        ("gpt2_classifier", None, "Layers that take one vector per example: none"),
+        ("bert", "head", "a module of the model, got 'head'.*linear layers are .*'classifier'"),
+    ],
+)
+def test_what_has_no_such_layer_is_refused_with_what_could_be_named(name, named, message):
     architecture = architectures.ARCHITECTURES[name]
     model = architecture.build(dtype=torch.float32)
     batch = architectures.collate(model, architecture.examples(model, (5, 8)))
-    with pytest.raises(
-        UnsupportedModelError, match="predicts for each token .or generates text., so no single"
-    ):
-        find_last_layer(model, batch)
-
-
-def test_token_classification_is_refused():
-    model = BertForTokenClassification(tiny.model().config)
-    with pytest.raises(
-        UnsupportedModelError, match="BertForTokenClassification predicts for each token"
-    ):
-        find_last_layer(model, {"input_ids": torch.tensor([[2, 5, 3]])})
-
-
-def test_a_head_on_every_token_is_refused_with_what_could_be_named():
-    architecture = architectures.ARCHITECTURES["gpt2_classifier"]
-    model = architecture.build(dtype=torch.float32)
-    batch = architectures.collate(model, architecture.examples(model, (5, 8)))
-    with pytest.raises(
-        UnsupportedModelError, match="Layers that take one vector per example: none"
-    ):
-        find_last_layer(model, batch)
-
-
-def test_a_name_that_is_no_module_is_refused_with_those_that_are():
-    with pytest.raises(
-        UnsupportedModelError,
-        match=r"to name a module of the model, got 'head'.*linear layers are .*'classifier'",
-    ):
-        find_last_layer(tiny.model(), {"input_ids": torch.tensor([[2, 5, 3]])}, "head")
+    with pytest.raises(UnsupportedModelError, match=message):
+        find_last_layer(model, batch, named)
 
 
 class TwiceOrCheckpointed(nn.Module):
@@ -208,23 +182,14 @@ def test_gradient_checkpointing_gets_the_same_noise_again(monkeypatch):
     assert not torch.allclose(gradients("checkpointed")[2], plain[2], rtol=1e-2)
 
 
-def test_two_representations_of_one_batch_are_refused():
+def test_other_inputs_than_one_vector_per_example_are_refused():
     model = TwiceOrCheckpointed("twice")
-    with (
-        noising(model.layer),
-        pytest.raises(UnsupportedModelError, match="two different representations"),
-    ):
+    with noising(model.layer), pytest.raises(UnsupportedModelError, match="two different repres"):
         model(torch.randn(3, 6))
-
-
-@pytest.mark.parametrize("shape", [(3, 4, 5), (5,)])
-def test_what_is_no_vector_per_example_is_refused(shape):
-    layer = nn.Linear(5, 2)
-    with (
-        noising(layer),
-        pytest.raises(UnsupportedModelError, match="one vector per example"),
-    ):
-        layer(torch.randn(shape))
+    for shape in ((3, 4, 5), (5,)):
+        layer = nn.Linear(5, 2)
+        with noising(layer), pytest.raises(UnsupportedModelError, match="one vector per example"):
+            layer(torch.randn(shape))
 
 
 @pytest.mark.parametrize("classes", [2, 5])
