@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -231,8 +230,3 @@ def mechanism_for(run: PrivateRun, tuner: Tuner | None = None) -> Mechanism:
             "Decorate its step's class with @register_mechanism."
         )
     return _MECHANISMS[type(plan)](run, tuner)
-
-
-def zero(run: PrivateRun) -> Tensor:
-    """Return a zero on the run's device."""
-    return torch.zeros((), device=run.device)

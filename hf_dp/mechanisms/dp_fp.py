@@ -17,7 +17,7 @@ from transformers.utils import logging
 from hf_dp._validate import invalid
 from hf_dp.accounting import RandomizedResponse
 from hf_dp.errors import LedgerError, UnsupportedArgumentError
-from hf_dp.mechanisms.base import Batches, Clipped, Mechanism, register_mechanism, zero
+from hf_dp.mechanisms.base import Batches, Clipped, Mechanism, register_mechanism
 from hf_dp.mechanisms.dp_sgd import DpSgd
 from hf_dp.mechanisms.last_layer import LastLayer, check_classes, last_layer, noising
 from hf_dp.plans.dp_fp import SHARED, FrozenPlan, PrivateEncoderPlan, PublishedPlan
@@ -54,7 +54,7 @@ class Published(Mechanism):
 
     def clip(self, batches: Batches) -> Clipped:
         """Return the batches as they are: this mechanism clips in the forward pass."""
-        return Clipped(batches, zero(self.run))
+        return Clipped(batches, torch.zeros((), device=self.run.device))
 
     def gradients(self, clipped: Clipped, release: Release) -> Mapping[nn.Parameter, Tensor]:
         """Return the gradient of all M micro-batches at once.
@@ -187,7 +187,8 @@ class Frozen(Mechanism):
         self.run.model.eval()  # below the noise nothing is random and no buffer changes
         self._last.layer.train()
         chosen = torch.tensor(batches, dtype=torch.long, device=self._vectors.device)
-        return Clipped((self._vectors[chosen], self._labels[chosen]), zero(self.run))
+        nothing = torch.zeros((), device=self._vectors.device)
+        return Clipped((self._vectors[chosen], self._labels[chosen]), nothing)
 
     def gradients(self, clipped: Clipped, release: Release) -> Mapping[nn.Parameter, Tensor]:
         vectors, labels = clipped.values
