@@ -12,7 +12,6 @@ from transformers import TrainerCallback
 from hf_dp.accounting import BestOfRandomRuns, PoissonSampledGaussian, epsilon
 from hf_dp.cards.verify import verify
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
-from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.tuners.frost.config import FrostConfig
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -81,14 +80,13 @@ def test_steps_that_were_lost_leave_room_for_the_rest_of_the_search(tmp_path):
     assert again.epsilon().value <= 8
 
 
-@pytest.mark.parametrize("edited", [1.5, 50])
-def test_another_mean_in_the_plan_than_in_the_ledger_is_found(tmp_path, edited):
+def test_another_mean_in_the_plan_than_in_the_ledger_is_found(tmp_path):
     trainer = tiny.trainer(tmp_path, **OF_A_SEARCH)
     trainer.train()
     trainer.save_model()
     path = tmp_path / "privacy.json"
     document = json.loads(path.read_text())
-    document["plan"]["mechanism"]["mean_runs"] = edited
+    document["plan"]["mechanism"]["mean_runs"] = 50
     path.write_text(json.dumps(document))
     assert verify(tmp_path).outcome == "FAILED"
 
@@ -172,18 +170,3 @@ def test_the_score_reads_no_row_of_a_training_user(tmp_path):
     with pytest.raises(UnsupportedArgumentError, match="of the same values in 'who'"):
         trainer.evaluate(one_shared)
     assert "eval_loss" in trainer.evaluate()
-
-
-def test_the_plan_can_be_made_without_a_trainer():
-    plan = PrivacyPlan.create(
-        num_examples=67_349,
-        expected_batch_size=1024,
-        num_train_epochs=3,
-        target_epsilon=3,
-        clipping_norm=0.1,
-        accountant="rdp",
-        mean_runs=10,
-    )
-    assert PrivacyPlan.from_dict(plan.to_dict()) == plan
-    spent = epsilon(plan.events(), plan.delta, "rdp").value
-    assert 2.99 < spent <= 3 and plan.noise_multiplier > 0.8254

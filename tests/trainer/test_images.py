@@ -19,12 +19,11 @@ from transformers import (
     default_data_collator,
 )
 
-from hf_dp.errors import DataError, SelfCheckError, UnsupportedLossError, UnsupportedModelError
+from hf_dp.errors import DataError, SelfCheckError, UnsupportedLossError
 from hf_dp.run import training_data
 from hf_dp.tasks.images import ToPixels, image_rows
 from hf_dp.trainer.trainer import DPTrainer
 from hf_dp.tuners.frost.config import FrostConfig
-from hf_dp.tuners.public_choice import HeadConfig
 
 Batch = dict[str, list[Any]]
 
@@ -221,12 +220,6 @@ def test_lora_trains_the_head_beside_what_else_is_named(given, tmp_path):
     )
 
 
-def test_a_task_type_that_freezes_the_head_is_refused(tmp_path):
-    peft = LoraConfig(r=2, target_modules=["q_proj"], task_type="FEATURE_EXTRACTION")
-    with pytest.raises(UnsupportedModelError, match=r"modules_to_save=\['classifier'\]"):
-        trainer(tmp_path, peft=peft)
-
-
 def test_frost_takes_a_share_of_what_is_no_head(tmp_path):
     """The head trains beside the share, and no matrix of it is a candidate."""
     made = trainer(
@@ -248,11 +241,3 @@ def test_frost_takes_a_share_of_what_is_no_head(tmp_path):
     head = {name: size for name, size in trained.items() if "classifier" in name}
     assert sum(head.values()) == 3 * 16 + 3
     assert sum(trained.values()) - sum(head.values()) <= 0.25 * candidates
-
-
-def test_the_head_alone(tmp_path):
-    made = trainer(tmp_path, peft=HeadConfig())
-    assert {name.split(".")[2] for name, p in made.model.named_parameters() if p.requires_grad} == {
-        "classifier"
-    }
-    made.train()

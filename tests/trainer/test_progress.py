@@ -1,4 +1,4 @@
-"""Progress shows the epsilon spent so far, in a terminal and in a notebook."""
+"""Progress shows the epsilon spent so far, beside the bar."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ import pytest
 import tiny
 
 from hf_dp.cli.summary import signal_to_noise
-from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.tuners.methods import RgpConfig
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -104,15 +103,3 @@ def test_without_a_word_of_the_user_no_norm_before_noise_leaves(tmp_path):
     trainer, _ = run_of(tmp_path, 2.0)
     names = {name for log in trainer.state.log_history for name in log}
     assert not {"clipped_gradient_norm", "measured_signal_to_noise"} & names
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"privacy_mode": "dp_fp", "dp_fp_variant": "frozen"},
-        {"privacy_mode": "dp_fp", "dp_fp_variant": "published"},
-    ],
-)
-def test_only_a_step_of_dp_sgd_has_such_a_norm(tmp_path, options):
-    with pytest.raises(UnsupportedArgumentError, match="clipped_gradient_norm"):
-        tiny.arguments(tmp_path, release=["clipped_gradient_norm"], **options)
