@@ -50,8 +50,7 @@ class PhysicalBatch(Inside):
     """``auto_physical_batch_size``: the largest physical batch that fits, found before the steps
     and written into the arguments, once.
 
-    Sizes that the arguments give are upper limits, except for the default of
-    ``per_device_train_batch_size``.
+    ``per_device_train_batch_size`` is an upper limit, unless it is the default.
     """
 
     asked_for_by = "auto_physical_batch_size"
@@ -63,11 +62,8 @@ class PhysicalBatch(Inside):
         self._found, args = True, self.args
         given = args.per_device_train_batch_size
         default = {each.name: default_of(each) for each in dataclasses.fields(args)}
-        found = mechanism.find_physical_batch(
+        args.per_device_train_batch_size = mechanism.find_physical_batch(
             optimizer,
             length=args.auto_physical_batch_length,
             most_examples=None if given == default["per_device_train_batch_size"] else given,
-            most_tokens=args.max_tokens_per_physical_batch,
         )
-        args.per_device_train_batch_size = found.examples
-        args.max_tokens_per_physical_batch = found.tokens

@@ -17,7 +17,7 @@ from hf_dp.errors import ConfigError, LedgerError, UnsupportedArgumentError, Uns
 from hf_dp.noise import untouched_generators
 from hf_dp.plans.mechanism import MechanismPlan
 from hf_dp.run.gate import Release
-from hf_dp.run.physical_size import PhysicalSize, largest_physical_batch
+from hf_dp.run.physical_size import largest_physical_batch
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.tuners.base import Tuner
@@ -135,8 +135,7 @@ class Mechanism(ABC):
         *,
         length: int | None = None,
         most_examples: int | None = None,
-        most_tokens: int | None = None,
-    ) -> PhysicalSize:
+    ) -> int:
         """Find the largest physical batch that fits, and use it for the draws to come; arguments
         and errors as :func:`hf_dp.run.physical_size.largest_physical_batch`."""
         run = self.run
@@ -156,15 +155,11 @@ class Mechanism(ABC):
             self.tuner.before_step(run, 0)  # again at the first step
         with self.tuner.all_that_may_train(run.model):
             found = largest_physical_batch(
-                run,
-                self.rehearse,
-                optimizer,
-                length=length,
-                most_examples=most_examples,
-                most_tokens=most_tokens,
+                run, self.rehearse, optimizer, length=length, most_examples=most_examples
             )
-        run.options = replace(run.options, batches=found.of(run.options.batches))
-        if run.checked_alone and found.examples > 1:  # now they have neighbors
+        batches = replace(run.options.batches, physical_batch_size=found)
+        run.options = replace(run.options, batches=batches)
+        if run.checked_alone and found > 1:  # now they have neighbors
             run.check_engine()
         return found
 

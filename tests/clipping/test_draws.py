@@ -16,7 +16,6 @@ from hf_dp.clipping import self_check
 from hf_dp.clipping.draws import refuse_shared_draws
 from hf_dp.errors import SelfCheckError, UnsupportedArgumentError
 from hf_dp.losses import per_example_loss
-from hf_dp.run.physical_size import PhysicalSize
 from hf_dp.tasks.models import turn_off_dropout
 
 SIZE = {
@@ -230,10 +229,10 @@ def test_a_size_that_is_found_is_checked(tmp_path, monkeypatch):
     given = {"model": SharedTable(tiny.model().config)}
     trainer = tiny.trainer(tmp_path, given=given, per_device_train_batch_size=1)
     trainer.check_engine()
-    found = PhysicalSize(examples=4, tokens=None)
+    found = 4
 
     def find(*args, **options):
-        trainer.args.per_device_train_batch_size = found.examples  # which the run's options follow
+        trainer.args.per_device_train_batch_size = found  # which the run's options follow
         return found
 
     monkeypatch.setattr("hf_dp.mechanisms.base.largest_physical_batch", find)

@@ -30,7 +30,7 @@ from hf_dp.errors import (
 )
 from hf_dp.run import physical_size
 from hf_dp.run.options import RunOptions
-from hf_dp.run.physical_size import largest_physical_batch, longest_thought_of
+from hf_dp.run.physical_size import largest_physical_batch
 from hf_dp.trainer.private import PrivateTraining
 
 MIB = 2**20
@@ -92,7 +92,6 @@ def adam(mechanism):
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    monkeypatch.setattr(physical_size, "_on_gpu", lambda run: True)
     monkeypatch.setattr(physical_size, "_kept_free", lambda device: None)
 
 
@@ -111,50 +110,35 @@ def artificial(on_a_gpu):
     return find
 
 
-# -- the search --
+def linear(examples: int, tokens: int) -> int:
+    return 100 + 3 * examples * tokens
 
 
-@pytest.mark.parametrize("budget", [1_000, 5_300, 12_000])
+@pytest.mark.parametrize("budget", [1_000, 5_300])
 def test_the_largest_that_fits_is_found(tmp_path, artificial, budget):
-    """Linear in tokens: all divisions of a number of tokens take the same."""
-    found = artificial(mechanism_of(tmp_path), lambda n, t: 100 + 3 * n * t, budget, length=16)
-    tokens = (budget - 100) // 3
-    assert found.tokens % 16 == 0 and 0.88 * tokens - 16 <= found.tokens <= tokens
-    assert found.examples == min(300, found.tokens)
+    found = artificial(mechanism_of(tmp_path), linear, budget, length=16)
+    most = (budget - 100) // (3 * 16)
+    assert 0.88 * most - 1 <= found <= most
 
 
-def test_short_examples_that_cost_more_than_their_tokens_limit_the_examples(tmp_path, artificial):
-    """As explicit gradients of one example each do."""
-    cost = lambda n, t: n * t + 40 * n  # noqa: E731
-    found = artificial(mechanism_of(tmp_path), cost, 5_000, length=16)
-    assert 80 <= found.examples <= 108
-    for number, length in itertools.product(range(1, 301), range(1, 17)):
-        if number <= found.examples and (number == 1 or number * length <= found.tokens):
-            assert cost(number, length) <= 5_000
+def test_nothing_is_searched_beyond_a_draw_or_a_size_that_is_given(tmp_path, artificial):
+    mechanism = mechanism_of(tmp_path, expected=20)
+    assert artificial(mechanism, linear, 10**6, length=16) == 20 + 27
+    assert artificial(mechanism, linear, 10**6, length=16, most_examples=5) == 5
 
 
-def test_nothing_is_searched_beyond_a_draw(tmp_path, artificial):
-    found = artificial(mechanism_of(tmp_path, expected=20), lambda n, t: 0, 1, length=16)
-    assert found.examples == 20 + 27 and found.tokens == 16 * 47
+REFUSED = {
+    "too little memory": (16, 1, DoesNotFitError, r"1 example of 16 token.*gradient_checkpointing"),
+    "no length": (None, 10**6, InvalidArgumentError, "`auto_physical_batch_length` to be the num"),
+    "a longer row": (5, 10**6, DataError, r"`input_ids` of a row has 8 .*at most 5"),
+}
 
 
-@pytest.mark.parametrize(
-    ("limits", "expected"),
-    [
-        ({"most_examples": 5}, (5, 80)),
-        ({"most_tokens": 64}, (64, 64)),
-        ({"most_tokens": 9}, (9, 9)),
-        ({"most_tokens": 64, "most_examples": 6}, (6, 64)),
-    ],
-)
-def test_sizes_that_are_given_are_upper_limits(tmp_path, artificial, limits, expected):
-    found = artificial(mechanism_of(tmp_path), lambda n, t: n * t, 10**6, length=16, **limits)
-    assert (found.examples, found.tokens) == expected
-
-
-def test_what_does_not_fit_names_the_length_and_what_to_do(tmp_path, artificial):
-    with pytest.raises(DoesNotFitError, match=r"1 example of 16 token.*gradient_checkpointing"):
-        artificial(mechanism_of(tmp_path), lambda n, t: 2, 1, length=16)
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_found_names_what_to_do(tmp_path, artificial, case):
+    length, budget, error, words = REFUSED[case]
+    with pytest.raises(error, match=words):
+        artificial(mechanism_of(tmp_path), linear, budget, length=length)
 
 
 def test_a_cpu_is_refused_by_name(tmp_path):
@@ -162,59 +146,6 @@ def test_a_cpu_is_refused_by_name(tmp_path):
     mechanism = mechanism_of(tmp_path)
     with pytest.raises(UnsupportedArgumentError, match="`auto_physical_batch_size`.*'cpu'.*Set "):
         mechanism.find_physical_batch(adam(mechanism))
-
-
-# -- lengths --
-
-
-def test_the_length_is_that_of_the_tokenizer_and_the_model(tmp_path):
-    run = mechanism_of(tmp_path).run
-    assert longest_thought_of(run, 7) == 7
-    assert longest_thought_of(run, None) == 24  # the model's positions
-    run.processing_class = tiny.tokenizer()
-    run.processing_class.model_max_length = 12
-    assert longest_thought_of(run, None) == 12
-
-
-def test_roberta_has_fewer_positions_than_its_table_has_rows(tmp_path, on_a_gpu):
-    from transformers import RobertaConfig, RobertaForSequenceClassification
-
-    config = RobertaConfig(
-        vocab_size=19,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=26,
-        pad_token_id=1,
-    )
-    mechanism = mechanism_of(tmp_path, RobertaForSequenceClassification(config))
-    assert longest_thought_of(mechanism.run, None) == 24
-    assert mechanism.find_physical_batch(adam(mechanism), most_examples=2).tokens == 48
-
-
-def test_an_unknown_length_is_refused(tmp_path):
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    run = mechanism_of(tmp_path).run
-    run.model = T5ForConditionalGeneration(
-        T5Config(vocab_size=19, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
-    )
-    with pytest.raises(InvalidArgumentError, match="`auto_physical_batch_length` to be given"):
-        longest_thought_of(run, None)
-
-
-def test_a_length_of_what_has_no_tokens_is_refused(tmp_path):
-    run = mechanism_of(tmp_path).run
-    run.model = torch.nn.Linear(2, 2)
-    assert longest_thought_of(run, None) is None
-    with pytest.raises(InvalidArgumentError, match="`auto_physical_batch_length` to be None"):
-        longest_thought_of(run, 64)
-
-
-def test_a_longer_row_is_refused(tmp_path, artificial):
-    with pytest.raises(DataError, match=r"`input_ids` of a row has 8 .*at most 5"):
-        artificial(mechanism_of(tmp_path), lambda n, t: 0, 1, length=5)
 
 
 def test_a_length_that_the_model_does_not_take_is_named(tmp_path, on_a_gpu):
@@ -226,27 +157,23 @@ def test_a_length_that_the_model_does_not_take_is_named(tmp_path, on_a_gpu):
 # -- what it must not see --
 
 
-def found_on(folder, artificial, train_dataset):
-    given = mechanism_of(folder, train_dataset=train_dataset)
-    found = artificial(given, lambda n, t: 3 * n * t + n, 5_000)
-    return found.examples, found.tokens
+def found_on(folder, artificial, longest: int) -> int:
+    given = mechanism_of(folder / str(longest), train_dataset=rows(longest, seed=longest))
+    return artificial(given, linear, 5_000, length=24)
 
 
 def test_the_rows_do_not_matter(tmp_path, artificial):
-    short, long = rows(4, seed=1), rows(20, seed=2)
-    one, other = (found_on(tmp_path / str(len(d[0])), artificial, d) for d in (short, long))
-    assert one == other
+    assert found_on(tmp_path, artificial, 4) == found_on(tmp_path, artificial, 20)
 
 
 def test_planted_length_of_the_rows_is_seen(tmp_path, artificial, monkeypatch):
-    monkeypatch.setattr(
-        physical_size,
-        "longest_thought_of",
-        lambda run, _: run.training_data().looked_over.layout.leaves["input_ids"].most[-1],
-    )
-    short, long = rows(4, seed=1), rows(20, seed=2)
-    one, other = (found_on(tmp_path / str(i), artificial, d) for i, d in enumerate((short, long)))
-    assert one != other
+    batch = physical_size._batch
+    found = []
+    for longest in (4, 20):
+        as_the_rows = lambda example, times, _, longest=longest: batch(example, times, longest)  # noqa: E731
+        monkeypatch.setattr(physical_size, "_batch", as_the_rows)
+        found.append(found_on(tmp_path, artificial, longest))
+    assert found[0] != found[1]
 
 
 def states(mechanism, optimizer):
@@ -273,18 +200,17 @@ def test_nothing_is_changed_by_a_search(tmp_path, on_a_gpu):
 
     def short(batches, optimizer):
         rehearse(batches, optimizer)
-        steps.append(len(batches[-1]["labels"]))
-        if steps[-1] > 2:
+        steps.append(tuple(batches[-1]["input_ids"].shape))
+        if len(batches[-1]["input_ids"]) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
     mechanism.rehearse = short
     mechanism.run.training_data()
     mechanism.run.model.eval()
     before = states(mechanism, optimizer)
-    mechanism.find_physical_batch(optimizer, most_examples=4)
-    assert steps[:3] == [4, 3, 2] and states(mechanism, optimizer) == before
+    mechanism.find_physical_batch(optimizer, length=24, most_examples=4)
+    assert steps[:3] == [(4, 24), (3, 24), (2, 24)] and states(mechanism, optimizer) == before
     assert mechanism.run.options.batches.physical_batch_size == 2
-    assert mechanism.run.options.batches.max_tokens == 48
 
 
 def test_planted_step_that_is_not_undone_is_seen(tmp_path, on_a_gpu, monkeypatch):
@@ -292,7 +218,7 @@ def test_planted_step_that_is_not_undone_is_seen(tmp_path, on_a_gpu, monkeypatch
     mechanism = mechanism_of(tmp_path, tiny.model())
     optimizer = adam(mechanism)
     before = states(mechanism, optimizer)
-    mechanism.find_physical_batch(optimizer, most_examples=1)
+    mechanism.find_physical_batch(optimizer, length=24, most_examples=1)
     assert states(mechanism, optimizer) != before
 
 
@@ -312,8 +238,7 @@ def search_of_this_process(folder, budgets):
                 raise torch.OutOfMemoryError("CUDA out of memory.")
 
         mechanism.rehearse = rehearse
-        found = mechanism.find_physical_batch(adam(mechanism), length=16)
-        return found.examples, found.tokens
+        return mechanism.find_physical_batch(adam(mechanism), length=16)
 
     return run
 
@@ -322,7 +247,7 @@ def test_two_processes_use_the_smaller_number(tmp_path, on_a_gpu):
     ended = outcomes(2, search_of_this_process(tmp_path, (480, 160)))
     assert not any(each.exit for each in ended), [each.trace for each in ended]
     one, other = (each.result for each in ended)
-    assert one == other and 144 <= one[1] <= 160
+    assert one == other and one in (9, 10)
 
 
 def test_a_search_that_fails_in_one_process_stops_both(tmp_path, on_a_gpu):
@@ -339,20 +264,7 @@ def no_statement(monkeypatch, on_a_gpu):
     monkeypatch.setattr(PrivateTraining, "write_files", lambda *_, **__: None)
 
 
-class Recorded:
-    """The sizes of the physical batches that steps were given."""
-
-    def __init__(self, trainer):
-        self.sizes: list[tuple[int, int]] = []
-        clip = trainer.mechanism.clip
-
-        def recording(batches):
-            self.sizes += [tuple(batch["input_ids"].shape) for batch in batches]
-            return clip(batches)
-
-        trainer.mechanism.clip = recording
-
-
+AUTO = {"auto_physical_batch_size": True, "auto_physical_batch_length": 24}
 WAYS = {
     "dp_sgd": {},
     "rgp": {"given": {"peft_config": RgpConfig()}},
@@ -376,44 +288,34 @@ def test_a_trainer_uses_what_it_finds(tmp_path, no_statement, changes):
         tmp_path,
         auto_physical_batch_size=True,
         auto_physical_batch_length=10,
-        per_device_train_batch_size=8,
-        max_tokens_per_physical_batch=200,
+        per_device_train_batch_size=8,  # the default, which is no limit
         expected_batch_size=40,  # all rows in each draw
-        max_steps=2,
+        max_steps=1,
         **changes,
     )
-    recorded = Recorded(trainer)
+    sizes, clip = [], trainer.mechanism.clip
+
+    def recording(batches):
+        sizes.extend(len(batch["input_ids"]) for batch in batches)
+        return clip(batches)
+
+    trainer.mechanism.clip = recording
     trainer.train()
-    args = trainer.args
-    assert (args.per_device_train_batch_size, args.max_tokens_per_physical_batch) == (40, 200)
-    assert trainer.state.train_batch_size == 40
-    assert max(examples for examples, _ in recorded.sizes) > 8  # the default, which was not used
-    assert all(examples * tokens <= 200 for examples, tokens in recorded.sizes)
+    assert trainer.args.per_device_train_batch_size == trainer.state.train_batch_size == 40
+    assert max(sizes) > 8
 
 
-def test_a_size_that_is_given_to_a_trainer_is_the_most(tmp_path, no_statement):
-    trainer = tiny.trainer(
-        tmp_path, auto_physical_batch_size=True, per_device_train_batch_size=3, max_steps=1
-    )
-    trainer.train()
-    assert trainer.args.per_device_train_batch_size == 3
-    assert trainer.args.max_tokens_per_physical_batch == 72  # 24 positions
-
-
-def test_it_is_found_once(tmp_path, no_statement, monkeypatch):
+def test_a_size_that_is_given_is_the_most_and_it_is_found_once(tmp_path, no_statement, monkeypatch):
     """The number that was found is no upper limit for a second train()."""
-    calls = []
-    find = physical_size.largest_physical_batch
+    calls, find = [], physical_size.largest_physical_batch
     monkeypatch.setattr(
         "hf_dp.mechanisms.base.largest_physical_batch",
         lambda *args, **given: calls.append(given) or find(*args, **given),
     )
-    trainer = tiny.trainer(
-        tmp_path, auto_physical_batch_size=True, per_device_train_batch_size=3, max_steps=1
-    )
+    trainer = tiny.trainer(tmp_path, **AUTO, per_device_train_batch_size=3, max_steps=1)
     trainer.train()
     trainer.train()
-    assert len(calls) == 1
+    assert trainer.args.per_device_train_batch_size == 3 and len(calls) == 1
 
 
 def test_the_update_does_not_depend_on_it(tmp_path, no_statement):
@@ -426,7 +328,7 @@ def test_the_update_does_not_depend_on_it(tmp_path, no_statement):
         trainer.train()
         return trainer.model.state_dict()
 
-    plain, found = weights(), weights(auto_physical_batch_size=True)
+    plain, found = weights(), weights(**AUTO)
     for name, value in plain.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
 
@@ -443,12 +345,20 @@ class Own(tiny.DPTrainer):
         return [{**each, "weights": torch.ones(1)} for each in made]
 
 
-def test_made_up_examples_of_ones_own_are_stretched(tmp_path, no_statement):
+def test_made_up_examples_of_ones_own_are_stretched(tmp_path, no_statement, monkeypatch):
     given = {"train_dataset": tiny.dataset().map(lambda row: {"weights": 1.0})}
-    options = {"auto_physical_batch_size": True, "remove_unused_columns": False, "max_steps": 1}
+    options = {**AUTO, "remove_unused_columns": False, "max_steps": 1}
     trainer = tiny.trainer(tmp_path, cls=Own, given=given, **options)
+    batch, shapes = physical_size._batch, set()
+
+    def seen(*args):
+        made = batch(*args)
+        shapes.add(tuple(made["input_ids"].shape))
+        return made
+
+    monkeypatch.setattr(physical_size, "_batch", seen)
     trainer.train()
-    assert trainer.args.max_tokens_per_physical_batch == 4 * 24
+    assert shapes == {(1, 24), (trainer.args.per_device_train_batch_size, 24)}
     without = type("Without", (Own,), {"synthetic_batches": tiny.DPTrainer.synthetic_batches})
     trainer = tiny.trainer(tmp_path / "without", cls=without, given=given, **options)
     with pytest.raises(HfDpError, match="synthetic_batches"):
@@ -469,7 +379,7 @@ def test_on_a_gpu_the_largest_batch_runs_and_nothing_is_changed(tmp_path):
         found = mechanism.find_physical_batch(optimizer, length=512)
         assert states(mechanism, optimizer) == before
         assert torch.equal(torch.cuda.get_rng_state(), device_state)
-        assert 512 <= found.tokens < 512 * COUNT
+        assert 1 <= found < COUNT
         for batches in itertools.islice(mechanism.logical_batches(), 2):
             mechanism.clip(batches)
     finally:
