@@ -12,22 +12,25 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import datasets
 import numpy as np
+import pyarrow
 import torch
 from pyarrow import types
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 from transformers.utils import logging
 
-from hf_dp.batches.structure import is_picture
+from hf_dp.batches.structure import DataSet, Row, Value, is_picture
 from hf_dp.batches.units import UnitTable, unit_values
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.noise import untouched_generators
 from hf_dp.plans.dp_sgd import MEAN_RUNS
 
 logger = logging.get_logger(__name__)
+
+Columns = dict[str, list[Value]]
 
 # A column with this share of distinct values tells rows apart. At most 2 (1 - 0.95) of its rows
 # have a twin in it, and so, by chance, at most a tenth of held-out rows.
@@ -40,7 +43,7 @@ _NUMBER, _NUMBERS, _TEXT, _PICTURE, UNSTEADY = range(5)  # kinds of columns
 _MASK, _AT_ONCE, _FIRST, _SHOWN = "attention_mask", 256, 8, 10  # rows at a time, to see, to name
 
 
-def _places(dataset: Any, known: list[Any]) -> np.ndarray:
+def _places(dataset: DataSet, known: list[DataSet]) -> np.ndarray:
     """Return a number for each row, one for each index of each object; ``known`` grows."""
     if isinstance(dataset, Subset):
         return _places(dataset.dataset, known)[np.asarray(dataset.indices, np.int64)]
@@ -51,11 +54,11 @@ def _places(dataset: Any, known: list[Any]) -> np.ndarray:
     return (number << 40) + np.arange(len(dataset) if _is_sized(dataset) else 0)
 
 
-def _is_sized(dataset: Any) -> bool:
+def _is_sized(dataset: DataSet) -> bool:
     return hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)
 
 
-def parts_of(dataset: Any) -> list[Any]:
+def parts_of(dataset: DataSet) -> list[DataSet]:
     """Return, in their order, the data sets with rows that a data set is made of."""
     if type(dataset) is ConcatDataset:
         return [part for each in dataset.datasets for part in parts_of(each)]
@@ -65,7 +68,9 @@ def parts_of(dataset: Any) -> list[Any]:
     return [] if _is_sized(dataset) and not len(dataset) else [dataset]
 
 
-def _chunks(part: Any, most: int, names: Collection[str] = ()) -> Iterator[dict[str, list[Any]]]:
+def _chunks(
+    part: DataSet, most: int, names: Collection[str] = ()
+) -> Iterator[dict[str, list[Value]]]:
     """Yield some rows at a time, as lists by column: all, or those of these names.
 
     Rows of a ``datasets.Dataset`` are read as they were before any transform of the user's.
@@ -80,7 +85,7 @@ def _chunks(part: Any, most: int, names: Collection[str] = ()) -> Iterator[dict[
         yield {name: [row.get(name) for row in chunk] for name in names or chunk[0]}
 
 
-def _fields(row: Any) -> Mapping[str, Any]:
+def _fields(row: Row) -> Mapping[str, Value]:
     """Return a row's values by column; a tuple's are numbered, without scalars (labels, ids)."""
     if isinstance(row, Mapping):
         return row
@@ -88,7 +93,7 @@ def _fields(row: Any) -> Mapping[str, Any]:
     return {str(at): value for at, value in enumerate(row if several else [row]) if _kind(value)}
 
 
-def _values(array: Any) -> list[Any]:
+def _values(array: pyarrow.Array) -> list[Value]:
     """Return the elements of an Arrow array, lists of numbers as arrays."""
     if types.is_list(array.type) and not array.null_count:
         inner = array.flatten()
@@ -97,7 +102,7 @@ def _values(array: Any) -> list[Any]:
     return array.to_pylist()
 
 
-def _kind(value: Any) -> int:
+def _kind(value: Value) -> int:
     """Return whether a value is one number (or unknown), several, text, or a picture."""
     if isinstance(value, (list, tuple)):
         return max(_NUMBER, _NUMBERS, *map(_kind, value[:_FIRST]))
@@ -108,7 +113,7 @@ def _kind(value: Any) -> int:
     return _NUMBERS if getattr(value, "ndim", 0) else _NUMBER
 
 
-def encode(value: Any) -> bytes:
+def encode(value: Value) -> bytes:
     """Return a value as bytes, the same in any container (floats as float32, as torch has them)."""
     if isinstance(value, str):
         return _sized(b"s", value.encode("utf-8", "surrogatepass"))
@@ -134,11 +139,11 @@ def encode(value: Any) -> bytes:
     return _sized(b"f%r" % (numbers.shape,), content)
 
 
-def _sized(tag: bytes, content: Any) -> bytes:
+def _sized(tag: bytes, content: bytes | bytearray) -> bytes:
     return tag + len(content).to_bytes(8, "little") + content
 
 
-def _as_array(value: Any) -> np.ndarray | None:
+def _as_array(value: Value) -> np.ndarray | None:
     """Return numbers as an array; None for anything else, and for lists of unequal lengths."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().float() if value.is_floating_point() else value.cpu()
@@ -152,7 +157,7 @@ def _as_array(value: Any) -> np.ndarray | None:
     return array if array.dtype.kind in "biuf" else None
 
 
-def _unpad(chunk: dict[str, list[Any]]) -> None:
+def _unpad(chunk: Columns) -> None:
     """Drop masked positions from lists of numbers as long as the mask."""
     arrays = [mask for mask in chunk[_MASK] if isinstance(mask, np.ndarray)]
     if len(arrays) == len(chunk[_MASK]) and np.concatenate(arrays).all():
@@ -166,7 +171,7 @@ def _unpad(chunk: dict[str, list[Any]]) -> None:
                     chunk[name][row] = array[mask != 0]
 
 
-def columns_of(part: Any) -> dict[str, int]:
+def columns_of(part: DataSet) -> dict[str, int]:
     """Return the kinds of a data set's columns, as a few rows show them; none without rows."""
     first, again = (next(_chunks(part, _FIRST), {}) for _ in range(2))
     return {
@@ -177,7 +182,7 @@ def columns_of(part: Any) -> dict[str, int]:
     }
 
 
-def _content(*sets: Any) -> dict[str, int]:
+def _content(*sets: DataSet) -> dict[str, int]:
     """Return what all data sets have of content and of labels of more than one number."""
     found = [columns_of(part) for each in sets for part in parts_of(each)]
     names = [name for name in found[0] if all(name in each for each in found)]
@@ -185,7 +190,7 @@ def _content(*sets: Any) -> dict[str, int]:
     return {name: kind for name, kind in kinds.items() if kind or not _LABELS.search(name)}
 
 
-def digests(dataset: Any, columns: Mapping[str, int], key: bytes) -> dict[str, np.ndarray]:
+def digests(dataset: DataSet, columns: Mapping[str, int], key: bytes) -> dict[str, np.ndarray]:
     """Return digests of the values, by column. Pictures are compared by their pixels."""
     found: dict[str, list[bytes]] = {name: [] for name in columns}
     for part in parts_of(dataset):
@@ -221,12 +226,12 @@ class _Training:
     """What no evaluation set may share with a training set; in words: shares, unknown, move."""
 
     shares = unknown = move = ""
-    _compare: Callable[[Any], Overlap]
+    _compare: Callable[[DataSet], Overlap]
 
     def __init__(self) -> None:
-        self._seen: list[tuple[Any, Overlap]] = []
+        self._seen: list[tuple[DataSet, Overlap]] = []
 
-    def compare(self, evaluation: Any) -> Overlap:
+    def compare(self, evaluation: DataSet) -> Overlap:
         """Return what a set shares with the training set. One that cannot grow is read once."""
         for each, found in self._seen:
             if each is evaluation and not isinstance(each, list):
@@ -235,7 +240,7 @@ class _Training:
             self._seen.append((evaluation, self._compare(evaluation)))
         return self._seen[-1][1]
 
-    def refuse(self, evaluation: Any, *, search: bool = False) -> bool:
+    def refuse(self, evaluation: DataSet, *, search: bool = False) -> bool:
         """Return whether all evaluation sets, one or several by name, could be compared.
 
         A few shared rows are warned of once. In a private ``search`` one is too many, and so is a
@@ -276,7 +281,7 @@ class TrainingUsers(_Training):
         self.unknown = f"does not say whose its rows are. Keep the column {table.column!r} in it"
         self.move = f"Split by {table.column!r}"
 
-    def _compare(self, evaluation: Any) -> Overlap:
+    def _compare(self, evaluation: DataSet) -> Overlap:
         if (values := unit_values(evaluation, self.table.column)) is None:
             return Overlap(0, comparable=False)
         equal, by = self.table.shared(values), f"`{self.table.column}`"
@@ -292,10 +297,10 @@ class TrainingRows(_Training):
         "another row. Give both sets the same columns, without random transforms"
     )
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: DataSet) -> None:
         super().__init__()
         self.dataset, self._key = dataset, os.urandom(32)
-        self._read: dict[Any, dict[str, np.ndarray]] = {}
+        self._read: dict[tuple[tuple[str, int], ...], dict[str, np.ndarray]] = {}
 
     def repeats(self) -> tuple[int, str]:
         """Return how many training rows are equal at the most, and what was compared."""
@@ -311,9 +316,9 @@ class TrainingRows(_Training):
             self._read[asked] = digests(self.dataset, columns, self._key)
         return self._read[asked]
 
-    def _compare(self, evaluation: Any) -> Overlap:
+    def _compare(self, evaluation: DataSet) -> Overlap:
         """Compare by index in one object, by each column alone, by all texts, by everything."""
-        known: list[Any] = []
+        known: list[DataSet] = []
         mine, its = _places(self.dataset, known), _places(evaluation, known)
         if (same := np.flatnonzero(np.isin(its, mine))).size:
             return Overlap(len(its), same, "their index in train_dataset", refused=True)

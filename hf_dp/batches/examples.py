@@ -31,22 +31,15 @@ _CHUNK = 256
 class Examples(Dataset[Example]):
     """Example i is what the collator makes of row i alone: tensors of shape (1, ...).
 
-    Args:
-        dataset: anything with ``len`` and ``[i]``.
-        collator: the user's; it is called with a list of one row.
-        randomness: the run's; it reseeds the global generators for each example.
-
-    Raises:
-        DataError: names the row for which the collator fails or does not return one example.
+    DataError names the row for which the collator, called with a list of one row, fails.
     """
 
     def __init__(self, dataset: Rows, collator: Collator, randomness: SecretRandomness):
         self.randomness = randomness
         self.collator, self.dataset = collator, dataset
         self.reads, self.collates = Isolated(dataset, has_rows=True), Isolated(collator)
-        self._rows_are_fresh = isinstance(dataset, datasets.Dataset) and dataset.format["type"] != (
-            "custom"
-        )
+        stored = isinstance(dataset, datasets.Dataset)
+        self._rows_are_fresh = stored and dataset.format["type"] != "custom"
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -89,8 +82,7 @@ class Examples(Dataset[Example]):
 
     def refuse_labels_in_words(self, index: int) -> None:
         """Raise DataError if the label of a row is text, which some collators drop."""
-        if words := _labels_in_words(self.row(index)):
-            raise DataError(self._words_as_label(f"Row {index} of the training set", *words))
+        self._refuse_words_as_label(self.row(index), f"Row {index} of the training set")
 
     def _example(self, index: int) -> Example:
         return self._collated(self._row(index), f"Row {index} of the training set")
@@ -102,23 +94,14 @@ class Examples(Dataset[Example]):
         try:
             with self.reads.fresh() as dataset:
                 row = dataset[index]
-        except KeyError as problem:
-            raise DataError(
-                f"Row {index} of the training set cannot be read: {problem} is missing. If a "
-                "transform needs a column that the model's forward does not take, set "
-                "remove_unused_columns=False."
-            ) from problem
         except MemoryError:
             raise
         except Exception as problem:  # a damaged file, a transform that fails
-            if isinstance(problem, DataError):
-                said = f"Row {index} of the training set cannot be read: {problem}"
-            else:
-                said = (
-                    f"Row {index} of the training set cannot be read "
-                    f"({type(problem).__name__}: {problem}). Repair it, or leave it out."
-                )
-            raise DataError(said) from problem
+            raise DataError(
+                f"Row {index} of the training set cannot be read ({type(problem).__name__}: "
+                f"{problem}). Repair it, or leave it out. If a transform needs a column that the "
+                "model's forward does not take, set remove_unused_columns=False."
+            ) from problem
         # A collator may pop columns or write into lists, which rows of the data set may share.
         return row if self._rows_are_fresh else _copied(row, index)
 
@@ -127,16 +110,18 @@ class Examples(Dataset[Example]):
             with self.collates.fresh() as collator:
                 example = own(collator([row]))
         except Exception as problem:
-            if words := _labels_in_words(row):
-                raise DataError(self._words_as_label(which, *words)) from problem
-            if picture := _picture_in(row):
-                raise DataError(_picture_as_column(which, row, picture, problem)) from problem
+            self._refuse_words_as_label(row, which)
+            pictures = [name for name, value in _columns(row).items() if is_picture(value)]
+            of_pictures = (
+                f"It cannot take the images in {pictures}: let a transform make `pixel_values` "
+                "with the model's image processor (dataset.with_transform), and leave them out. "
+            )
             raise DataError(
                 f"{which}, collated alone, failed ({type(problem).__name__}: {problem}). The data "
                 "collator is called with a list of one row, so that no row sees another; the "
-                "library pads. It must work on one. If it misses a column, set "
-                "remove_unused_columns=False: otherwise only columns that the model's forward "
-                "takes are kept."
+                f"library pads. It must work on one. {of_pictures if pictures else ''}If it misses "
+                "a column, set remove_unused_columns=False: otherwise only columns that the "
+                "model's forward takes are kept."
             ) from problem
         for name, leaf in leaves(example):
             if not _is_one_example(leaf):
@@ -148,47 +133,18 @@ class Examples(Dataset[Example]):
                 )
         return example
 
-    def _words_as_label(self, which: str, name: str, value: str) -> str:
-        """Return what to do about a label that is text."""
-        if name in getattr(self.dataset, "column_names", [name]):
-            move = (
-                f"Use dataset.cast_column({name!r}, datasets.ClassLabel(names=[...])); with hf-dp, "
-                "set class_names."
-            )
-        else:
-            move = (
-                f"The data set has no column {name!r}, so its transform makes it: let it return "
-                f"class ids, such as names.index({value!r})."
-            )
-        return f"{which} has the text {value!r} as `{name}`, and models take class ids. {move}"
+    def _refuse_words_as_label(self, row: Row, which: str) -> None:
+        for name in LABELS:
+            if isinstance(value := _columns(row).get(name), str):
+                raise DataError(
+                    f"{which} has the text {value!r} as `{name}`, and models take class ids. Use "
+                    f"dataset.cast_column({name!r}, datasets.ClassLabel(names=[...])) (with hf-dp, "
+                    "set class_names), or let the transform that makes it return class ids."
+                )
 
 
-def _labels_in_words(row: Row) -> tuple[str, str] | None:
-    """Return name and value of a label that is text, if there is one."""
-    values = row if isinstance(row, dict) else {}
-    found = ((name, values[name]) for name in LABELS if name in values)
-    return next(((name, value) for name, value in found if isinstance(value, str)), None)
-
-
-def _picture_in(row: Row) -> str | None:
-    """Return the name of a column that holds a PIL image, if there is one."""
-    values = row if isinstance(row, dict) else {}
-    return next((name for name, value in values.items() if is_picture(value)), None)
-
-
-def _picture_as_column(which: str, row: Row, name: str, problem: Exception) -> str:
-    """Return what to do about a PIL image that made the collator fail."""
-    failed = f"the data collator cannot take it ({type(problem).__name__}: {problem})"
-    if "pixel_values" in row and name != "pixel_values":
-        return (
-            f"{which} has `pixel_values`, and still an image as `{name}`: {failed}. Leave `{name}` "
-            "out of what the transform returns: only `pixel_values` and `labels` are needed."
-        )
-    return (
-        f"{which} has an image as `{name}`, and {failed}. Let a transform make `pixel_values` of "
-        "it with the model's image processor (dataset.with_transform), and set "
-        "remove_unused_columns=False."
-    )
+def _columns(row: Row) -> dict[str, object]:
+    return row if isinstance(row, dict) else {}
 
 
 def _is_one_example(leaf: object) -> bool:

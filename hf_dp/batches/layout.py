@@ -12,12 +12,8 @@ from hf_dp.errors import DataError
 
 @dataclass
 class Leaf:
-    """One tensor of every example, of shape (1, ...), or a plain value.
-
-    Attributes:
-        dtype: that of the tensor, or the kind of value.
-        least, most: the smallest and largest size of each dimension, over all examples seen.
-    """
+    """One tensor of every example, of shape (1, ...), or a plain value, of which ``dtype`` is the
+    kind; with the smallest and largest size of each dimension seen."""
 
     dtype: str
     least: tuple[int, ...] = ()
@@ -52,7 +48,7 @@ class Layout:
         Raises:
             DataError: it differs from the first one in more than lengths.
         """
-        found = _leaves(example)
+        found = {name: _leaf(value) for name, value in leaves(example)}
         if not self.leaves:
             self.leaves = found
             return
@@ -65,7 +61,7 @@ class Layout:
 
     def check(self, example: Example) -> None:
         """Raise DataError if names, types or numbers of dimensions differ from the others'."""
-        self._refuse_other(_leaves(example))
+        self._refuse_other({name: _leaf(value) for name, value in leaves(example)})
 
     def _refuse_other(self, found: dict[str, Leaf]) -> None:
         if found.keys() != self.leaves.keys():
@@ -83,10 +79,6 @@ class Layout:
                     f"`{name}` is {_describe(leaf)}, and {_describe(known)} in the first row. Give "
                     "all rows the same type and number of dimensions."
                 )
-
-
-def _leaves(example: Example) -> dict[str, Leaf]:
-    return {name: _leaf(value) for name, value in leaves(example)}
 
 
 def _leaf(value: object) -> Leaf:

@@ -32,12 +32,7 @@ def made_up_rows(templates: Sequence[Row], examples: Sequence[Mapping[str, Tenso
     zeros, random floats, made-up words or images, of the first template's shape. A column that in
     all templates is as long as the tokens, or else as the labels, is so in the rows.
 
-    Args:
-        templates: rows of the data set.
-        examples: batches of one, with the model's inputs and ``labels``.
-
-    Raises:
-        DataError: a value's type cannot be made up.
+    Raises: DataError when a value's type cannot be made up.
     """
     aligned = dict.fromkeys(_as_long_as(templates, LABELS), "labels")
     aligned |= dict.fromkeys(_as_long_as(templates, ("input_ids",)), "input_ids")

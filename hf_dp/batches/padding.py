@@ -30,8 +30,6 @@ class Padding:
 
     Args:
         pad_token_id: for token ids; None when neither tokenizer nor model has one.
-        decoder_pad_token_id: for the decoder's token ids.
-        pad_token_type_id: for token type ids.
         side: "right" or "left", the tokenizer's.
         pads_labels: whether labels may differ in length, as token labels and those of the user's
             own loss may.
@@ -80,12 +78,8 @@ class Padding:
         )
 
     def check(self, layout: Layout) -> None:
-        """Check that every column of unequal lengths can be padded.
-
-        Raises:
-            DataError: names a column whose examples differ in a dimension that cannot be padded, or
-                a declared value whose column does not exist.
-        """
+        """Raise DataError for a column of unequal lengths that cannot be padded, and for a declared
+        value whose column does not exist."""
         unknown = sorted(self.values.keys() - {column(name) for name in layout.leaves})
         if unknown:
             raise DataError(
@@ -178,15 +172,10 @@ def _cannot_pad(name: str, leaf: Leaf, dimension: int) -> str:
         for place, (low, high) in enumerate(zip(leaf.least, leaf.most))
         if low != high
     )
-    if column(name) == "pixel_values":
-        return (
-            f"The images differ in size ({lengths or 'in this sample'} of `{name}`), and they are "
-            "not padded. Resize them: in the image processor (do_resize: true and a size of height "
-            "and width in preprocessor_config.json), or in the data set's transform."
-        )
     return (
         f"The column `{name}` ({leaf.dtype}) differs in length between rows "
         f"({lengths or 'in this sample'}), and hf_dp knows no value that would change nothing as "
         f"padding of its dimension {dimension}. Pad it to one length in the data set or the "
-        f"collator, leave it out, or declare the value: padding_values={{{column(name)!r}: ...}}."
+        "collator (images: resize them, in the image processor or the transform), leave it out, or "
+        f"declare the value: padding_values={{{column(name)!r}: ...}}."
     )

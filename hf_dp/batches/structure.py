@@ -15,10 +15,15 @@ from torch import Tensor
 
 from hf_dp.errors import DataError
 
+DataSet = Any  # with len and [i], or one that can only be iterated
 Row = Any  # of a data set, in whatever form it has
+Value = Any  # of a row's column
 Example = Any  # a collated batch of one: tensors of shape (1, ...) in mappings, tuples and lists
 Batch = Any  # the same of several examples
 Combine = Callable[[str, list[Any]], object]  # makes one leaf of those of several examples
+
+
+_CONTAINERS = (Tensor, np.ndarray, Mapping, list, tuple)
 
 
 class Rows(Protocol):
@@ -39,9 +44,7 @@ def own(collated: object, name: str = "") -> Example:
     """Return the collated value with plain containers and arrays as tensors.
 
     A list of plain values (texts, numbers, None) stays a list: one value for each example.
-
-    Raises:
-        DataError: names a value of any other type.
+    Raises: DataError naming a value of any other type.
     """
     if isinstance(collated, Tensor):
         return collated.detach()
@@ -50,7 +53,9 @@ def own(collated: object, name: str = "") -> Example:
     if isinstance(collated, Mapping):
         return {str(key): own(value, _join(name, key)) for key, value in collated.items()}
     if isinstance(collated, (list, tuple)):
-        if isinstance(collated, list) and not any(_is_container(value) for value in collated):
+        if isinstance(collated, list) and not any(
+            isinstance(value, _CONTAINERS) for value in collated
+        ):
             return [_plain(value, name) for value in collated]
         return tuple(own(value, _join(name, place)) for place, value in enumerate(collated))
     return _plain(collated, name)
@@ -94,10 +99,6 @@ def column(name: str) -> str:
 
 def _join(name: str, key: object) -> str:
     return f"{name}.{key}" if name else str(key)
-
-
-def _is_container(value: object) -> bool:
-    return isinstance(value, (Tensor, np.ndarray, Mapping, list, tuple))
 
 
 def _plain(value: object, name: str) -> object:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import datasets
 import numpy as np
@@ -23,11 +23,11 @@ from hf_dp.batches.loader import (
     PhysicalBatches,
     length_of,
     loader_of,
+    physical_batches,
     shape_of,
 )
-from hf_dp.batches.physical import physical_batches
-from hf_dp.batches.structure import Example
-from hf_dp.errors import DataError
+from hf_dp.batches.structure import Batch, DataSet, Example, Row, Value
+from hf_dp.errors import ConfigError, DataError
 from hf_dp.plans.samplers import RandomBytes
 from hf_dp.plans.samplers import Sampler as LogicalSampler
 from hf_dp.plans.units import Users
@@ -38,21 +38,17 @@ Rows = tuple[int, ...]  # indices of the rows of one drawn unit
 class UnitTable:
     """Which rows belong to which unit.
 
-    Args:
-        values: the unit of each row, as text or whole numbers; equal values are one unit.
-        column: where they come from, for messages.
+    Args: values: the unit of each row, as text or whole numbers. column: where they come from.
 
-    Raises:
-        DataError: a value is missing, or neither text nor a whole number; there are fewer than two
-            units.
+    Raises: DataError for another value, or fewer than two units.
     """
 
-    def __init__(self, values: Sequence[Any], column: str):
+    def __init__(self, values: Sequence[Value], column: str):
         self.column, self.num_rows = column, len(values)
-        numbers: dict[Any, int] = {}
+        numbers: dict[int | str, int] = {}
         unit_of = np.empty(len(values), np.int64)
         for row, value in enumerate(values):
-            unit_of[row] = numbers.setdefault(_checked(value, column, values), len(numbers))
+            unit_of[row] = numbers.setdefault(_checked(value, column), len(numbers))
         if len(numbers) < 2:
             raise DataError(
                 f"The column {column!r} names {len(numbers)} unit(s), and private training needs "
@@ -90,7 +86,7 @@ class UnitTable:
         """
         return hmac.digest(key.encode(), self._unit_of, "sha256").hex()
 
-    def shared(self, values: Sequence[Any]) -> np.ndarray:
+    def shared(self, values: Sequence[Value]) -> np.ndarray:
         """Return which of these rows, by index, belong to one of the units. Not private.
 
         Values are compared as text: another data set may hold numbers as text.
@@ -116,33 +112,23 @@ def _scattered(rows: np.ndarray, most: int) -> np.ndarray:
     return rows[np.random.default_rng(len(rows)).permutation(len(rows))[:most]]
 
 
-def _checked(value: Any, column: str, values: Sequence[Any]) -> Any:
+def _checked(value: object, column: str) -> int | str:
     """Return a value that names a unit. Raises: DataError."""
     if isinstance(value, np.integer):
         return int(value)
     if isinstance(value, (str, int)) and not isinstance(value, bool) and value != "":
         return value
-    missing = sum(_is_missing(each) for each in values)
-    if missing:
-        raise DataError(
-            f"The column {column!r} is empty in {missing:,} of {len(values):,} rows, and a row "
-            "that is nobody's cannot be protected as anybody's. Fill it in (a value of its own for "
-            "each such row, if each is another user's), or leave those rows out."
-        )
     raise DataError(
-        f"The column {column!r} holds a {type(value).__name__}. Expected text or whole numbers, "
-        "by which rows of one user are recognized. Convert it (dataset.cast_column)."
+        f"The column {column!r} holds {'an empty text' if value == '' else type(value).__name__}. "
+        "Expected text or whole numbers, by which rows of one user are recognized: a row that is "
+        "nobody's cannot be protected as anybody's. Convert it (dataset.cast_column), fill it in "
+        "(a value of its own for each such row, if each is another user's), or leave rows out."
     )
 
 
-def _is_missing(value: Any) -> bool:
-    return value is None or value == "" or value != value
-
-
-def split_off_units(dataset: Any, column: str) -> tuple[UnitTable, Any]:
-    """Return whose the rows are, and the data set without the column that says so.
-
-    Nothing behind this function sees the column: no collator, model, log or card.
+def split_off_units(dataset: DataSet, column: str) -> tuple[UnitTable, DataSet]:
+    """Return whose the rows are, and the data set without the column that says so, which no
+    collator, model, log or card sees.
 
     Raises: DataError for a data set that has no such column, and as :class:`UnitTable`.
     """
@@ -160,7 +146,7 @@ def split_off_units(dataset: Any, column: str) -> tuple[UnitTable, Any]:
     return table, _Without(dataset, column)
 
 
-def rows_to_draw(dataset: Any, table: UnitTable, users: Users) -> Any:
+def rows_to_draw(dataset: DataSet, table: UnitTable, users: Users) -> DataSet:
     """Return the rows that a run trains on: all, or at most ``max_rows`` of each user where rows
     are drawn one by one."""
     if not users.by_row:
@@ -171,7 +157,7 @@ def rows_to_draw(dataset: Any, table: UnitTable, users: Users) -> Any:
     return Subset(dataset, chosen)
 
 
-def unit_values(dataset: Any, column: str) -> list[Any] | None:
+def unit_values(dataset: DataSet, column: str) -> list[Value] | None:
     """Return a column of a data set; None if it has none of that name, or can only be iterated."""
     if isinstance(dataset, datasets.Dataset):
         if column not in dataset.column_names:
@@ -185,24 +171,41 @@ def unit_values(dataset: Any, column: str) -> list[Any] | None:
     return [row[column] for row in rows]
 
 
-class _Without(Subset[Any]):
-    """All rows of a data set of mappings, without one of their keys.
+class _Without(Subset[Row]):
+    """All rows of a data set of mappings, without one of their keys: a Subset, so that where they
+    come from can still be seen, and of a list, which may change later, a copy."""
 
-    A Subset, so that where the rows come from can still be seen; of a list, which may be put into
-    another order later, a copy.
-    """
-
-    def __init__(self, dataset: Any, column: str):
+    def __init__(self, dataset: DataSet, column: str):
         dataset = list(dataset) if isinstance(dataset, list) else dataset
         super().__init__(dataset, range(len(dataset)))
         self.column = column
 
-    def __getitem__(self, index: Any) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Row:
         row = super().__getitem__(index)
         return {name: value for name, value in row.items() if name != self.column}
 
-    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+    def __getitems__(self, indices: list[int]) -> list[Row]:
         return [self[index] for index in indices]
+
+
+def check_units(units: UnitTable | None, users: Users | None, num_examples: int) -> None:
+    """Raise ConfigError or DataError when whose the rows are does not fit a plan."""
+    if units is None or users is None:
+        if units is not users:
+            raise ConfigError(
+                "Expected `units` exactly with a plan that protects users (privacy_unit='user')."
+            )
+        return
+    if len(units) != num_examples:
+        raise DataError(
+            f"The column {units.column!r} names {len(units)} users, but the privacy plan was made "
+            f"for {num_examples}. Set num_examples to the number of users."
+        )
+    if users.by_row and (rows := len(units.capped(users.max_rows))) != users.num_rows:
+        raise DataError(
+            f"There are {rows} rows to draw from, at most {users.max_rows} of each user, but the "
+            f"privacy plan was made for {users.num_rows}. Set num_rows to {rows}."
+        )
 
 
 class UnitBatch(NamedTuple):
@@ -210,12 +213,11 @@ class UnitBatch(NamedTuple):
 
     Attributes:
         inputs: the padded rows, ``rows`` of the first unit, then those of the next one.
-        rows: of each unit, in this batch.
         scale: by which each row's loss is multiplied: 1, or 1 / the rows of the unit.
         continues: whether it holds a part of one unit whose other rows follow.
     """
 
-    inputs: Any
+    inputs: Batch
     rows: int
     scale: float
     continues: bool = False
@@ -223,14 +225,8 @@ class UnitBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitDraws(Sampler[list[Rows]]):
-    """The rows of drawn units: a batch sampler whose items are units, each a tuple of its rows.
-
-    Args:
-        sampler: draws units.
-        table: whose rows are whose.
-        users: how many rows of a unit take part.
-        random_bytes: chooses them, afresh in each draw.
-    """
+    """The rows of drawn units: a batch sampler whose items are units, each a tuple of those of its
+    rows that ``random_bytes`` chooses, afresh in each draw."""
 
     sampler: LogicalSampler
     table: UnitTable
@@ -249,8 +245,8 @@ class UnitDraws(Sampler[list[Rows]]):
 class UnitExamples(Dataset[list[Example]]):
     """The collated rows of units, each a list of examples."""
 
-    def __init__(self, examples: Examples, table: UnitTable):
-        self.examples, self._units = examples, len(table)
+    def __init__(self, examples: Examples, units: int):
+        self.examples, self._units = examples, units
 
     def __len__(self) -> int:
         return self._units
@@ -270,16 +266,12 @@ class UnitBatches:
     Only units with equally many rows share a batch: the engine then joins the rows of each by a
     change of shape. A unit of more rows than fit gets batches of its own, one after the other. So
     does one whose rows differ in shape where only rows of one shape may share a batch.
-
-    Args:
-        batches: cuts and pads rows.
-        users: whether a unit's gradient is the mean or the sum over its rows.
     """
 
     batches: PhysicalBatches
     users: Users
 
-    def __call__(self, drawn: Sequence[Drawn[Sequence[Example]]]) -> list[Any]:
+    def __call__(self, drawn: Sequence[Drawn[Sequence[Example]]]) -> list[Batch]:
         """Return the physical batches: plain ones of units of one row, and :class:`UnitBatch`."""
         for unit, _ in drawn:
             for example in unit:
@@ -306,7 +298,7 @@ class UnitBatches:
                 self._padded([unit[place] for place in group]), len(group), scale, left > 0
             )
 
-    def _together(self, drawn: Sequence[Drawn[Sequence[Example]]]) -> Iterator[Any]:
+    def _together(self, drawn: Sequence[Drawn[Sequence[Example]]]) -> Iterator[Batch]:
         by_rows: dict[int, list[Drawn[Sequence[Example]]]] = {}
         for one in drawn:
             by_rows.setdefault(len(one.unit), []).append(one)
@@ -322,7 +314,7 @@ class UnitBatches:
                 padded = self._padded([example for place in group for example in alike[place]])
                 yield padded if rows == 1 else UnitBatch(padded, rows, self.users.scale(rows))
 
-    def _padded(self, examples: Sequence[Example]) -> Any:
+    def _padded(self, examples: Sequence[Example]) -> Batch:
         return self.batches.padding.together(list(examples), self.batches.layout)
 
 
@@ -337,5 +329,5 @@ def unit_dataloader(
     """Return a loader over the units that a sampler draws, from the run's secret source."""
     secret = examples.randomness.random_bytes
     draws = UnitDraws(replace(sampler, random_bytes=secret), table, users, secret)
-    drawn = DrawnUnits(UnitExamples(examples, table), examples.randomness)
+    drawn = DrawnUnits(UnitExamples(examples, len(table)), examples.randomness)
     return loader_of(drawn, draws, UnitBatches(batches, users), options)

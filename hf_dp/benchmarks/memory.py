@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -37,7 +38,6 @@ from hf_dp.benchmarks.modes import (
 )
 from hf_dp.benchmarks.workload import Workload, environment, make_batch
 from hf_dp.errors import HfDpError
-from hf_dp.run.memory import lifetime_peak, status
 
 MIB = 2**20
 Probe = Callable[[Workload, str, int], dict[str, Any]]
@@ -53,6 +53,21 @@ _ALLOCATOR = {
     "MKL_DISABLE_FAST_MM": "1",
     "HF_HUB_OFFLINE": "1",
 }
+
+
+def status(field: str) -> int | None:
+    """Return a size of /proc/self/status in bytes; None where there is none."""
+    with suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as lines:
+        for line in lines:
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def lifetime_peak() -> int:
+    """Return the largest resident size of this process so far, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes
 
 
 def probe(workload: Workload, mode: str, steps: int) -> dict[str, Any]:

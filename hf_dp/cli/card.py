@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     from hf_dp.cards.evidence import card_files
     from hf_dp.cards.hub_rules import check_repository
     from hf_dp.cards.verify import CARD
-    from hf_dp.run.lock import lock_run
+    from hf_dp.run.ledger_file import lock_run
     from hf_dp.statement.durable import replace_file
     from hf_dp.statement.record import FILE_NAME, write
 

@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 _DIGEST = 16  # bytes
 # One group for each default group: a message must not wait for a device, nor pair with a sum.
-_GROUPS: dict[Any, Any] = {}
+_GROUPS: dict[dist.ProcessGroup | None, dist.ProcessGroup] = {}
 
 
 class Processes:
@@ -58,10 +58,8 @@ class Processes:
     # -- acting together --
 
     def together(self, act: Callable[[], Result]) -> Result:
-        """Return ``act()``, once it has succeeded in every process.
-
-        Raises: what ``act`` raises here; DistributedError when it failed elsewhere.
-        """
+        """Return ``act()``, once it has succeeded in every process; raise what it raises here, or
+        DistributedError when it failed elsewhere."""
         if self.alone:
             return act()
         with self.telling():
@@ -70,18 +68,14 @@ class Processes:
         return result
 
     def agree(self, what: str) -> None:
-        """Go on when every process has come this far, and is about to do the same.
-
-        Raises: DistributedError when another failed on its way, or is about to do something else.
-        """
+        """Go on when every process has come this far, and is about to do the same; otherwise raise
+        DistributedError."""
         if not self.alone:
             self._hear(what)
 
     def on_main(self, act: Callable[[], Result]) -> Result:
-        """Return in every process what ``act()`` returns in the main one, which alone runs it.
-
-        Raises: what ``act`` raises there; DistributedError elsewhere.
-        """
+        """Return in every process what ``act()`` returns in the main one, which alone runs it;
+        raise what it raises there, and DistributedError elsewhere."""
         if self.alone:
             return act()
         done: list[Any] = [self.together(act if self.is_main else lambda: None)]
@@ -91,15 +85,9 @@ class Processes:
         return result
 
     def from_each(self, act: Callable[[], Result]) -> list[Result]:
-        """Return what ``act()`` returns in each process, by rank, in all of them.
-
-        Raises: what ``act`` raises here; DistributedError when it failed elsewhere.
-        """
-        results: list[Any] = [self.together(act)] * self.count
-        if not self.alone:
-            with others_present():
-                dist.all_gather_object(results, results[self.rank], group=self._group())
-        return results
+        """Return what ``act()`` returns in each process, by rank; raises as :meth:`together`."""
+        result = self.together(act)
+        return [result] if self.alone else self._everyones(result)
 
     def tell(self, error: BaseException) -> None:
         """Let the others raise in their next :meth:`together` or :meth:`agree`: this process
@@ -107,8 +95,8 @@ class Processes:
         if self.alone:
             return
         try:
-            failed = self._failures(b"\1")
-            self._texts(failed, f"{type(error).__name__}: {error}")
+            self._gathered(b"\1" + bytes(_DIGEST))
+            self._everyones(f"{type(error).__name__}: {error}"[:2000])
         except Exception as lost:  # the others are gone: the first error is what matters
             error.add_note(f"The other processes could not be told: {lost}")
 
@@ -129,7 +117,7 @@ class Processes:
         found = self._gathered(b"\0" + hashlib.blake2b(said.encode(), digest_size=_DIGEST).digest())
         failed = [rank for rank, each in enumerate(found) if each[0]]
         if failed:
-            texts = self._texts(failed, "")
+            texts = self._everyones("")
             raise DistributedError(
                 f"Rank {failed[0]} of {self.count} failed, so this one (rank {self.rank}) stops "
                 f"too: {texts[failed[0]]}"
@@ -142,15 +130,12 @@ class Processes:
                 "together, with the same code, arguments and data."
             )
 
-    def _failures(self, status: bytes) -> list[int]:
-        found = self._gathered(status + bytes(_DIGEST))
-        return [rank for rank, each in enumerate(found) if each[0]]
-
-    def _texts(self, failed: list[int], own: str) -> list[str]:
-        texts: list[Any] = [""] * self.count
+    def _everyones(self, value: Result) -> list[Result]:
+        """Return what each process gives, by rank."""
+        found: list[Any] = [None] * self.count
         with others_present():
-            dist.all_gather_object(texts, own[:2000], group=self._group())
-        return texts
+            dist.all_gather_object(found, value, group=self._group())
+        return found
 
     def _gathered(self, message: bytes) -> list[bytes]:
         """Return the messages of all processes, of equal length, by rank."""
@@ -163,15 +148,11 @@ class Processes:
     # -- comparing --
 
     def refuse_differences(self, facts: Mapping[str, str]) -> None:
-        """Compare facts, by name, with those of the main process.
-
-        Raises: DistributedError naming the first fact that differs, with both values.
-        """
+        """Raise DistributedError naming the first fact that differs from that of the main process,
+        with both values."""
         if self.alone:
             return
-        everyone: list[Any] = [None] * self.count
-        with others_present():
-            dist.all_gather_object(everyone, dict(facts), group=self._group())
+        everyone = self._everyones(dict(facts))
         main = everyone[0]
         for rank, theirs in enumerate(everyone):
             for name in [*main, *(name for name in theirs if name not in main)]:
@@ -186,9 +167,7 @@ class Processes:
         """Raise DistributedError when two processes have the same of what must differ."""
         if self.alone:
             return
-        everyone: list[Any] = [None] * self.count
-        with others_present():
-            dist.all_gather_object(everyone, fingerprint, group=self._group())
+        everyone = self._everyones(fingerprint)
         for rank, theirs in enumerate(everyone):
             if theirs in everyone[:rank]:
                 raise DistributedError(
@@ -222,7 +201,7 @@ class Processes:
                 dist.broadcast(tensor, src=0)
         return tensor
 
-    def _group(self) -> Any:
+    def _group(self) -> dist.ProcessGroup:
         """Return the group for messages; made when all processes first meet."""
         world = dist.group.WORLD
         if world not in _GROUPS:

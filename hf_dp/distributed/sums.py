@@ -9,7 +9,6 @@ it does not own; and all end with the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,7 +48,7 @@ def add_up_with_noise(sums: Sequence[Tensor], noise: Noise, processes: Processes
             _scatter_noise_gather(bucket, noise, processes)
 
 
-def reduce_scatter(owned: Tensor, flat: Tensor, group: Any = None) -> None:
+def reduce_scatter(owned: Tensor, flat: Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Overwrite ``owned`` with this process's part of the sum of all processes' ``flat``.
 
     What travels is of flat's type and is added in that of ``owned``: a reduction of float32 numbers

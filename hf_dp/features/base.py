@@ -20,7 +20,7 @@ from hf_dp.distributed.processes import Processes
 from hf_dp.mechanisms import Mechanism
 from hf_dp.overlap import TrainingRows
 from hf_dp.plans.privacy import PrivacyPlan
-from hf_dp.run.inside import Observer
+from hf_dp.run.gate import Observer
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.statement.statement import PrivacyStatement

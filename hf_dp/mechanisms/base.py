@@ -159,7 +159,7 @@ class Mechanism(ABC):
             )
         batches = replace(run.options.batches, physical_batch_size=found)
         run.options = replace(run.options, batches=batches)
-        if run.checked_alone and found > 1:  # now they have neighbors
+        if run.engine_check.alone and found > 1:  # now they have neighbors
             run.check_engine()
         return found
 
@@ -195,7 +195,7 @@ class Mechanism(ABC):
                 self.tuner.before_step(run, step)
                 run.begin_step()
                 yield batches
-            run.resting.note(run.model)
+            run.other.resting.note(run.model)
         finally:
             run.stop()
 

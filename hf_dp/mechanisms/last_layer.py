@@ -91,7 +91,7 @@ class LastLayer:
                 "differently beside other examples, by more than the noise is scaled to. Load the "
                 "model in float32 (bf16=True in the arguments is for gradients)."
             )
-        padded, alone = self.run.check_batches()
+        padded, alone = self.run.engine_check.batches()
         together, _ = self.vectors_of([padded])
         apart, _ = self.vectors_of(list(alone))
         backwards, _ = self.vectors_of([{name: value.flip(0) for name, value in padded.items()}])
@@ -218,7 +218,7 @@ def last_layer(run: PrivateRun) -> tuple[str, nn.Module]:
 
     Raises: UnsupportedModelError as :func:`find_last_layer`.
     """
-    padded, _ = run.check_batches()
+    padded, _ = run.engine_check.batches()
     return find_last_layer(run.model, padded, run.options.representation_module)
 
 

@@ -5,7 +5,7 @@ one example leaves, three things change beside its own part.
 
 * *Products that lose it.* A product over a group of examples is off by ``sum_i w_i s_i`` at most,
   with w_i the weight and s_i the slack of example i (:class:`hf_dp.clipping.rounding.Norms`).
-  Groups do not move (:func:`hf_dp.batches.physical.physical_batches`): at most R other examples get
+  Groups do not move (:func:`hf_dp.batches.loader.physical_batches`): at most R other examples get
   into another group, R the size of a physical batch. Each is rounded once with the example and once
   without it. The engine's weights keep ``w_i s_i <= cap C`` (:func:`slack_cap`), so this moves the
   sum by at most ``2 R cap C``. The example's own slack is part of what is clipped:

@@ -57,15 +57,18 @@ class Budget:
         if plan.accountant not in BOUNDS:
             # DP-FP as published: steps beyond those of its figure would not have that figure.
             return plan.steps
-        others, own = self._others_and_own_steps()
+        # Own steps are one event: in a private selection, steps to come are further steps of the
+        # same search and not a second one.
+        own = [each for each in self.ledger.entries if self._is_step(each)]
+        others = tuple(each.event for each in self.ledger.entries if each not in own)
+        ran = sum(each.event.steps for each in own)
         if self._reserved and plan.selection is not None:
             others = (*others, plan.selection.event(self._reserved))
         if done + planned_steps <= plan.steps and self._is_as_planned(
-            others, own + plan.steps - done
+            others, ran + plan.steps - done
         ):
             return plan.steps
-        ran = others if own == 0 else (*others, plan.event(own))
-        if epsilon(ran, plan.delta, plan.accountant).value > plan.target_epsilon:
+        if self._passes(others if ran == 0 else (*others, plan.event(ran))):
             return done
         fit = calibrate_steps(
             plan.target_epsilon,
@@ -76,23 +79,12 @@ class Budget:
             prior_events=others,
             event=plan.step_event,
         )
-        return done + max(0, fit - own)
-
-    def _others_and_own_steps(self) -> tuple[tuple[Event, ...], int]:
-        """Return what the ledger holds beside the plan's steps, and how many of those it holds.
-
-        They are computed as one event: in a private selection, steps to come are further steps of
-        the same search and not a second one.
-        """
-        entries = self.ledger.entries
-        own = [each for each in entries if each.purpose == TRAINING and self.plan.makes(each)]
-        others = tuple(each.event for each in entries if each not in own)
-        return others, sum(each.event.steps for each in own)
+        return done + max(0, fit - ran)
 
     @property
     def exhausted(self) -> bool:
         """Whether the next training step would pass the target."""
-        return self.ledger.steps(TRAINING) + 1 > self._allowed
+        return self.left < 1
 
     @property
     def left(self) -> float:
@@ -102,7 +94,7 @@ class Budget:
     def check(self, *entries: LedgerEntry) -> None:
         """Raise BudgetExceededError when releasing all these would pass the target; LedgerError for
         a step before :meth:`start`."""
-        is_step = any(each.purpose == TRAINING and self.plan.makes(each) for each in entries)
+        is_step = any(map(self._is_step, entries))
         if is_step and self._goal is None:
             raise LedgerError(
                 "No step was planned in this process. Start the run first: "
@@ -114,13 +106,16 @@ class Budget:
                 f"target_epsilon={self.plan.target_epsilon} after {self.ledger.steps()} steps."
             )
 
-    def released(self, event: Event, purpose: str) -> None:
-        """Note that ``event`` is in the ledger: less may be left to train with than before."""
-        if purpose == TRAINING and self.plan.makes(LedgerEntry(event, purpose)):
+    def released(self, entry: LedgerEntry) -> None:
+        """Note that it is in the ledger: less may be left to train with than before."""
+        if self._is_step(entry):
             return
-        self._reserved = max(0, self._reserved - event.steps)
+        self._reserved = max(0, self._reserved - entry.event.steps)
         if self._goal is not None:
             self._allowed = self.allowed_steps(self._goal - self.ledger.steps(TRAINING))
+
+    def _is_step(self, entry: LedgerEntry) -> bool:
+        return entry.purpose == TRAINING and self.plan.makes(entry)
 
     def _is_as_planned(self, others: tuple[Event, ...], steps: int) -> bool:
         """Return whether the plan's steps fit: it was calibrated to meet the target at exactly
@@ -134,14 +129,13 @@ class Budget:
         if self.ledger.steps(SELECTION) + self._reserved > planned:
             return False
         known = all(plan.makes(entry) for entry in self.ledger.entries)
-        if known or self.ledger.steps(TRAINING) >= plan.steps or plan.target_epsilon is None:
+        if known or self.ledger.steps(TRAINING) >= plan.steps:
             return True
-        after = epsilon((*others, plan.event(steps)), plan.delta, plan.accountant)
-        return after.value <= plan.target_epsilon
+        return not self._passes((*others, plan.event(steps)))
 
     def _would_pass(self, entries: Sequence[LedgerEntry]) -> bool:
-        if self.plan.target_epsilon is None:
-            return False
-        events = (*self.ledger.events, *(entry.event for entry in entries))
-        after = epsilon(events, self.plan.delta, self.plan.accountant)
-        return after.value > self.plan.target_epsilon
+        return self._passes((*self.ledger.events, *(entry.event for entry in entries)))
+
+    def _passes(self, events: tuple[Event, ...]) -> bool:
+        plan, target = self.plan, self.plan.target_epsilon
+        return target is not None and epsilon(events, plan.delta, plan.accountant).value > target

@@ -25,44 +25,33 @@ _OURS = re.compile(rf"({_REPLACED}|{_DELETED})?(checkpoint-\d+)")
 def checkpoint_of(resume_from_checkpoint: str | bool, folder: Path) -> Path:
     """Return the checkpoint that Trainer's argument means: a path, or the last one for True.
 
-    What is in its place was complete when it was put there.
-
-    Raises: LedgerError for True without a checkpoint, for a path that is no folder, and for a
-        checkpoint without an optimizer's state, from which Trainer would go on with a new one.
+    Raises: LedgerError where there is none, and for a checkpoint without an optimizer's state, from
+        which Trainer would go on with a new one.
     """
     last = next(iter(checkpoints(folder)), None)
-    if resume_from_checkpoint is True and last is None:
-        anew = "Leave resume_from_checkpoint out to start a run."
-        if (folder / LEDGER).exists():
-            anew = (
-                "So the run cannot be continued. Start a new run in a new output_dir. What "
-                f"{LEDGER} here records was spent on the same rows, and both count together: name "
-                "this folder in `earlier_runs`."
-            )
-        raise LedgerError(
-            f"resume_from_checkpoint=True, but output_dir {folder.name!r} has no checkpoint. {anew}"
-        )
     chosen = last if resume_from_checkpoint is True else Path(str(resume_from_checkpoint))
-    assert chosen is not None
+    new = (
+        f"Start a new run in a new output_dir, and name {folder.name!r} in `earlier_runs` if there "
+        f"is a {LEDGER}: what it records was spent on the same rows."
+    )
+    if chosen is None:
+        raise LedgerError(
+            f"resume_from_checkpoint=True, but output_dir {folder.name!r} has no checkpoint. {new}"
+        )
     if not chosen.is_dir():
         instead = "" if last is None else f" The last one in output_dir is {str(last)!r}."
         raise LedgerError(f"resume_from_checkpoint={str(chosen)!r} is not a folder.{instead}")
     names = {path.name.partition("_")[0].partition(".")[0] for path in chosen.iterdir()}
     if not {"optimizer", "scheduler"} <= names:
         raise LedgerError(
-            f"The checkpoint {chosen.name!r} has no state of optimizer and schedule (it was "
-            "saved with save_only_model=True), so the run would go on as another one. Start "
-            "a new run in a new output_dir, and name this one in `earlier_runs`: what its "
-            f"{LEDGER} records counts."
+            f"The checkpoint {chosen.name!r} has no state of optimizer and schedule (it was saved "
+            f"with save_only_model=True), so the run would go on as another one. {new}"
         )
     return chosen
 
 
 def stage(folder: Path) -> Path:
-    """Return the folder below which the next checkpoint is written, empty.
-
-    Raises: OSError when the disk refuses.
-    """
+    """Return the folder below which the next checkpoint is written, empty. Raises: OSError."""
     tidy(folder)
     saving = folder / SAVING
     saving.mkdir(parents=True, exist_ok=True)
@@ -72,10 +61,8 @@ def stage(folder: Path) -> Path:
 def publish(folder: Path, name: str) -> Path:
     """Let ``_saving/checkpoint-N`` appear as ``checkpoint-N``, durably.
 
-    One of that name is replaced: after a kill, :func:`tidy` puts it back if the new one is not
-    there.
-
-    Raises: OSError when the disk refuses. A checkpoint that was there is there still.
+    One of that name is replaced: after a kill, or an OSError, :func:`tidy` puts it back if the new
+    one is not there.
     """
     saving, final = folder / SAVING, folder / name
     sync_tree(saving / name)
@@ -96,14 +83,12 @@ def rotate(folder: Path, keep: int | None, best: str | None) -> None:
     """Delete the oldest checkpoints until ``keep`` are left, as Trainer's ``save_total_limit``.
 
     The newest and ``best`` stay. Each leaves by a rename first, so that no half of one is left.
-
-    Args: keep: None or 0 for all. best: the path of the best checkpoint, or None.
     """
     if not keep or keep < 0:
         return
     # Not by step: a branch that went on from an earlier checkpoint has the lower number.
-    oldest_first = checkpoints(folder)[::-1]
-    ordered = sorted(oldest_first, key=lambda path: path.stat().st_mtime_ns)
+    ordered = checkpoints(folder)[::-1]
+    ordered.sort(key=lambda path: path.stat().st_mtime_ns)
     protected = [*ordered[-1:], *(path for path in ordered if best and path == Path(best))]
     surplus = len(ordered) - max(keep, len(set(protected)))
     for path in [path for path in ordered if path not in protected][: max(0, surplus)]:
@@ -113,10 +98,8 @@ def rotate(folder: Path, keep: int | None, best: str | None) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Remove what a killed save left in ``_saving``, and nothing else.
-
-    A checkpoint that was being replaced is put back.
-    """
+    """Remove what a killed save left in ``_saving``, and nothing else; put back a checkpoint that
+    was being replaced."""
     saving = folder / SAVING
     if not saving.is_dir() or saving.is_symlink():
         return

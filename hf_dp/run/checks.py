@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING
 
 import datasets
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import Dataset
 from transformers.utils import logging
 
@@ -87,22 +89,18 @@ def hint_at_users(dataset: object) -> None:
 def warn_of_users(table: UnitTable, users: Users) -> None:
     """Say on the local console where the users are few, or one of them owns most rows."""
     count, largest = len(table), int(table.sizes().max())
-    if count < FEW_USERS:
+    if count < FEW_USERS or 2 * largest > table.num_rows:
         logger.warning(
-            "The column %r names only %s users. Noise that hides one of them hides much of what so "
-            "few have in common, and the default delta, 1 / (2 x users), is %.2g: roughly the "
-            "chance that the guarantee fails. Collect more users, or do not count on the model.",
+            "The column %r names %s users, and one of them has %s of %s rows. Noise that hides one "
+            "of few hides much of what they have in common, and the default delta, 1 / (2 x "
+            "users), is %.2g: roughly the chance that the guarantee fails. Collect more users, or "
+            "do not count on the model. If one value stands for many users, or for none, give each "
+            "their own.",
             users.column,
             count,
+            largest,
+            table.num_rows,
             1 / (2 * count),
-        )
-    if 2 * largest > table.num_rows:
-        logger.warning(
-            "One value of the column %r has more than half of the rows. Whenever it is drawn, at "
-            "most max_rows_per_unit (%s) of them are used. If it stands for many users or for "
-            "none (a placeholder), give each their own value.",
-            users.column,
-            users.max_rows,
         )
 
 
@@ -117,20 +115,11 @@ def check_collator(collator: object) -> None:
 
 
 def refuse_rows_in_code(reached: Collection[object], training: TrainingRows) -> None:
-    """Raise DataError when a collator or transform reaches training rows.
-
-    They could enter other examples.
-    """
-    sets = [
-        part
-        for each in reached
-        for part in (each.values() if isinstance(each, Mapping) else [each])
-    ]
-    if any(
-        training.compare(each).equal.size
-        for each in sets
-        if isinstance(each, (datasets.Dataset, Dataset))
-    ):
+    """Raise DataError when a collator or transform reaches training rows, which could enter other
+    examples."""
+    parts = [each.values() if isinstance(each, Mapping) else [each] for each in reached]
+    sets = [each for each in chain(*parts) if isinstance(each, (datasets.Dataset, Dataset))]
+    if any(training.compare(each).equal.size for each in sets):
         raise DataError(
             "The data collator, or a transform of the training set, holds rows of the training "
             "set, so it could put them into other examples. Build what it needs beforehand from "
@@ -140,22 +129,14 @@ def refuse_rows_in_code(reached: Collection[object], training: TrainingRows) -> 
 
 # Initializations of adapters that use only weights and random numbers. Others may use data.
 _DATA_FREE = (
-    "gaussian",
-    "olora",
-    "pissa",
-    "loftq",
-    "orthogonal",
-    "mica",
-    "kaiming_uniform",
+    "gaussian", "olora", "pissa", "loftq", "orthogonal", "mica", "kaiming_uniform",
     "xavier_uniform",
-)
+)  # fmt: skip
 
 
 def refuse_adapters_from_data(model: nn.Module) -> None:
-    """Raise UnsupportedModelError for an adapter whose initial weights may come from data.
-
-    Examples are EVA, CorDA and LoRA-GA.
-    """
+    """Raise UnsupportedModelError for an adapter whose initial weights may come from data, as those
+    of EVA, CorDA and LoRA-GA do."""
     for name, config in _adapters(model):
         for option in ("init_lora_weights", "init_weights"):
             init = getattr(config, option, None)
@@ -169,38 +150,30 @@ def refuse_adapters_from_data(model: nn.Module) -> None:
 
 
 def refuse_selections_from_data(model: nn.Module, own: Collection[object] = ()) -> None:
-    """Raise UnsupportedModelError for an adapter that trains what another run selected from rows.
-
-    Its names say something of these rows, and the ledger of this run would not count it.
-
-    Args: own: the selections that this run made.
-    """
+    """Raise UnsupportedModelError for an adapter that trains what another run than ``own`` selected
+    from rows."""
     for name, config in _adapters(model):
         made = getattr(config, "made", None)  # only what selects from rows has this attribute
         if made is None or (made and all(each in own for each in made)):
             continue
         raise UnsupportedModelError(
-            f"The adapter {name!r} of the model is a {type(config).__name__} that holds a "
-            "selection which this run did not make. If it was made from the training rows, the "
-            "ledger of this run would not count it. Pass the base model and a new "
-            f"{type(config).__name__} as peft_config, or resume the run that made it. To train "
-            "that run's weights further, load them by PeftModel.from_pretrained(base, folder, "
-            "is_trainable=True) and name the run in earlier_runs if the rows are the same. If the "
-            "rows that the selection was made from are public, set "
-            "adapter_init_data_is_public=True."
+            f"The adapter {name!r} is a {type(config).__name__} with a selection that this run did "
+            "not make. Made from the training rows, it would not be counted. Pass the base model "
+            f"and a new {type(config).__name__} as peft_config, or resume the run that made it. To "
+            "train that run's weights further, load them by PeftModel.from_pretrained(base, "
+            "folder, is_trainable=True) and name the run in earlier_runs if the rows are the same. "
+            "If it was made from public rows, set adapter_init_data_is_public=True."
         )
 
 
 def _adapters(model: nn.Module) -> Iterator[tuple[str, PeftConfig]]:
-    """Yield the configurations of all adapters with their names, in whatever the model is
-    wrapped."""
     for module in model.modules():
         configs = getattr(module, "peft_config", None)
         if isinstance(configs, Mapping):
             yield from configs.items()
 
 
-def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     """Raise UnaccountedGradientError when the optimizer trains a parameter outside the model."""
     known = {id(parameter) for parameter in model.parameters()}
     for group in optimizer.param_groups:
@@ -214,24 +187,16 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
 
 
 def check_head_is_trainable(model: nn.Module) -> None:
-    """Check that something trains and that, under an adapter, the head of a classifier trains.
-
-    A new head is random, and would stay random if it were frozen.
-
-    Raises: UnsupportedModelError for a frozen head (naming ``modules_to_save``), or when nothing
-        trains.
-    """
+    """Raise UnsupportedModelError when nothing trains, or when the head of a classifier, which is
+    random, is frozen under an adapter."""
     if not any(p.requires_grad for p in model.parameters()):
         raise UnsupportedModelError(
             f"{type(model).__name__} has no trainable parameter. Call requires_grad_(True) on what "
             "is to train (in a recipe, remove something from `freeze`)."
         )
     base = base_model(model)
-    if base is model:
-        return
-    refuse_frozen_heads(
-        base, {parameter for parameter in base.parameters() if parameter.requires_grad}
-    )
+    if base is not model:
+        refuse_frozen_heads(base, {p for p in base.parameters() if p.requires_grad})
 
 
 def head_of(model: nn.Module) -> dict[str, nn.Module]:

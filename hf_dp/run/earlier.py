@@ -1,7 +1,15 @@
-"""What earlier private runs on the same rows released, and what they leave unprotected."""
+"""What earlier private runs on the same rows released, and what they leave unprotected.
+
+Where users are protected, each step protects what was one user's rows in that step. If a resume, or
+a later run that counts this one, groups the rows in another way, the rows of a user of the first
+steps may be those of several users later, and no statement about one of them holds for all steps.
+So a run remembers whose each row was.
+"""
 
 from __future__ import annotations
 
+import json
+import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,12 +18,21 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from hf_dp._validate import invalid
 from hf_dp.accounting import EARLIER, LedgerEntry
 from hf_dp.batches.units import UnitTable
+from hf_dp.errors import LedgerError
 from hf_dp.run.ledger_file import LEDGER
-from hf_dp.run.user_grouping import APART, SECRET_FILE, is_grouping_of
-from hf_dp.run.user_grouping import FILE_NAME as USERS_FILE
 from hf_dp.run.witnesses import read_run
+from hf_dp.statement.durable import replace_file
 from hf_dp.statement.facts import EarlierRun, each_once
 from hf_dp.statement.record import PrivacyRecord, earlier_runs, file_of
+
+# A digest of which rows belong together, which is private, and the secret that it is keyed with,
+# without which nobody can try groupings. Names that begin with "_" are never published.
+USERS_FILE, SECRET_FILE = "_users.json", "_users_secret.json"
+
+_APART = (
+    "begin a run in a new output_dir, without earlier_runs: the card of each run "
+    "then speaks of that run and its own users, and no epsilon is known for both together."
+)
 
 
 def earlier_entries(
@@ -27,76 +44,52 @@ def earlier_entries(
 ) -> list[LedgerEntry]:
     """Return what the runs in these folders released of the same rows.
 
-    Args: units: whose the rows are, where users are protected.
-
     Raises: LedgerError for a file that cannot be read, or that went back; InvalidArgumentError for
-        a run on another number of rows, with another unit or relation, or with other users: its
-        claim and this one's have nothing in common.
+        a run on other rows, with another unit or relation, or with other users: its claim and this
+        one's have nothing in common.
     """
     entries = []
     for path in paths:
-        record = whole_run(path)
+        record = _whole_run(path)
         plan = record.plan
         for name, theirs, ours in (
             ("privacy_unit", plan.privacy_unit, privacy_unit),
             ("neighboring_relation", plan.neighboring_relation, neighboring_relation),
+            ("num_examples", plan.num_examples, num_examples),
         ):
             if theirs != ours:
                 raise invalid(
                     "earlier_runs",
                     path,
                     f"to be a run with {name}={ours!r}, not {theirs!r}",
-                    f"No bound is known for both together. Set {name}={theirs!r} here as well.",
+                    "No bound is known for both together. A run on other rows costs these nothing: "
+                    "leave it out. If it is in output_dir, choose another output_dir.",
                 )
-        if plan.num_examples != num_examples:
-            raise invalid(
-                "earlier_runs",
-                path,
-                f"to be a run on the same {num_examples} {'rows' if units is None else 'users'}, "
-                f"not on {plan.num_examples}",
-                "A run on other rows costs these nothing: leave it out. If it is in output_dir, "
-                "choose another output_dir.",
-            )
         if plan.users is not None:
             _refuse_other_users(path, plan.users.column, record.run_id, units)
-        entries += released_by(record)
+        entries += [LedgerEntry(entry.event, EARLIER) for entry in record.ledger.entries]
     return entries
-
-
-def released_by(record: PrivacyRecord) -> list[LedgerEntry]:
-    """Return what a run released, as a later run on the same rows counts it."""
-    return [LedgerEntry(entry.event, EARLIER) for entry in record.ledger.entries]
 
 
 def _refuse_other_users(path: str, column: str, run_id: str, units: UnitTable | None) -> None:
     """Raise InvalidArgumentError for a run by another column, or one in which other rows were one
     user's: whoever is one user here may have been two users there."""
-    if units is not None and column != units.column:
-        raise invalid(
-            "earlier_runs",
-            path,
-            f"to be a run with privacy_unit_column={units.column!r}, not {column!r}",
-            "Rows that are one user's by one column may be several users' by another, so no "
-            "bound is known for both together.",
-        )
-    known = is_grouping_of(_home(path), run_id, units)
+    known = None if units is None else is_grouping_of(_home(path), run_id, units)
+    if units is not None and column == units.column and known:
+        return
+    now = None if units is None else units.column
+    expected = f"to be a run in which {now!r} grouped the rows as it does now (their order counts, "
+    expected += f"too), not one by {column!r}"
     if known is None:
-        raise invalid(
-            "earlier_runs",
-            path,
-            f"to be a run whose {USERS_FILE} and {SECRET_FILE} say which rows were one user's (its "
-            "own output_dir holds these files, and no copy of its weights does)",
-            f"Name that output_dir, bring the files back from a backup, or {APART}",
-        )
-    if not known:
-        raise invalid(
-            "earlier_runs",
-            path,
-            f"to be a run in which {column!r} grouped the rows as it does now (the order of the "
-            "rows counts, too)",
-            "One user here may be several users of that run. Group and order the rows as then, or "
-            f"{APART}",
-        )
+        expected = f"to be a run whose {USERS_FILE} and {SECRET_FILE} say which rows were one "
+        expected += "user's (its own output_dir holds these files, and no copy of its weights does)"
+    raise invalid(
+        "earlier_runs",
+        path,
+        expected,
+        "One user here may be several users of that run. Name its output_dir, with these files and "
+        f"the rows as then, or {_APART}",
+    )
 
 
 def earlier_claims(paths: Iterable[str]) -> tuple[EarlierRun, ...]:
@@ -104,13 +97,13 @@ def earlier_claims(paths: Iterable[str]) -> tuple[EarlierRun, ...]:
 
     Raises: LedgerError for a file that cannot be read, or that went back.
     """
-    return each_once(claim for path in paths for claim in earlier_runs(whole_run(path)))
+    return each_once(claim for path in paths for claim in earlier_runs(_whole_run(path)))
 
 
-def whole_run(path: str) -> PrivacyRecord:
+def _whole_run(path: str) -> PrivacyRecord:
     """Return what a run released; for one of its checkpoints, also what it released after that."""
     record, home = read_run(path), _home(path)
-    if home != _folder_of(path) and (home / LEDGER).exists():
+    if home != file_of(path).parent.resolve() and (home / LEDGER).exists():
         run = read_run(home)
         if run.run_id == record.run_id:
             return run
@@ -119,9 +112,46 @@ def whole_run(path: str) -> PrivacyRecord:
 
 def _home(path: str) -> Path:
     """Return the folder of the run at a path, which may be that of one of its checkpoints."""
-    folder = _folder_of(path)
+    folder = file_of(path).parent.resolve()
     return folder.parent if folder.name.startswith(PREFIX_CHECKPOINT_DIR) else folder
 
 
-def _folder_of(path: str) -> Path:
-    return file_of(path).parent.resolve()
+def same_users(folder: Path, run_id: str, units: UnitTable, begun: bool) -> None:
+    """Write down which rows belong together, or, where the run has ``begun`` to draw, raise
+    LedgerError when that is not what was written down."""
+    if not begun:
+        secret = secrets.token_hex(32)
+        for name, value in ((SECRET_FILE, secret), (USERS_FILE, units.digest(secret))):
+            replace_file(folder / name, [json.dumps({"run_id": run_id, "value": value}).encode()])
+            (folder / name).chmod(0o600)
+        return
+    known = is_grouping_of(folder, run_id, units)
+    if known is None:
+        raise LedgerError(
+            f"Cannot resume: {USERS_FILE} or {SECRET_FILE} in output_dir {folder.name!r} is "
+            "missing, damaged or of another run. Together they say which rows were one user's in "
+            f"the steps before. Bring both back from a backup, or {_APART}"
+        )
+    if not known:
+        raise LedgerError(
+            f"Cannot resume: the column {units.column!r} groups the rows in another way than when "
+            "the run began (the order of the rows counts, too), so a user of the first steps would "
+            f"not be one of the later steps. Resume with the same rows, or {_APART}"
+        )
+
+
+def is_grouping_of(folder: Path, run_id: str, units: UnitTable) -> bool | None:
+    """Return whether these rows were one user's in the run in a folder; None where that is not
+    known."""
+    secret, known = (_kept(folder, run_id, name) for name in (SECRET_FILE, USERS_FILE))
+    if secret is None or known is None:
+        return None
+    return units.digest(secret) == known
+
+
+def _kept(folder: Path, run_id: str, name: str) -> str | None:
+    try:
+        then = json.loads((folder / name).read_text())
+        return then["value"] if then["run_id"] == run_id and len(then["value"]) == 64 else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

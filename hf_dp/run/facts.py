@@ -22,10 +22,8 @@ def run_facts(
     trained: str,
     **found: Any,
 ) -> RunFacts:
-    """Return the facts of a run on ``device``.
-
-    Args: trained: which parameters, in words. found: what observers inside the run found.
-    """
+    """Return the facts of a run. Args: trained: which parameters, in words. found: what observers
+    inside the run found."""
     noise = f"PyTorch's {device.type} generator seeded with 63 bits"
     if device.type == "cpu":
         noise = "NumPy SFC64 seeded with 128 bits"
@@ -36,11 +34,10 @@ def run_facts(
         sampling_generator="the operating system's cryptographic generator",
         **vars(weaknesses),
         **found,
-        versions={"hf_dp": __version__, **{name: _version(name) for name in PACKAGES}},
+        versions={"hf_dp": __version__, **_versions()},
     )
 
 
-# Cached: what is imported stays as it is, and to parse a package's metadata takes milliseconds.
-@cache
-def _version(name: str) -> str:
-    return metadata.version(name)
+@cache  # what is imported stays as it is, and to parse a package's metadata takes milliseconds
+def _versions() -> dict[str, str]:
+    return {name: metadata.version(name) for name in PACKAGES}

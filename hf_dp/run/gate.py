@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,32 @@ from hf_dp.distributed.sums import add_up_with_noise
 from hf_dp.errors import LedgerError
 from hf_dp.noise import SecretRandomness, randomized_response
 from hf_dp.plans.mechanism import PlannedRelease
+from hf_dp.plans.samplers import Sampler
 from hf_dp.run.ledger import RunLedger
+
+
+class Observer:
+    """Stands inside the gate of a run (:attr:`hf_dp.run.private_run.PrivateRun.inside`).
+
+    Each moment does nothing. What an observer shows of these values is not covered by epsilon.
+
+    Attributes: adds_rows: whether it put rows of its own among those that are drawn.
+    """
+
+    adds_rows = False
+
+    def drawn(self, sampler: Sampler) -> Any:
+        """Return a sampler of what goes through the model, of that which is drawn."""
+        return sampler
+
+    def clipped(self, sums: dict[str, Tensor]) -> None:
+        """See a step's clipped sums before their noise, by parameter."""
+
+    def noised(self, sums: dict[str, Tensor]) -> None:
+        """See the same sums after their noise."""
+
+    def stepped(self, loss_sum: Tensor) -> None:
+        """See the sum of a step's losses in this process, when the step is released."""
 
 
 class IndependentNoise:
@@ -28,8 +54,6 @@ class IndependentNoise:
 
     A gate has one such object for the whole run, so noise of another shape, correlated over steps,
     is another class with :meth:`like`, an event of its own, and what it keeps of earlier steps.
-
-    Args: randomness: where noise comes from.
     """
 
     def __init__(self, randomness: SecretRandomness):
@@ -41,19 +65,14 @@ class IndependentNoise:
 
 
 class Gate:
-    """Records releases in a run's ledger and hands out the right to make them.
-
-    Args: ledger: of the run, durable. noise: its shape.
-    """
+    """Records releases in a run's durable ledger and hands out the right to make them."""
 
     def __init__(self, ledger: RunLedger, noise: IndependentNoise):
         self._ledger, self._noise = ledger, noise
 
     def pay_ahead(self, planned: PlannedRelease) -> None:
-        """Record ``planned``, durably, before the first of the steps that it pays for.
-
-        Raises: as :meth:`release`.
-        """
+        """Record ``planned``, durably, before the first of the steps that it pays for; raises as
+        :meth:`release`."""
         self._ledger.append(planned.event, planned.purpose)
         self._ledger.paid = planned.event.steps
 

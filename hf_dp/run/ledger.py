@@ -19,35 +19,53 @@ from hf_dp.distributed.processes import Processes
 from hf_dp.errors import LedgerError
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.budget import Budget
-from hf_dp.run.disk import named_disk_errors
-from hf_dp.run.ledger_file import COPY, LEDGER, Lines, line_of, write_head, write_line
-from hf_dp.run.lock import lock_run
-from hf_dp.run.lost import recorded_since
-from hf_dp.run.resume import ledgers_to_resume, other_earlier_runs
+from hf_dp.run.ledger_file import (
+    COPY,
+    LEDGER,
+    Lines,
+    damaged,
+    line_of,
+    lock_run,
+    read_copy,
+    write_head,
+    write_line,
+)
+from hf_dp.run.shortage import named_disk_errors
 from hf_dp.run.weights_file import put_head, weights_files
 from hf_dp.run.witnesses import refuse_foreign, refuse_leftovers, whole_ledger
 from hf_dp.statement.digests import Beside, Head
 from hf_dp.statement.durable import replace_file
-from hf_dp.statement.facts import NAMES, EarlierRun, Flags, Weaknesses
+from hf_dp.statement.facts import EarlierRun, Flags, Weaknesses
 from hf_dp.statement.record import to_record, write
 from hf_dp.statement.statement import PrivacyStatement
+
+# What the plan calls it -> what DPTrainer's user calls it; most telling first.
+_ARGUMENTS = {
+    "num_examples": "the rows of `train_dataset`",
+    "expected_batch_size": "",
+    "clipping_norm": "`per_example_max_grad_norm`",
+    "target_epsilon": "",
+    "loss": "`noised_loss_bound`, `noised_loss_budget_ratio`",
+    "noise_multiplier": "",
+    "delta": "`target_delta`",
+    "draw": "`sampling`, `max_logical_batch_size`, `unit_sampling`",
+}
 
 
 class RunLedger:
     """The append-only ledger of one run, kept in ``output_dir``; checkpoints hold copies.
 
-    The arguments ``insecure_seed``, ``released`` and ``earlier`` and the attributes
-    ``model_selection``, ``rows_are_chunks``, ``evaluation_compared``, ``other_training`` and
-    ``observers`` weaken the claim. What weakens it once weakens it for good.
-
     Args:
         folder: the run's output folder.
         plan: what the run does; a resumed run must have the same plan.
-        insecure_seed: whether the randomness can be reproduced.
-        released: names of what is released without noise.
         earlier: what the earlier runs on the same rows claim.
         earlier_entries: what they released; nothing else may be recorded before it.
         processes: those of the run. The main one keeps the files, the others a copy in memory.
+
+    Attributes:
+        weaknesses: what weakens the claim, which :meth:`weaken` adds to.
+        lost: releases since the checkpoint resumed from.
+        paid: steps in the ledger, recorded with those before them, that are yet to come.
     """
 
     def __init__(
@@ -55,26 +73,16 @@ class RunLedger:
         folder: str | os.PathLike[str],
         plan: PrivacyPlan,
         *,
-        insecure_seed: bool = False,
-        released: Iterable[str] = (),
         earlier: Iterable[EarlierRun] = (),
         earlier_entries: Sequence[LedgerEntry] = (),
         processes: Processes | None = None,
     ):
         self.folder, self.plan = Path(folder), plan
-        self.insecure_seed, self.released, self.earlier = (
-            insecure_seed,
-            tuple(released),
-            tuple(earlier),
-        )
+        self.weaknesses = Weaknesses(earlier=tuple(earlier))
         self._earlier_entries = tuple(earlier_entries)
-        self.model_selection = self.rows_are_chunks = False
-        self.evaluation_compared = True
-        self.other_training: str | None = None
-        self.observers: tuple[str, ...] = ()
         self.ledger = Ledger()
-        self.lost: dict[str, int] = {}  # releases by purpose since the checkpoint resumed from
-        self.paid = 0  # steps in the ledger, recorded with those before them, that are yet to come
+        self.lost = 0
+        self.paid = 0
         self.head = Head(uuid.uuid4().hex)
         self._size = 0  # bytes of the lines on the disk
         self._noted = Weaknesses()  # by these lines
@@ -94,21 +102,14 @@ class RunLedger:
             self.folder = Path(folder)
 
     def start(self, planned_steps: int, planned_releases: int = 0) -> None:
-        """Begin, or continue, ``planned_steps`` training steps.
-
-        Selections will make ``planned_releases`` more releases between them.
-
-        Raises: as :meth:`open` and :meth:`hf_dp.run.budget.Budget.start`.
-        """
+        """Begin, or continue, ``planned_steps`` training steps, between which selections will make
+        ``planned_releases`` more. Raises: as :meth:`open` and :meth:`Budget.start`."""
         self.open()
         self.paid = 0
         self.budget.start(planned_steps, planned_releases)
 
     def take(self) -> None:
-        """Take the lock of the run in the folder, if there is one; :meth:`stop` releases it.
-
-        Raises: LedgerError when another process is at work on it.
-        """
+        """Take the lock of the run in the folder, if there is one; :meth:`stop` releases it."""
         if self.folder.is_dir():
             self._lock = self._lock or lock_run(self.folder)
 
@@ -127,10 +128,17 @@ class RunLedger:
             refuse_leftovers(self.folder)
         with named_disk_errors("A new run", self.folder, "Or choose another output_dir."):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = self._lock or lock_run(self.folder)
+            self.take()
         try:
             own = whole_ledger(self.folder)
-            self._refuse_stale(own)
+            there = Head(self.run_id) if own is None else own.head
+            # Another process may have gone on since we read it, and died before we took the lock.
+            if there != self.head:
+                raise LedgerError(
+                    f"{LEDGER} has {there.lines} lines now, and had {self.head.lines} when it was "
+                    "read: another process has gone on with this run. Resume again, so that its "
+                    "steps count."
+                )
         except LedgerError:
             self.stop()
             raise
@@ -138,27 +146,9 @@ class RunLedger:
             write_head(self.folder, own.head)
         return self.head
 
-    def _refuse_stale(self, own: Lines | None) -> None:
-        """Raise LedgerError when the ledger changed between our reading it and taking the lock.
-
-        Another process may have gone on with the run in between, and died.
-        """
-        there = 0 if own is None else len(own.digests)
-        if there != self.head.lines or (own is not None and own.head != self.head):
-            raise LedgerError(
-                f"{LEDGER} has {there} lines now, and had {self.head.lines} when it was read: "
-                "another process has gone on with this run. Resume again, so that its steps count."
-            )
-
-    @property
-    def weaknesses(self) -> Weaknesses:
-        """What weakens the claim of this run, as far as is known now."""
-        return Weaknesses(**{name: getattr(self, name) for name in NAMES})
-
     def weaken(self, known: Flags) -> None:
-        """Note what weakens the claim, beside what is known to."""
-        for name, value in vars(self.weaknesses.merged(known)).items():
-            setattr(self, name, value)
+        """Note what weakens the claim; what does so once does so for good."""
+        self.weaknesses = self.weaknesses.merged(known)
 
     @property
     def exhausted(self) -> bool:
@@ -180,16 +170,14 @@ class RunLedger:
             )
         self.paid -= 1
 
-    def record_earlier(self, entries: Sequence[LedgerEntry]) -> None:
+    def record_earlier(self) -> None:
         """Begin the ledger with what earlier runs released of the same rows, in one line: a part of
-        it would look like all of it.
+        it would look like all of it. One that has begun must hold exactly that.
 
-        A ledger that has already begun must hold exactly these entries of earlier runs.
-
-        Raises:
-            LedgerError: the ledger holds other entries, because other ``earlier_runs`` were named.
-            BudgetExceededError: the earlier runs alone pass the target.
+        Raises: LedgerError for a ledger with other earlier runs; BudgetExceededError when they
+            alone pass the target.
         """
+        entries = self._earlier_entries
         if not len(self.ledger):
             if entries:
                 self.processes.agree(f"{len(entries)} entries of earlier runs begin the ledger")
@@ -198,10 +186,8 @@ class RunLedger:
         expected = Ledger()
         for entry in entries:
             expected.append(entry.event, entry.purpose)
-        if [entry for entry in self.ledger.entries if entry.purpose == EARLIER] != list(
-            expected.entries
-        ):
-            raise other_earlier_runs()
+        if [each for each in self.ledger.entries if each.purpose == EARLIER] != [*expected.entries]:
+            raise _other_earlier_runs()
 
     def append(self, event: Event, purpose: str) -> None:
         """Record one release and make it durable: its line, and then the head.
@@ -213,23 +199,20 @@ class RunLedger:
             LedgerError before :meth:`open`, or without what earlier runs released; DistributedError
             when the processes' ledgers differ, or when another one failed.
         """
+        entry = LedgerEntry(event, purpose)
         self.processes.agree(
             f"entry {len(self.ledger) + 1} of run {self.run_id} is to be {purpose}, {event}"
         )
-        self.processes.together(lambda: self._append(LedgerEntry(event, purpose)))
-        self.budget.released(event, purpose)
+        self.processes.together(lambda: self._append(entry))
+        self.budget.released(entry)
 
     def _append(self, *entries: LedgerEntry) -> None:
-        if not self._is_open:
-            raise LedgerError(
-                "This run has not been opened, so another process may be at work on it. Open it "
-                "first: `mechanism.logical_batches()`, `run.open()` or `DPTrainer.train()` does."
-            )
         started = entries[0].purpose == EARLIER or self.ledger.steps(EARLIER)
-        if self._earlier_entries and not started:
+        if not self._is_open or (self._earlier_entries and not started):
             raise LedgerError(
-                "The ledger does not hold yet what `earlier_runs` released. Call `run.open()` "
-                "first."
+                "This run has not been opened: another process may be at work on it, and its "
+                "ledger does not hold yet what `earlier_runs` released. Open it first: "
+                "`mechanism.logical_batches()`, `run.open()` or `DPTrainer.train()` does."
             )
         self.budget.check(*entries)
         self._write(*entries)
@@ -285,13 +268,8 @@ class RunLedger:
         statement: PrivacyStatement,
         beside: Beside | None = None,
     ) -> None:
-        """Write ``privacy.json`` into ``folder``, in the main process.
-
-        Args: beside: what lies beside it there: card and weights.
-
-        Raises: LedgerError when this ledger does not continue what is stated there. The file is
-            then left as it is.
-        """
+        """Write ``privacy.json`` into ``folder``, in the main process. Raises: LedgerError when
+        this ledger does not continue what is stated there."""
         if not self.processes.is_main:
             return
         self.note()
@@ -310,8 +288,6 @@ class RunLedger:
     def go_with(self, folder: str | os.PathLike[str]) -> None:
         """Put the head into the weights in ``folder``, and a copy of the ledger beside them.
 
-        Tensors stay as they are.
-
         Raises: LedgerError when a file there is of another run, or was saved later in this one.
         """
         folder = Path(folder)
@@ -325,17 +301,27 @@ class RunLedger:
     def resume(self, checkpoint: str | os.PathLike[str]) -> None:
         """Take over the ledger of the *run*, so that repeated steps and branches all count.
 
-        Raises: LedgerError as :func:`hf_dp.run.resume.ledgers_to_resume`.
+        Raises: LedgerError when checkpoint or run has no ledger, when they are of different runs,
+            when the run's does not contain what anything else knows, or when the plan changed.
         """
-        claims = {claim.run_id for claim in self.earlier}
-        own, at_checkpoint = self.processes.on_main(
-            lambda: ledgers_to_resume(self.folder, Path(checkpoint), self.plan, claims)
-        )
+        own, copy = self.processes.on_main(lambda: self._ledgers(Path(checkpoint)))
         self.ledger, self.head, self._size = own.ledger, own.head, own.size
         self.budget = Budget(self.plan, self.ledger)
-        self.lost = recorded_since(at_checkpoint.ledger, own.ledger)
+        self.lost = own.ledger.steps() - copy.ledger.steps()
         self._noted = own.weaknesses
         self.weaken(own.weaknesses)
+
+    def _ledgers(self, checkpoint: Path) -> tuple[Lines, Lines]:
+        """Return (the run's ledger, the checkpoint's copy)."""
+        if (copy := read_copy(checkpoint)) is None:
+            raise damaged(checkpoint / COPY, "it is missing")
+        if (own := whole_ledger(self.folder, checkpoint)) is None:
+            raise damaged(self.folder / LEDGER, "it is missing")
+        _refuse_another_plan(own.plan, self.plan)
+        named, begun = self.weaknesses.earlier, own.weaknesses.earlier
+        if {each.run_id for each in named} != {each.run_id for each in begun}:
+            raise _other_earlier_runs()
+        return own, copy
 
     def stop(self) -> None:
         """Release the lock, so that another process may continue this run."""
@@ -343,3 +329,24 @@ class RunLedger:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+
+def _other_earlier_runs() -> LedgerError:
+    return LedgerError(
+        "Expected `earlier_runs` to name what the ledger of this run began with, got others: its "
+        "statement would not cover what is named. Name the same runs as at the start, or start "
+        "anew in another output_dir."
+    )
+
+
+def _refuse_another_plan(then: PrivacyPlan, now: PrivacyPlan) -> None:
+    old, new = ({**plan.to_dict(), **plan.to_dict()["mechanism"]} for plan in (then, now))
+    # What the user sets comes before what is derived from it.
+    for name in [*_ARGUMENTS, *sorted((old | new).keys() - {*_ARGUMENTS, "mechanism", "steps"})]:
+        if old.get(name) != new.get(name):
+            argument = _ARGUMENTS.get(name, "")
+            raise LedgerError(
+                f"Cannot resume: `{name}`{argument and f' ({argument})'} is {new.get(name)!r} but "
+                f"the run was started with {old.get(name)!r}. Resume with the same arguments and "
+                "data, or start a new run in a new output_dir."
+            )

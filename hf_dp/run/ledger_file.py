@@ -12,9 +12,11 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from hf_dp.accounting import EARLIER, Ledger, LedgerEntry, event_from_dict
 from hf_dp.errors import HfDpError, LedgerError
@@ -29,27 +31,26 @@ LEDGER = "ledger.jsonl"  # in the run's folder
 # otherwise copying a checkpoint over the run would set the ledger back.
 HEAD = "_ledger_head.json"  # beside the ledger, and nowhere else
 COPY = "_ledger_copy.jsonl"  # in checkpoints, and wherever else weights are saved
+LOCK = "_privacy.lock"
+_WRONG = (
+    HfDpError, KeyError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Lines:
-    """What the whole lines of a ledger say.
-
-    Attributes:
-        run_id: which run it is.
-        plan: what the run does.
-        ledger: what it released, equal steps together.
-        weaknesses: what weakens its claim.
-        digests: of each line, in order.
-        size: how many bytes the lines have; what is behind them is torn.
-    """
+    """What the whole lines of a ledger say: of which run, what it released (equal steps together),
+    what weakens its claim, the digest of each line, and how many bytes are not torn."""
 
     run_id: str
     plan: PrivacyPlan
-    ledger: Ledger
-    weaknesses: Weaknesses
-    digests: tuple[str, ...]
-    size: int
+    ledger: Ledger = field(default_factory=Ledger)
+    weaknesses: Weaknesses = field(default_factory=Weaknesses)
+    digests: list[str] = field(default_factory=list)
+    size: int = 0
+
+    def __post_init__(self) -> None:
+        Head(self.run_id)  # or raise
 
     @property
     def head(self) -> Head:
@@ -62,6 +63,25 @@ class Lines:
             return False
         return head.lines == 0 or self.digests[head.lines - 1] == head.digest
 
+    def take(self, line: bytes, values: dict[str, Any]) -> None:
+        """Add a line. Raises: whatever is wrong with it; nothing of it is added then."""
+        if values.pop("after") != (self.digests[-1] if self.digests else ""):
+            raise ValueError("it does not follow the line before it")
+        known = self.weaknesses
+        if "weaknesses" in values:
+            known = known.merged(Weaknesses.from_dict(values.pop("weaknesses")))
+        rows = [(row.pop("purpose"), event_from_dict(row)) for row in values.pop("entries")]
+        entries = [LedgerEntry(event, purpose) for purpose, event in rows]
+        if values:
+            raise ValueError(f"expected no more keys, got {list(values)}")
+        if any(entry.purpose == EARLIER for entry in entries) and not known.earlier:
+            raise ValueError("it counts earlier runs and names none")
+        for entry in entries:
+            self.ledger.append(entry.event, entry.purpose)
+        self.weaknesses = known
+        self.digests.append(hashlib.sha256(line).hexdigest())
+        self.size += len(line)
+
 
 def line_of(
     after: str,
@@ -73,7 +93,6 @@ def line_of(
 
     Args:
         after: the digest of the line before; empty for the first.
-        entries: what is released.
         weaknesses: what weakens the claim from here on; None where nothing new does.
         start: run id and plan, in the first line.
     """
@@ -90,9 +109,7 @@ def line_of(
 def write_line(path: Path, size: int, line: bytes) -> str:
     """Put a line behind the first ``size`` bytes of a file, durably, and return its digest.
 
-    What was torn there is cut.
-
-    Raises: OSError when the disk refuses. What is behind ``size`` bytes was then not released.
+    What was torn there is cut. Raises: OSError when the disk refuses.
     """
     with open(path, "r+b" if path.exists() else "xb") as stream:
         stream.truncate(size)
@@ -102,7 +119,7 @@ def write_line(path: Path, size: int, line: bytes) -> str:
         os.fsync(stream.fileno())
     if size == 0:
         sync_folder(path.parent)
-    return _digest(line)
+    return hashlib.sha256(line).hexdigest()
 
 
 def write_head(folder: Path, head: Head) -> None:
@@ -124,9 +141,7 @@ def read_own(folder: Path) -> Lines | None:
     """Return the ledger of the run in a folder; None where none has begun there.
 
     A last line that cannot be read is cut where the head does not count it: nothing was released
-    for it.
-
-    Raises: LedgerError for a damaged or edited one.
+    for it. Raises: LedgerError for a damaged or edited one.
     """
     head = read_head(folder)
     return _read(folder / LEDGER, 0 if head is None else head.lines, may_be_torn=True)
@@ -139,68 +154,26 @@ def read_copy(folder: Path) -> Lines | None:
 
 def _read(path: Path, counted: int, *, may_be_torn: bool) -> Lines | None:
     try:
-        content = path.read_bytes()
+        *whole, torn = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return None
     except OSError as error:
         raise LedgerError(f"{path} cannot be read ({error}). Make it readable.") from error
-    *whole, torn = content.split(b"\n")
     if torn and not may_be_torn:
         raise damaged(path, "its last line is not whole")
-    reader = _Reader()
+    found: Lines | None = None
     for number, text in enumerate(whole, start=1):
         try:
-            reader.take(text + b"\n")
-        except (HfDpError, KeyError, ValueError, TypeError, ArithmeticError, RecursionError) as why:
+            values = loads(text.decode())
+            plan = PrivacyPlan.from_dict(values.pop("plan")) if found is None else found.plan
+            lines = Lines(values.pop("run_id"), plan) if found is None else found
+            lines.take(text + b"\n", values)
+        except _WRONG as why:
             if may_be_torn and number == len(whole) and number > counted:
                 break
             raise damaged(path, f"line {number}: {why!r}") from why
-    return reader.lines()
-
-
-class _Reader:
-    """Takes one line after the other."""
-
-    def __init__(self) -> None:
-        self._start: tuple[str, PrivacyPlan] | None = None
-        self._ledger, self._weaknesses = Ledger(), Weaknesses()
-        self._digests: list[str] = []
-        self._size = 0
-
-    def take(self, line: bytes) -> None:
-        """Add a line. Raises: whatever is wrong with it; nothing of it is added then."""
-        values = loads(line.decode())
-        if values.pop("after") != (self._digests[-1] if self._digests else ""):
-            raise ValueError("it does not follow the line before it")
-        start = self._start or (values.pop("run_id"), PrivacyPlan.from_dict(values.pop("plan")))
-        if not isinstance(start[0], str) or not start[0]:
-            raise ValueError(f"expected a run_id, got {start[0]!r}")
-        known = self._weaknesses
-        if "weaknesses" in values:
-            known = known.merged(Weaknesses.from_dict(values.pop("weaknesses")))
-        rows = [(row.pop("purpose"), event_from_dict(row)) for row in values.pop("entries")]
-        entries = [LedgerEntry(event, purpose) for purpose, event in rows]
-        if values:
-            raise ValueError(f"expected no more keys, got {list(values)}")
-        if any(entry.purpose == EARLIER for entry in entries) and not known.earlier:
-            raise ValueError("it counts earlier runs and names none")
-        for entry in entries:
-            self._ledger.append(entry.event, entry.purpose)
-        self._start, self._weaknesses = start, known
-        self._digests.append(_digest(line))
-        self._size += len(line)
-
-    def lines(self) -> Lines | None:
-        """Return what the lines say; None without any."""
-        if self._start is None:
-            return None
-        run_id, plan = self._start
-        digests = tuple(self._digests)
-        return Lines(run_id, plan, self._ledger, self._weaknesses, digests, self._size)
-
-
-def _digest(line: bytes) -> str:
-    return hashlib.sha256(line).hexdigest()
+        found = lines
+    return found
 
 
 def damaged(path: Path, why: str) -> LedgerError:
@@ -209,3 +182,21 @@ def damaged(path: Path, why: str) -> LedgerError:
         f"{path} was edited or damaged ({why}). Restore it from a backup that is not older: "
         "without it nobody knows what this run has released."
     )
+
+
+def lock_run(folder: Path) -> FileLock:
+    """Take the lock of the run in a folder, which the system drops when the process dies.
+
+    If two processes resumed one run, each would record its own "step 51", and one would be lost.
+
+    Raises: LedgerError when another process has it.
+    """
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise LedgerError(
+            f"Another process is training in output_dir {folder.name!r}; two processes cannot "
+            "share one ledger. Wait for it to end, or use another output_dir."
+        ) from None
+    return lock

@@ -9,56 +9,64 @@ from functools import cache
 from hashlib import blake2b
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
-from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_dp.batches.units import UnitTable
-from hf_dp.distributed.processes import Processes
+from hf_dp.batches.structure import Rows
 from hf_dp.errors import DataError
 from hf_dp.overlap import UNSTEADY, columns_of, digests, parts_of
-from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.facts import PACKAGES
-from hf_dp.run.options import RunOptions
+from hf_dp.run.options import Run
 
 
-def share_weights(model: nn.Module, processes: Processes) -> None:
-    """Give every process the main one's parameters and buffers; those that are sharded stay."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if not isinstance(tensor, DTensor):
+def meet(run: Run) -> None:
+    """Compare this process with the others, and take over the main one's weights.
+
+    Raises: DistributedError naming what differs, or when two random sources are the same.
+    """
+    processes = run.processes
+    if processes.alone:
+        return
+    processes.refuse_differences(_in_common(run))
+    processes.refuse_equal(
+        "source of random numbers",
+        run.randomness.fingerprint(),
+        "Noise that is drawn twice can be subtracted. Create the trainer in each process, not "
+        "before processes are forked.",
+    )
+    for tensor in (*run.model.parameters(), *run.model.buffers()):
+        if not isinstance(tensor, DTensor):  # shards stay
             processes.from_main(tensor.data)
 
 
-def facts_in_common(
-    *,
-    plan: PrivacyPlan,
-    options: RunOptions,
-    arguments: Mapping[str, Any],
-    weaknesses: Mapping[str, Any],
-    train_dataset: Any,
-    units: UnitTable | None,
-    data_collator: Any,
-    model: nn.Module,
-) -> dict[str, str]:
+def _in_common(run: Run) -> dict[str, str]:
     """Return, by name, what all processes of a run must have in common."""
+    options = run.options
+    loud = replace(options, batches=replace(options.batches, quiet=False))  # bars are one's own
+    groups: dict[str, Mapping[str, object]] = {
+        "the privacy plan's": run.plan.to_dict(),
+        "the run's option": vars(loud),
+        "the argument": run.arguments,
+        "what weakens the claim,": vars(run.book.weaknesses),
+    }
+    layout = [
+        (name, list(p.shape), str(p.dtype), p.requires_grad)
+        for name, p in run.model.named_parameters()
+    ]
     found = {"the code of hf_dp": _digest_of_code()}
     found |= {f"the version of {package}": metadata.version(package) for package in PACKAGES}
-    found |= _each("the privacy plan's", plan.to_dict())
-    loud = replace(options, batches=replace(options.batches, quiet=False))  # bars are one's own
-    found |= _each("the run's option", vars(loud))
-    found |= _each("the argument", arguments)
-    found |= _each("what weakens the claim,", weaknesses)
+    for of, values in groups.items():
+        found |= {f"{of} `{name}`": _shown(repr(value)) for name, value in values.items()}
     return found | {
-        "the number of rows": str(len(train_dataset)),
-        "the rows of train_dataset": digest_of_rows(train_dataset),
-        "whose each row is": "their own" if units is None else units.digest(),
-        "the data collator": type(data_collator).__qualname__,
-        "the parameters of the model": _digest(_layout(model)),
+        "the number of rows": str(len(run.train_dataset)),
+        "the rows of train_dataset": digest_of_rows(run.train_dataset),
+        "whose each row is": "their own" if run.units is None else run.units.digest(),
+        "the data collator": type(run.data_collator).__qualname__,
+        "the parameters of the model": _digest(json.dumps(layout)),
     }
 
 
-def digest_of_rows(dataset: Any) -> str:
+def digest_of_rows(dataset: Rows) -> str:
     """Return a digest of all rows in their order, before any transform of the user's.
 
     Raises: DataError for rows that differ on each reading, which cannot be compared.
@@ -78,21 +86,8 @@ def digest_of_rows(dataset: Any) -> str:
     return found.hexdigest()
 
 
-def _each(of: str, values: Mapping[str, Any]) -> dict[str, str]:
-    return {f"{of} `{name}`": _shown(repr(value)) for name, value in values.items()}
-
-
 def _shown(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:200]}... ({_digest(text)})"
-
-
-def _layout(model: nn.Module) -> str:
-    return json.dumps(
-        [
-            (name, list(p.shape), str(p.dtype), p.requires_grad)
-            for name, p in model.named_parameters()
-        ]
-    )
 
 
 @cache

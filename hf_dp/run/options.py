@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from hf_dp.batches.loader import BatchOptions
 from hf_dp.plans.dp_sgd import MEMORY_RATIO
+
+# A hf_dp.run.private_run.PrivateRun, for the parts of it that it imports.
+Run = Any
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
@@ -31,13 +31,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
+from transformers.utils import logging
 
+from hf_dp.errors import UnsupportedModelError
 from hf_dp.losses import base_model
 from hf_dp.run.ledger_file import LEDGER
+from hf_dp.run.options import Run
 from hf_dp.run.weights_file import add_metadata, head_in, read_metadata, weights_files
 from hf_dp.run.witnesses import read_run
+from hf_dp.statement.facts import Flags
 from hf_dp.statement.record import FILE_NAME
 from hf_dp.statement.wording import STATUSES
+
+logger = logging.get_logger(__name__)
 
 _NOTE = "_trained_by_hf_dp"  # on modules: the runs that trained them, as (id, folder)
 WITHOUT_PRIVACY = ""  # instead of an id
@@ -53,21 +59,14 @@ _CHUNK = 1 << 20  # numbers
 _CASTS = (torch.bfloat16, torch.float16)
 
 
-def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _note_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if not _paid.pop(parameter, False) and _tells(parameter, group.get("lr")):
+            if _paid.pop(parameter, False) or parameter.grad is None:
+                continue
+            # torch makes the state of an optimizer whose shards it loads by zeros at rate 0.
+            if group.get("lr") != 0 or bool(_held(parameter.grad).any()):
                 _unpaid[parameter] = True
-
-
-def _tells(parameter: Tensor, rate: Any) -> bool:
-    """Return whether a step tells of rows: all do but those without a gradient, and those at rate 0
-    on zeros, with which torch makes the state of an optimizer whose shards it loads."""
-    gradient = parameter.grad
-    if gradient is None or rate != 0:
-        return gradient is not None
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    return bool(local.any())
 
 
 # For every optimizer of this process: fused and foreach steps leave no other trace.
@@ -99,6 +98,71 @@ def note_training(model: nn.Module, run_id: str, folder: Path) -> None:
             setattr(module, _NOTE, (*known, run))
 
 
+def stamp_without_privacy(folder: str | Path) -> None:
+    """Put into the metadata of the weights in a folder that a run without privacy trained them."""
+    for path in weights_files(Path(folder)):
+        add_metadata(path, {NOT_PRIVATE_KEY: "hf_dp"})
+
+
+class OtherTraining:
+    """Refuses weights of a run that are not the result of what its statement counts, unless the
+    user says what rows that training was on; the statement then repeats it.
+
+    Attributes: resting: the values that the run ended with.
+    """
+
+    def __init__(self, run: Run):
+        self.run, self.resting = run, RestingWeights()
+
+    def refuse(self, *, before_save: bool = False) -> None:
+        """Raise UnsupportedModelError for what trained the weights in memory, or in the files that
+        they come from."""
+        run, model = self.run, self.run.model
+        # Without a step the ledger holds nothing of earlier runs, either.
+        counted = () if before_save and not len(run.ledger) else self._counted
+        self._refuse(
+            chain(
+                trained_in_memory(model, counted), _in_files(model, counted), self._at_rest(model)
+            )
+        )
+        folder = None if before_save else _left_by_trainers(model)
+        if folder is not None and run.options.other_training is None and run.processes.is_main:
+            logger.warning(
+                "The base model comes from %s, where a Trainer left its files. If it was trained "
+                "on the training rows, this run's statement does not hold. If on others, set "
+                "other_training='public_rows' or 'other_rows', which the card repeats.",
+                folder,
+            )
+
+    def refuse_in_memory(self) -> None:
+        """Raise UnsupportedModelError for what trained the weights since they were loaded."""
+        self._refuse(trained_in_memory(self.run.model, self._counted))
+
+    @property
+    def _counted(self) -> set[str]:
+        """The ids of the runs that the statement counts."""
+        book = self.run.book
+        return {book.run_id, *(claim.run_id for claim in book.weaknesses.earlier)}
+
+    def _at_rest(self, model: nn.Module) -> Iterator[str]:
+        if (name := self.resting.changed(model)) is not None:
+            yield f"something else since the last step ({name!r} has other values)"
+
+    def _refuse(self, found: Iterator[str]) -> None:
+        answer = self.run.options.other_training
+        self.run.book.weaken(Flags(other_training=answer))
+        if answer is None and (trained_by := next(found, None)) is not None:
+            raise UnsupportedModelError(
+                f"Expected a model that only counted steps have trained, got one that was trained "
+                f"by {trained_by}. The privacy statement of this run does not count that. If it "
+                "was on the same rows, name its folder in `earlier_runs`; without privacy, or "
+                "without a folder, no statement covers both: load the model anew. If it was on "
+                "public rows, set other_training='public_rows'; on rows that this statement is not "
+                "about, other_training='other_rows'. The card repeats it. Weights that you made "
+                "from released ones can be saved by model.save_pretrained, in another folder."
+            )
+
+
 class RestingWeights:
     """The values of weights that nothing should change: those that a run ended with.
 
@@ -123,10 +187,9 @@ class RestingWeights:
         """Return the name of a weight that is not what it was; None if all are."""
         for name, part in _parts(model) if self._known else ():
             numbers, digests = self._known.get(name, (0, set()))
-            if 0 < numbers <= part.numel():
-                (now,) = _digests(part[:numbers], (part.dtype,))
-                if now not in digests:
-                    return name
+            known = part[:numbers]
+            if 0 < numbers <= part.numel() and _digests(known, (part.dtype,))[0] not in digests:
+                return name
         return None
 
 
@@ -145,7 +208,7 @@ def trained_in_memory(model: nn.Module, counted: Collection[str]) -> Iterator[st
             return
 
 
-def trained_in_files(model: nn.Module, counted: Collection[str]) -> Iterator[str]:
+def _in_files(model: nn.Module, counted: Collection[str]) -> Iterator[str]:
     """Yield, in words, what trained the weights in the folder that a model was loaded from."""
     folder = _loaded_from(model)
     for path in () if folder is None else weights_files(folder):
@@ -158,19 +221,13 @@ def trained_in_files(model: nn.Module, counted: Collection[str]) -> Iterator[str
             return
 
 
-def left_by_trainers(model: nn.Module) -> Path | None:
+def _left_by_trainers(model: nn.Module) -> Path | None:
     """Return the folder that a model was loaded from, where a Trainer left its files beside
     weights that say nothing."""
     folder = _loaded_from(model)
     if folder is None or not any((folder / name).exists() for name in _LEFT_BY_TRAINERS):
         return None
     return None if any(head_in(path) for path in weights_files(folder)) else folder
-
-
-def stamp_without_privacy(folder: str | Path) -> None:
-    """Put into the metadata of the weights in a folder that a run without privacy trained them."""
-    for path in weights_files(Path(folder)):
-        add_metadata(path, {NOT_PRIVATE_KEY: "hf_dp"})
 
 
 def _run_in_words(run_id: str, folder: str) -> str:
@@ -220,13 +277,18 @@ def _plain_name(name: str) -> str:
     return name
 
 
+def _held(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this process holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _parts(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the numbers of each weight that this process holds, (n,), by the weight's name."""
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):  # its name tells it from the same weight when gathered
-            yield f"{name} (a shard)", parameter.to_local().detach().flatten()
-        elif not parameter.is_meta:
-            yield name, parameter.detach().flatten()
+        if not parameter.is_meta:
+            # Its name tells a shard from the same weight when gathered.
+            shard = " (a shard)" if isinstance(parameter, DTensor) else ""
+            yield name + shard, _held(parameter).detach().flatten()
 
 
 def _digests(numbers: Tensor, dtypes: Sequence[torch.dtype]) -> list[int]:

@@ -21,12 +21,8 @@ _LARGE = 7
 def doubts(
     plan: PrivacyPlan, *, parameters: int, learning_rate: float, optimizer: str
 ) -> Iterator[str]:
-    """Yield why a run may learn little, or protect little, each with a next move.
-
-    Args:
-        parameters: how many numbers train.
-        learning_rate, optimizer: as Trainer's arguments have them.
-    """
+    """Yield why a run may learn little, or protect little, each with a next move. Args: parameters:
+    how many numbers train."""
     if doubt := doubt_of_delta(plan.delta):
         yield doubt
     elif plan.delta > (1 + 1e-9) / (2 * plan.num_examples):
@@ -59,11 +55,7 @@ def drowned(plan: PrivacyPlan, parameters: int) -> Iterator[str]:
 
 
 def of_repeated_rows(plan: PrivacyPlan, most: int, compared: str) -> str:
-    """Return what equal rows mean for whoever is in them, for the local console only.
-
-    Args:
-        most: how many rows are equal, at least 2. compared: by what, in words.
-    """
+    """Return what ``most`` equal rows mean for whoever is in them, for the local console only."""
     try:
         if most > min(MAX_ROWS, _LARGE * plan.noise_multiplier):
             raise AccountingRangeError(f"{most} rows of one record")

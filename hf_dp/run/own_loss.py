@@ -44,10 +44,8 @@ def refuse_another_loss(
     *,
     rounded: bool,
 ) -> None:
-    """Raise UnsupportedLossError where a made-up example has another loss by the model's own rule.
-
-    A model whose forward takes no labels, or returns no loss, has none to compare: a warning says
-    so.
+    """Raise UnsupportedLossError where a made-up example has another loss by the model's own rule;
+    warn of a model that has none.
 
     Args:
         example: a batch of one in the format of the training set. Its labels are replaced.

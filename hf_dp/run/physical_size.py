@@ -26,9 +26,9 @@ from hf_dp.batches.structure import Batch, Example, column, combined, numbers, o
 from hf_dp.clipping.self_check import in_training
 from hf_dp.errors import DataError, DoesNotFitError, UnsupportedArgumentError
 from hf_dp.noise import untouched_generators
-from hf_dp.run.memory import is_out_of_memory
 from hf_dp.run.other_training import pay_for_step
 from hf_dp.run.private_run import PrivateRun
+from hf_dp.run.shortage import is_out_of_memory
 from hf_dp.run.synthetic import synthetic_examples
 
 MARGIN = 0.1  # of the memory stays free: for gaps between batches of many shapes, and evaluation
@@ -63,7 +63,7 @@ def largest_physical_batch(
     """
     _kept_free(run.device)
     with untouched_generators():
-        made_up = run.own_examples() or synthetic_examples(run.model)
+        made_up = run.engine_check.own_examples() or synthetic_examples(run.model)
     example = max(map(own, made_up), key=numbers)
     if (length is None) == bool(length_of(example)):
         raise _validate.invalid(

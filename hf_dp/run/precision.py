@@ -20,13 +20,10 @@ _FULL = ("float32", "float64")
 
 @dataclass(frozen=True)
 class Precision:
-    """The precision that accelerator, surrounding autocast and parameters give.
+    """The precision that accelerator, surrounding autocast and parameters give, by names of types.
 
     Args:
-        autocast: name of the type that products are computed in, or None.
-        parameters: names of the types of all parameters.
-        computed: names of the types shorter than float32 that a forward pass of model and loss was
-            seen to compute in.
+        computed: those shorter than float32 that a forward was seen to compute in.
         products: what products of float32 matrices round their factors to, by
             :func:`hf_dp.clipping.rounding.product_precision`.
     """
@@ -44,37 +41,23 @@ class Precision:
         device: torch.device,
         computed: Iterable[str] = (),
     ) -> Precision:
-        """Return the precision that a forward pass of this model has now.
-
-        Args:
-            computed: what :class:`Watched` saw.
-
-        Raises: UnsupportedArgumentError for float16 and 8-bit autocast, which scale losses or share
-            scales in a batch.
-        """
+        """Return the precision that a forward of this model has now, of which :class:`Watched` saw
+        ``computed``. Raises: UnsupportedArgumentError for other autocast than to bfloat16."""
         mixed = str(mixed_precision or "no")
-        if mixed not in ("no", "bf16"):
+        autocast = {"no": None, "bf16": "bfloat16"}.get(mixed, mixed)
+        around = torch.is_autocast_enabled(device.type)
+        if around and autocast in (None, "bfloat16"):
+            autocast = _name(torch.get_autocast_dtype(device.type))
+        if autocast not in (None, "bfloat16"):
             raise invalid(
-                "mixed_precision",
-                mixed,
+                "torch.autocast" if around else "mixed_precision",
+                autocast,
                 'to be "no" or "bf16" in private modes',
                 "float16 scales the loss and skips steps on overflow; 8-bit types share a scale in "
                 "the batch. Both depend on the data. Use bf16=True, and check "
                 "ACCELERATE_MIXED_PRECISION.",
                 UnsupportedArgumentError,
             )
-        autocast = "bfloat16" if mixed == "bf16" else None
-        if torch.is_autocast_enabled(device.type):
-            autocast = _name(torch.get_autocast_dtype(device.type))
-            if autocast != "bfloat16":
-                raise invalid(
-                    "torch.autocast",
-                    autocast,
-                    "to be bfloat16 or off around private training",
-                    "Other types overflow, or round so coarsely that no margin is known. Use "
-                    "bf16=True.",
-                    UnsupportedArgumentError,
-                )
         return cls(
             autocast,
             tuple(sorted({_name(p.dtype) for p in model.parameters()})),
@@ -89,10 +72,7 @@ class Precision:
 
     @property
     def is_short(self) -> bool:
-        """Whether anything is computed in less than float32.
-
-        Rounding then depends on the padded length.
-        """
+        """Whether anything is computed in less than float32; rounding depends on padding then."""
         return self.is_rounded or any(name not in _FULL for name in self.parameters)
 
     def words(self) -> str:
@@ -107,13 +87,8 @@ class Precision:
 
 
 class Watched(TorchDispatchMode):
-    """Notes, inside, the types shorter than float32 that floating-point numbers are computed in.
-
-    It sees them whatever code switched to them.
-
-    Attributes:
-        short: their names.
-    """
+    """Notes in ``short``, inside, the types shorter than float32 that numbers are computed in,
+    whatever code switched to them."""
 
     def __init__(self) -> None:
         super().__init__()

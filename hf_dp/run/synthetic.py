@@ -30,8 +30,6 @@ def synthetic_examples(
 ) -> list[Batch]:
     """Return batches of one example on the CPU, of the given lengths where there are any.
 
-    Args: target_lengths: of the labels, for a sequence-to-sequence model.
-
     Raises: UnsupportedModelError for a model whose inputs are neither token ids nor images, or
         that does not say how large its images are.
     """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,19 +16,17 @@ from transformers.utils import logging
 
 from hf_dp.batches.examples import Collator, Examples
 from hf_dp.batches.layout import Layout
-from hf_dp.batches.limits import Limits
 from hf_dp.batches.loader import BatchOptions, PhysicalBatches, Watch, private_dataloader
-from hf_dp.batches.look_over import LookedOver, look_over
+from hf_dp.batches.look_over import Limits, LookedOver, look_over
 from hf_dp.batches.made_up import made_up_rows
 from hf_dp.batches.padding import LABELS, Padding
 from hf_dp.batches.structure import Batch, Example, Row, Rows, column, combined, leaves, own
 from hf_dp.batches.units import UnitTable, unit_dataloader
 from hf_dp.errors import DataError, HfDpError, UnsupportedLossError
-from hf_dp.losses import IGNORED_LABEL, targets_of
+from hf_dp.losses import IGNORED_LABEL, base_model, targets_of
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans.samplers import Sampler as LogicalSampler
 from hf_dp.plans.units import Users
-from hf_dp.run.failing_row import why_a_row_fails
 from hf_dp.run.precision import Watched
 from hf_dp.run.synthetic import made_up_tokens, synthetic_examples
 from hf_dp.run.tables import refuse_ids_beyond_tables
@@ -42,11 +41,10 @@ class TrainingData:
 
     Args:
         dataset: without the columns that the model does not take.
-        collator: the user's.
         padding, limits: those of the model.
-        randomness: that of the run.
-        options: for batches and loader.
         units: whose the rows are, and how many of a user's rows take part; None: each by itself.
+
+    Attributes: computed: types shorter than float32 that a forward was seen to compute in.
     """
 
     def __init__(
@@ -62,7 +60,6 @@ class TrainingData:
         self.units = units
         self.examples = Examples(dataset, collator, randomness)
         self.padding, self.limits, self.options = padding, limits, options
-        # The types shorter than float32 that a forward pass was seen to compute in.
         self.computed: frozenset[str] = frozenset()
 
     @cached_property
@@ -81,19 +78,13 @@ class TrainingData:
     ) -> None:
         """Look over the rows, and check that the model takes one as long as the longest of them.
 
-        Args:
-            losses: computes the losses of a batch.
-            needs_labels: False where the loss is the user's own.
-
-        Raises:
-            DataError: as :func:`look_over`; when labels are missing or rows are too long.
-            UnsupportedLossError: the loss does not give one number per example.
+        Raises: DataError as :func:`look_over`, when labels are missing or rows are too long;
+            UnsupportedLossError for a loss that does not give one number per example.
         """
-        layout = self.looked_over.layout
         if needs_labels:
-            self._check_labels(layout, targets_of(model))
-        training = model.training
-        longest = as_long_as_the_longest(self.examples[self.looked_over.longest], layout, model)
+            self._check_labels(targets_of(model))
+        layout, training = self.looked_over.layout, model.training
+        longest = _as_long_as_the_longest(self.examples[self.looked_over.longest], layout, model)
         try:
             model.eval()
             with torch.no_grad(), self.examples.randomness.streams(), Watched() as watched:
@@ -109,27 +100,48 @@ class TrainingData:
         except HfDpError:
             raise
         except Exception as problem:
-            raise DataError(why_a_row_fails(model, self.looked_over, problem)) from problem
+            raise DataError(self._why_it_fails(model, problem)) from problem
         finally:
             model.train(training)
         refuse_ids_beyond_tables(model, losses, self.examples, layout, self.limits.below)
 
-    def _check_labels(self, layout: Layout, targets: Sequence[str]) -> None:
-        labels = layout.leaves.get("labels")
-        given = [layout.leaves.get(name) for name in targets]
+    def _check_labels(self, targets: Sequence[str]) -> None:
+        found = self.looked_over.layout.leaves
+        given = [found.get(name) for name in targets]
         if "labels" not in targets or all(each is not None and each.is_tensor for each in given):
             return  # what a loss of other targets misses, it names
         # transformers' default collator drops text, and a user's own may pass it on.
         self.examples.refuse_labels_in_words(0)
-        if labels is None:
+        if "labels" not in found:
             raise DataError(
-                f"The training batches have no `labels` (they have {sorted(layout.leaves)}). "
-                "Rename the label column to `label` or `labels` (dataset.rename_column), or use a "
-                "collator that makes labels."
+                f"The training batches have no `labels` (they have {sorted(found)}). Rename the "
+                "label column to `label` or `labels` (dataset.rename_column), or use a collator "
+                "that makes labels."
             )
 
-    def warn_of_no_targets(self) -> None:
-        """Warn on the local console when most rows have nothing to learn, so that noise trains."""
+    def _why_it_fails(self, model: nn.Module, problem: Exception) -> str:
+        """Return what to say of a model that fails on a row as large as the largest of each
+        column."""
+        found, longest = self.looked_over.layout.leaves, self.looked_over.longest
+        sizes = {name: leaf.most[1:] for name, leaf in found.items() if leaf.is_tensor}
+        config = getattr(base_model(model), "config", None)
+        config = getattr(config, "vision_config", config)
+        takes = {name: getattr(config, name, None) for name in ("num_channels", "image_size")}
+        of_images = (
+            f"The model's configuration says {takes}: make pixels, (channels, height, width), with "
+            "its own image processor in a transform. "
+        )
+        return (
+            "Model and loss fail on a made-up row as large as the largest "
+            f"({type(problem).__name__}: {problem}). Its columns have the sizes {sizes}. "
+            f"{of_images if 'pixel_values' in found else ''}If a column is missing, set "
+            f"remove_unused_columns=False. If rows are too long (row {longest} is the longest), "
+            "truncate them."
+        )
+
+    def warn(self, *, of_chunks: bool) -> None:
+        """Warn on the local console when most rows have nothing to learn, so that noise trains; and
+        when the rows look like chunks of longer documents."""
         without, rows = self.looked_over.without_target, len(self.examples)
         if 2 * without > rows:
             logger.warning(
@@ -139,10 +151,7 @@ class TrainingData:
                 f"{without:,}",
                 f"{rows:,}",
             )
-
-    def warn_of_chunks(self) -> None:
-        """Warn on the local console when the rows look like chunks of longer documents."""
-        if self.looked_over.look_like_chunks(len(self.examples)):
+        if of_chunks and self.looked_over.look_like_chunks(rows):
             logger.warning(
                 "Nearly all rows have the same number of tokens, as chunks of longer documents do. "
                 "If they are chunks, one chunk is protected, and a document of k chunks is "
@@ -152,31 +161,26 @@ class TrainingData:
 
     def batches(self, one_shape: bool = False) -> PhysicalBatches:
         """Return the object that cuts and pads drawn examples; see :class:`PhysicalBatches`."""
+        options, layout = self.options, self.looked_over.layout
         return PhysicalBatches(
-            self.padding,
-            self.looked_over.layout,
-            self.options.physical_batch_size,
-            self.options.max_tokens,
-            one_shape,
+            self.padding, layout, options.physical_batch_size, options.max_tokens, one_shape
         )
 
     def loader(
         self, sampler: LogicalSampler, one_shape: bool, watched: Watch | None = None
-    ) -> DataLoader:
+    ) -> DataLoader[Any]:
         """Return a loader over the sampler's draws, each a list of padded physical batches.
 
         Args: watched: makes of the draws what goes through the model; rows alone, not users.
         """
-        batches = self.batches(one_shape)
+        batches, options = self.batches(one_shape), self.options
         if self.units is not None:
-            return unit_dataloader(self.examples, *self.units, sampler, batches, self.options)
-        return private_dataloader(self.examples, sampler, batches, self.options, watched)
+            return unit_dataloader(self.examples, *self.units, sampler, batches, options)
+        return private_dataloader(self.examples, sampler, batches, options, watched)
 
     def synthetic_examples(self, model: nn.Module) -> list[Example]:
-        """Return made-up examples that passed through the collator like rows, each a batch of one.
-
-        Where rows cannot be made up in the data set's format, synthetic inputs of the model are
-        returned unchanged, and a warning says so.
+        """Return made-up examples that passed through the collator like rows, each a batch of one;
+        where rows cannot be made up in the data set's format, synthetic inputs of the model.
 
         Raises: UnsupportedModelError for a model whose inputs are not known.
         """
@@ -214,14 +218,10 @@ class TrainingData:
         return ((tokens.most[1],) * 3,) if any(beside) else ()
 
     def longest_beside(self, made_up: Example, model: nn.Module) -> Example:
-        """Return a made-up batch of one, as long as the longest row in each of its columns.
-
-        Where the tokens of a physical batch are limited, it is as long as a row with a neighbor.
-
-        Args: made_up: of :meth:`synthetic_examples`; the columns are its own.
-        """
+        """Return a made-up batch of one with the columns of ``made_up``, as long as the longest
+        row, or as one with a neighbor where the tokens of a batch are limited."""
         layout, limit = self.looked_over.layout, self.options.max_tokens
-        as_rows = as_long_as_the_longest(
+        as_rows = _as_long_as_the_longest(
             self.examples[self.looked_over.longest],
             layout,
             model,
@@ -274,7 +274,7 @@ def _of_the_size_of_rows(example: dict[str, Tensor], layout: Layout) -> dict[str
     return {**example, "pixel_values": torch.randn(leaf.most, dtype=pixels.dtype)}
 
 
-def as_long_as_the_longest(
+def _as_long_as_the_longest(
     example: Example, layout: Layout, model: nn.Module, at_most: int | None = None
 ) -> Example:
     """Return a made-up batch of one, in which each column has its greatest length in any row.
@@ -305,10 +305,8 @@ def padded_together(
 ) -> tuple[Batch, list[Example]]:
     """Return (one padded batch, the examples one by one), from batches of one.
 
-    Args:
-        of_rows: the layout whose columns and types the examples must have; None allows any.
-
-    Raises: DataError when they are not two or more batches of one example with the same columns.
+    Raises: DataError when they are not two or more batches of one example with the same columns,
+        and those and the types of ``of_rows``.
     """
     if not isinstance(examples, list) or len(examples) < 2:
         kind = type(examples).__name__
@@ -320,16 +318,11 @@ def padded_together(
     alone, layout = [], Layout()
     for place, each in enumerate(examples):
         example = own(each)
-        sizes = {
-            name: tuple(leaf.shape) for name, leaf in leaves(example) if isinstance(leaf, Tensor)
-        }
-        wrong = {name: shape for name, shape in sizes.items() if shape[:1] != (1,)}
-        if wrong or not sizes:
-            name, shape = next(iter(wrong.items()), ("it", ()))
+        sizes = {name: leaf.shape for name, leaf in leaves(example) if isinstance(leaf, Tensor)}
+        if not sizes or any(shape[:1] != (1,) for shape in sizes.values()):
             raise DataError(
                 "Expected each item of what synthetic_batches() returns to be a batch of one "
-                f"example, tensors of shape (1, ...), but `{name}` of item {place} has shape "
-                f"{shape}."
+                f"example, tensors of shape (1, ...), but item {place} has the shapes {sizes}."
             )
         try:
             layout.add(example)

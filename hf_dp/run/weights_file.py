@@ -1,25 +1,19 @@
-"""The head of a run's ledger in the metadata of saved weights, whose tensors stay as they are.
-
-A safetensors file is 8 bytes (the length of the header, little-endian), a JSON header, and the
-tensors' bytes.
-"""
+"""The head of a run's ledger in the metadata of saved weights, whose tensors stay as they are."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+
+from safetensors import SafetensorError, safe_open
 
 from hf_dp.errors import LedgerError
 from hf_dp.statement.digests import Head
 from hf_dp.statement.durable import replace_file
 from hf_dp.statement.strict_json import loads
 
-_LENGTH = 8  # bytes; tensors start at a multiple of it
-_MOST = 100_000_000  # the most bytes of a header, by the format
 _CHUNK = 1 << 24
-_METADATA = "__metadata__"
 # Files that stand beside weights: masks of what trains (hf_dp.tuners.single_entries.tuner).
 NOT_WEIGHTS = ("selection_masks.safetensors",)
 HEAD_KEY = "hf_dp_ledger_head"  # in the metadata
@@ -41,10 +35,7 @@ def weights_files(folder: Path) -> list[Path]:
 
 
 def head_in(path: Path) -> Head | None:
-    """Return the head that a weights file carries, or None.
-
-    Raises: LedgerError for a damaged file or head.
-    """
+    """Return the head that a weights file carries, or None. Raises: LedgerError."""
     text = read_metadata(path).get(HEAD_KEY)
     try:
         return None if text is None else Head.from_dict(loads(text))
@@ -67,60 +58,35 @@ def put_head(path: Path, head: Head) -> None:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Return the metadata of a safetensors file.
-
-    Raises: LedgerError when its header cannot be read.
-    """
-    with _opened(path) as stream:
-        return _header(stream, path).get(_METADATA, {})
+    """Return the metadata of a safetensors file. Raises: LedgerError when it cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as stored:
+            return dict(stored.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(path, str(error)) from error
 
 
 def add_metadata(path: Path, added: Mapping[str, str]) -> None:
     """Put ``added`` into the metadata of a safetensors file, durably and in one step.
 
-    Other metadata and the bytes of the tensors stay as they are. Tensors stay at multiples of 8
-    bytes.
+    Other metadata and the bytes of the tensors stay as they are.
 
-    Raises:
-        LedgerError: the header cannot be read. The file stays as it was.
-        OSError: the disk refused. The file stays as it was.
+    Raises: LedgerError when it cannot be read; OSError when the disk refuses. It stays as it was.
     """
-    with _opened(path) as stream:
-        header = _header(stream, path)
-        header[_METADATA] = {**header.get(_METADATA, {}), **added}
-        written = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        written += b" " * (-len(written) % _LENGTH)
-        replace_file(path, _chunks(written, stream))
+    metadata = {**read_metadata(path), **added}
 
+    def changed() -> Iterator[bytes]:
+        # 8 bytes with the length of the header, the header, and tensors at a multiple of 8 bytes.
+        with open(path, "rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+            header["__metadata__"] = metadata
+            text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+            text += b" " * (-len(text) % 8)
+            yield len(text).to_bytes(8, "little") + text
+            while chunk := stream.read(_CHUNK):
+                yield chunk
 
-def _header(stream: BinaryIO, path: Path) -> dict[str, dict[str, str]]:
-    """Read the header; the stream then stands at the tensors."""
-    length = int.from_bytes(stream.read(_LENGTH), "little")
-    text = stream.read(length) if length <= _MOST else b""
-    try:
-        header = loads(text.decode()) if text and len(text) == length else None
-    except (ValueError, RecursionError):
-        header = None
-    metadata = header.get(_METADATA, {}) if isinstance(header, dict) else None
-    if not isinstance(header, dict) or not isinstance(metadata, dict):
-        raise _unreadable(path, "its header is not complete")
-    if not all(isinstance(value, str) for value in metadata.values()):
-        raise _unreadable(path, "its metadata is not text")
-    return header
-
-
-def _chunks(header: bytes, tensors: BinaryIO) -> Iterator[bytes]:
-    yield len(header).to_bytes(_LENGTH, "little")
-    yield header
-    while chunk := tensors.read(_CHUNK):
-        yield chunk
-
-
-def _opened(path: Path) -> BinaryIO:
-    try:
-        return open(path, "rb")
-    except OSError as error:
-        raise _unreadable(path, str(error)) from error
+    replace_file(path, changed())
 
 
 def _unreadable(path: Path, why: str) -> LedgerError:

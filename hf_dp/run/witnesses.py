@@ -17,8 +17,8 @@ from hf_dp.run.weights_file import head_in, weights_files
 from hf_dp.statement.digests import Head
 from hf_dp.statement.record import FILE_NAME, PrivacyRecord, file_of, read
 
-_WHOLE = "Restore a backup of the whole folder that is not older. Without it the privacy of this "
-_WHOLE += "run is not known."
+_BACKUP = "Restore a backup of the whole folder that is not older; without it, the privacy of this "
+_BACKUP += "run is not known."
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -80,16 +80,14 @@ def _advice(folder: Path, known: list[tuple[Path, Head]]) -> str:
     """Say how to put the longest copy back, where it contains all that is known."""
     if not any(where == folder / HEAD for where, _ in known):
         return (
-            f"Without {HEAD} this folder is a copy of a checkpoint. Continue in the run's own "
-            f"output_dir. If this is it: {_WHOLE[0].lower()}{_WHOLE[1:]}"
+            f"This is a copy of a checkpoint. Continue in the run's own output_dir. Else: {_BACKUP}"
         )
     for where, _ in known:
-        if where.name == COPY:
-            copy = read_copy(where.parent)
-            if copy is not None and all(copy.contains(head) for _, head in known):
-                words = shlex.join(["cp", str(where), str(folder / LEDGER)])
-                return f"Put the longest copy back: `{words}`."
-    return f"No copy here contains it. {_WHOLE}"
+        copy = read_copy(where.parent) if where.name == COPY else None
+        if copy is not None and all(copy.contains(head) for _, head in known):
+            words = shlex.join(["cp", str(where), str(folder / LEDGER)])
+            return f"Put the longest copy back: `{words}`."
+    return f"No copy here contains it. {_BACKUP}"
 
 
 def read_run(path_or_dir: str | Path) -> PrivacyRecord:
@@ -112,14 +110,9 @@ def read_run(path_or_dir: str | Path) -> PrivacyRecord:
     return replace(stated, plan=own.plan, ledger=own.ledger, weaknesses=own.weaknesses)
 
 
-# -- which folder a run may use: not another run's, whose evidence or weights would be lost --
-
-
 def refuse_leftovers(folder: Path) -> None:
-    """Raise LedgerError for another run's weights or logs in a folder.
-
-    The statement of a new run would seem to cover them.
-    """
+    """Raise LedgerError for another run's weights or logs in a folder, which the statement of a new
+    run would seem to cover."""
     patterns = ("*.safetensors", "*.bin", "checkpoint-*", "trainer_state.json")
     found = sorted(path.name for pattern in patterns for path in folder.glob(pattern))
     if found:
@@ -131,10 +124,8 @@ def refuse_leftovers(folder: Path) -> None:
 
 
 def refuse_foreign(folder: Path, run_id: str | None) -> None:
-    """Raise LedgerError when a folder holds what is of a run other than ``run_id``.
-
-    None means any run.
-    """
+    """Raise LedgerError when a folder holds what is of a run other than ``run_id``; None means any
+    run."""
     for name in (LEDGER, HEAD, COPY, FILE_NAME):
         found = _run_of(folder / name)
         if found is not None and found != run_id:
@@ -142,8 +133,7 @@ def refuse_foreign(folder: Path, run_id: str | None) -> None:
                 f"The folder {folder.name!r} holds {name} of another run ({found}). Pass "
                 "resume_from_checkpoint to continue that run, or choose another folder (a new "
                 "output_dir), and name this one in `earlier_runs` if it was on the same rows. "
-                "Otherwise the evidence of what was spent would be overwritten, or left beside "
-                "weights that it does not describe."
+                "Otherwise the evidence of what was spent would be lost."
             )
 
 
@@ -155,9 +145,7 @@ def _run_of(path: Path) -> str | None:
         return read(path).run_id
     with open(path, encoding="utf-8", errors="replace") as stream:
         line = stream.readline()
-    if not line.endswith("\n"):
-        return None
     try:
-        return str(json.loads(line)["run_id"])
+        return str(json.loads(line)["run_id"]) if line.endswith("\n") else None
     except (ValueError, KeyError, TypeError) as error:
         raise damaged(path, str(error)) from error

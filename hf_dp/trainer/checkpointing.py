@@ -14,10 +14,9 @@ from transformers.utils import logging
 from hf_dp.clipping.sharding import is_sharded
 from hf_dp.errors import HfDpError, StepError
 from hf_dp.run.checkpoint import SAVING, checkpoint_of, publish, rotate, stage, tidy
-from hf_dp.run.disk import named_disk_errors
 from hf_dp.run.ledger_file import read_copy
-from hf_dp.run.lost import lost_in_words, outlook
 from hf_dp.run.private_run import PrivateRun
+from hf_dp.run.shortage import named_disk_errors
 from hf_dp.trainer.logs import ReleasedLogs
 from hf_dp.trainer.resumed import (
     load_prompts,
@@ -192,7 +191,12 @@ class Checkpointing(ReleasedLogs):
         run.processes.refuse_differences({f"the ledger in {checkpoint}": known})
         run.book.resume(checkpoint)
         if run.book.lost and run.processes.is_main:
-            logger.warning(lost_in_words(checkpoint.name, run.book.lost))
+            logger.warning(
+                "Going on from %s. The ledger records %s releases after it: they are lost to the "
+                "model, but spent all the same, and count towards epsilon.",
+                checkpoint.name,
+                f"{run.book.lost:,}",
+            )
         return str(checkpoint)
 
     def _chosen(self, run: PrivateRun, resume_from_checkpoint: str | bool) -> Path:
@@ -236,12 +240,3 @@ class Checkpointing(ReleasedLogs):
             self.control.should_training_stop = True
             return
         super()._run_epoch(*args, **kwargs)
-
-    def _tell_outlook(self, max_steps: int) -> None:
-        """Say how a resumed run will end, when steps were lost or no longer fit."""
-        run, done = self._run, self.state.global_step
-        if run is None or not run.plan.releases_each_step or not run.processes.is_main:
-            return
-        left = run.book.budget.left
-        if done < max_steps and (run.book.lost or left < max_steps - done):
-            logger.warning(outlook(run.plan, run.book.ledger, done, max_steps, left))

@@ -95,7 +95,7 @@ class ReleasedLogs(Trainer):
         """Return the epsilon so far, under the name that logs have for it; nothing where code
         that is not hf_dp's is inside the gate."""
         run = self._run
-        if run is None or run.book.observers:
+        if run is None or run.book.weaknesses.observers:
             return {}
         return {"epsilon" if run.established else NO_EPSILON: run.epsilon().rounded_up()}
 
@@ -117,7 +117,7 @@ class ReleasedLogs(Trainer):
         """Remove, in place, what the user did not ask to release."""
         if self._run is not None:
             noised = self.mechanism.gradients_are_noised
-            withhold(logs, self._run.book.released, gradients_are_noised=noised)
+            withhold(logs, self._run.book.weaknesses.released, gradients_are_noised=noised)
 
     def _dropped(self, logs: dict[str, float]) -> list[str]:
         """Return the names that are not logged, and warn of each once."""

@@ -286,12 +286,12 @@ class MemoryArguments(ArgumentGroup):
         False,
         "Whether to find, on made-up examples before training, the largest physical batch that "
         "fits into the GPU, and to write it into per_device_train_batch_size (at its default, 8, "
-        "no upper limit) and, for text, max_tokens_per_physical_batch.",
+        "no upper limit).",
     )
     auto_physical_batch_length: int | None = argument(
         None,
         "With auto_physical_batch_size, the number of tokens of the made-up examples, at which "
-        "rows are truncated. Unset means what tokenizer and model take. A longer row is refused.",
+        "rows are truncated; text needs it. A longer row is refused.",
     )
 
     NEEDS: ClassVar[tuple[Need, ...]] = (

@@ -25,10 +25,10 @@ from hf_dp.overlap import TrainingRows
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.checks import check_optimizer
 from hf_dp.run.clock import TRAINING as TRAINING_TIME
-from hf_dp.run.memory_errors import named_memory_errors
 from hf_dp.run.private_run import PrivateRun
+from hf_dp.run.shortage import named_memory_errors
 from hf_dp.run.witnesses import refuse_foreign
-from hf_dp.statement.facts import EVALUATION_ON_TRAINING_ROWS
+from hf_dp.statement.facts import EVALUATION_ON_TRAINING_ROWS, Flags
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.card_facts import (
@@ -112,9 +112,9 @@ class PrivateTraining(Training):
         )
         self.sync()
         run.has_own_loss = self._given.overrides("compute_per_example_loss")
-        run.has_own_examples = self._given.overrides("synthetic_batches")
-        run.read_columns_with(trainer.columns_for_training)
-        run.book.evaluation_compared = self._compared
+        run.engine_check.has_own_examples = self._given.overrides("synthetic_batches")
+        run.columns = trainer.columns_for_training
+        run.book.weaken(Flags(evaluation_compared=self._compared))
         trainer.known_names = frozenset(n for each in self.features for n in each.names)
         trainer.mechanism = self.mechanism = mechanism_for(run, self.tuner)
         for inside in self.inside:  # which the statement names, whatever it overrides
@@ -177,7 +177,6 @@ class PrivateTraining(Training):
         run.facts(self.tuner.describe(trainer.model))
         to_come = self.tuner.releases_to_come()
         run.book.start(max_steps - trainer.state.global_step, to_come)
-        trainer._tell_outlook(max_steps)
         parameters = trainer.model.parameters()
         self._seen.trained = sum(p.numel() for p in parameters if p.requires_grad)
         self._seen.pretraining_sources = pretraining_sources(trainer.model)
@@ -223,7 +222,7 @@ class PrivateTraining(Training):
             if trainer.is_world_process_zero() and not checkpoint:
                 run.clock.write()
             trainer.put_average()
-            run.resting.note(trainer.model)
+            run.other.resting.note(trainer.model)
             with trainer.silent():
                 for inside in self.inside:
                     inside.conclude()
@@ -297,7 +296,7 @@ class PrivateTraining(Training):
     def save(self, folder: str, stock: Callable[[], None]) -> None:
         # Before the weights: a folder must never hold one run's weights beside another's statement.
         refuse_foreign(Path(folder), self.run.book.run_id)
-        self.sync().refuse_other_training(before_save=True)
+        self.sync().other.refuse(before_save=True)
         stock()
         if self.args.should_save:
             self._trainer._write_beside_weights(folder)

@@ -38,7 +38,7 @@ def save_run(
         run; UnsupportedModelError for weights that anything but the run's steps has changed.
     """
     run = mechanism.run
-    run.refuse_other_training(before_save=True)
+    run.other.refuse(before_save=True)
     model, weights = run.model, None
     if run.accelerator is not None:
         weights = run.accelerator.get_state_dict(model) if is_sharded(model) else None

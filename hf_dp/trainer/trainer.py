@@ -162,7 +162,8 @@ class DPTrainer(Publishing):
         They are rows in the training set's format that went through the data collator. Override it
         for a model whose inputs are not token ids or images. Must not look at the training data.
         """
-        return self.training.sync().synthetic_batches()
+        run = self.training.sync()
+        return run.training_data().synthetic_examples(run.model)
 
     @property
     def _has_own_loss(self) -> bool:

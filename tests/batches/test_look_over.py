@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from hf_dp.batches import look_over
-from hf_dp.batches.limits import Limits
+from hf_dp.batches.look_over import Limits
 from hf_dp.errors import DataError
 from hf_dp.trainer.trainer import DPTrainer
 
@@ -65,8 +65,7 @@ CASES = {
     ),
     "too many tokens": (
         lambda: with_tokens([4] * 25), {},
-        "Model and loss fail on a made-up row as long as the longest .*truncate them; row 7 has "
-        "the most tokens",
+        "Model and loss fail on a made-up row as large as the largest .*row 7 is the longest",
     ),
 }  # fmt: skip
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_dp.batches.physical import physical_batches
+from hf_dp.batches.loader import physical_batches
 from hf_dp.errors import InvalidArgumentError
 
 

@@ -37,11 +37,11 @@ def test_text_and_whole_numbers_are_told_apart():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (["a", None, "b", ""], r"'who' is empty in 2 of 4 rows.*Fill it in"),
-        ([1.0, float("nan")], r"'who' is empty in 1 of 2 rows|holds a float"),
-        ([1.5, 2.5], r"holds a float.*cast_column"),
-        ([True, False], r"holds a bool"),
-        ([["a"], ["b"]], r"holds a list"),
+        (["a", None, "b"], r"'who' holds NoneType.*fill it in"),
+        (["a", ""], r"'who' holds an empty text"),
+        ([1.5, float("nan")], r"holds float.*cast_column"),
+        ([True, False], r"holds bool"),
+        ([["a"], ["b"]], r"holds list"),
         (["a", "a"], r"names 1 unit\(s\).*two or more"),
     ],
 )

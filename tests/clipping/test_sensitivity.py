@@ -15,7 +15,7 @@ import torch
 from models import DEVICES, batch_for, on, rows
 from torch import Tensor
 
-from hf_dp.batches.physical import physical_batches
+from hf_dp.batches.loader import physical_batches
 from hf_dp.clipping import ClippingEngine, bundles
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.losses import per_example_loss

@@ -7,7 +7,7 @@ import pytest
 from generating import alone, causal, texts, trainer
 from processes import on_processes, where_accelerate_shards
 
-ROWS = 10
+ROWS = 6
 
 
 def ending_early():

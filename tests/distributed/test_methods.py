@@ -18,7 +18,7 @@ from hf_dp.tuners.frost.config import FrostConfig
 from hf_dp.tuners.rgp.config import RgpConfig
 from hf_dp.tuners.single_entries.config import ParamConfig, PvalConfig
 
-FROST = {"unfreeze_ratio": 0.5, "selection_iterations": 2, "selection_sample_rate": 1.0}
+FROST = {"unfreeze_ratio": 0.5, "selection_iterations": 1, "selection_sample_rate": 1.0}
 DP_FP = {"privacy_mode": "dp_fp", "dp_fp_variant": "published"}
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "frost": (lambda: FrostConfig(**FROST, task_type="SEQ_CLS"), {}),
@@ -49,7 +49,7 @@ def trained(folder: Path, peft: Any, options: dict[str, Any], **more: Any) -> di
         "per_device_train_batch_size": 8,
         "optim": "sgd",
         "lr_scheduler_type": "constant",
-        "max_steps": 3,
+        "max_steps": 2,
         "target_epsilon": 8.0,
     }
     given = {
@@ -84,7 +84,7 @@ def test_two_processes_do_what_one_does(method, tmp_path):
 def test_processes_of_rgp_share_their_carriers(tmp_path):
     def train():
         config = RgpConfig(rank=2, task_type="SEQ_CLS")
-        made = tiny.trainer(tmp_path, given={"peft_config": config}, accountant="rdp")
+        made = tiny.trainer(tmp_path, given={"peft_config": config}, accountant="rdp", max_steps=2)
         torch.manual_seed(made.run.processes.rank)  # carriers start at random
         made.train()
         return weights(made)

@@ -18,6 +18,7 @@ def trained(folder):
         learning_rate=1.0,
         lr_scheduler_type="constant",
         accountant="rdp",
+        max_steps=1,
     )
     made.run.randomness = Silent(0, made.run.processes.rank)
     made.train()

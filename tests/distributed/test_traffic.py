@@ -221,7 +221,7 @@ def expected(way: str, sizes: dict[str, int], processes: int) -> tuple[Traffic, 
         pytest.param(way, at_the_end, processes, marks=[pytest.mark.slow] * slow)
         for way, at_the_end in [("ddp", 2**25), ("fsdp2", 2**25), ("fsdp2", 2000), ("fsdp2", 0)]
         for processes in (2, 4)
-        for slow in [processes != 2 and at_the_end != 2000]
+        for slow in [processes != 2]
     ],
 )
 def test_ours_sends_and_holds_what_the_page_says(way, at_the_end, processes, tmp_path, monkeypatch):

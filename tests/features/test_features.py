@@ -80,7 +80,7 @@ def test_an_observer_that_takes_its_place_in_its_own_way_is_named(tmp_path, regi
             """Keep nothing that Inside keeps."""
 
     registered(Own)
-    (named,) = trainer(tmp_path).run.book.observers
+    (named,) = trainer(tmp_path).run.book.weaknesses.observers
     assert named.endswith("Own")
 
 

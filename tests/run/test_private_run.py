@@ -202,9 +202,9 @@ def test_a_loop_in_a_private_search_evaluates_on_no_training_row(tmp_path):
             search.check_evaluation(only_labels)
     alone = run(tmp_path / "alone", plan=request(mechanism=mechanism))
     alone.check_evaluation(one_equal)
-    assert alone.book.evaluation_compared
+    assert alone.book.weaknesses.evaluation_compared
     alone.check_evaluation(only_labels)
-    assert not alone.book.evaluation_compared
+    assert not alone.book.weaknesses.evaluation_compared
 
 
 def test_two_loops_cannot_share_a_folder(tmp_path):

@@ -202,7 +202,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_is_told_what_to_do(tmp_pat
     trainer.train()
     with pytest.raises(
         LedgerError,
-        match="has no checkpoint.*Start a new run in a new output_dir.*both count together",
+        match="has no checkpoint.*Start a new run in a new output_dir.*earlier_runs",
     ):
         run(tmp_path, FrostConfig(**FROST)).train(resume_from_checkpoint=True)
 

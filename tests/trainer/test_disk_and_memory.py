@@ -170,7 +170,7 @@ def test_an_output_folder_that_cannot_be_used(tmp_path, monkeypatch, folder_is):
 )
 def test_memory_that_runs_out_in_a_physical_batch_records_nothing(tmp_path, let_out, error):
     trainer = saving(tmp_path, per_device_train_batch_size=2, expected_batch_size=20)
-    losses, calls = trainer.run._loss, [0]
+    losses, calls = trainer.run.loss_of, [0]
 
     def short(model, batch):
         calls[0] += trainer.state.global_step == 2 and trainer.run._step_is_open
@@ -178,7 +178,7 @@ def test_memory_that_runs_out_in_a_physical_batch_records_nothing(tmp_path, let_
             raise error
         return losses(model, batch)
 
-    trainer.run._loss = short
+    trainer.run.loss_of = short
     with pytest.raises(MemoryShortError, match="per_device_train_batch_size.*max_tokens"):
         trainer.train()
     assert read_run(tmp_path).ledger.steps() == 2 == let_out[0]

@@ -158,9 +158,14 @@ def test_without_a_trainer(tmp_path):
         max_steps=4,
         accountant="rdp",
     )
-    later = RunLedger(tmp_path / "second", plan, earlier=earlier_claims(args.earlier_runs))
+    later = RunLedger(
+        tmp_path / "second",
+        plan,
+        earlier=earlier_claims(args.earlier_runs),
+        earlier_entries=earlier_entries(args.earlier_runs, 40, "example", "zero_out"),
+    )
     later.start(4)
-    later.record_earlier(earlier_entries(args.earlier_runs, 40, "example", "zero_out"))
+    later.record_earlier()
     later.append(plan.event(4), "training")
     later.stop()
     record = read_run(tmp_path / "second")

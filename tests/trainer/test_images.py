@@ -83,16 +83,16 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no labels": (lambda batch: {"pixel_values": pixels(batch)}, {}, "no `labels`"),
     "columns removed before the transform": (
         lambda batch: {"pixel_values": pixels(batch), "labels": batch["label"]}, {"remove_unused_columns": True},
-        "'img' is missing.*set remove_unused_columns=False",
+        "KeyError: 'img'.*set remove_unused_columns=False",
     ),
-    "no transform": (None, {}, "has an image as `img`.*dataset.with_transform.*remove_unused_columns=False"),
+    "no transform": (None, {}, r"images in \['img'\].*dataset.with_transform.*remove_unused_columns=False"),
     "no transform, and columns removed": (None, {"remove_unused_columns": True}, "no `pixel_values`.*remove_unused_columns=False"),
-    "unequal sizes": (odd, {}, r"images differ in size \(8 to 9 in dimension 2.*do_resize: true"),
+    "unequal sizes": (odd, {}, r"`pixel_values` .float32. differs in length between rows \(8 to 9 in dimension 2.*resize them"),
     "labels in words": (
-        in_words, {}, "Row 0 of the training set has the text 'cat' as `labels`.*no column 'labels'.*let it return class ids",
+        in_words, {}, "Row 0 of the training set has the text 'cat' as `labels`.*return class ids",
     ),
     "an image that stays beside its pixels": (
-        with_its_image, {}, "Row 0 of the training set has `pixel_values`, and still an image as `img`.*Leave `img` out of what the transform",
+        with_its_image, {}, r"Row 0 of the training set, .*images in \['img'\].*leave them out",
     ),
     "a transform that fails": (lambda batch: 1 / 0, {}, "Row 0 of the training set cannot be read .ZeroDivisionError"),
 }  # fmt: skip
@@ -118,26 +118,21 @@ def shaped(mode: str, place: Callable[[torch.Tensor], torch.Tensor]) -> Callable
     return transform
 
 
-IN_RGB = r'image.convert\("RGB"\)'
 MISSHAPEN: dict[str, tuple[Any, int, str]] = {
-    "grey, without channels": (shaped("L", lambda x: x), 3, rf"shape \(8, 8\).*num_channels 3.*{IN_RGB}"),
-    "grey": (shaped("L", lambda x: x[None]), 3, rf"shape \(1, 8, 8\).*num_channels 3.*Expected the shape \(3, height.*{IN_RGB}"),
-    "with transparency": (shaped("RGBA", lambda x: x.permute(2, 0, 1)), 3, rf"shape \(4, 8, 8\).*num_channels 3.*{IN_RGB}"),
-    "channels last": (shaped("RGB", lambda x: x), 3, r"shape \(8, 8, 3\).*num_channels 3.*pixels.permute\(2, 0, 1\)"),
+    "grey": (shaped("L", lambda x: x[None]), 3, r"\(1, 8, 8\)"),
+    "channels last": (shaped("RGB", lambda x: x), 3, r"\(8, 8, 3\)"),
     "colors for a model of grey": (
-        shaped("RGB", lambda x: x.permute(2, 0, 1)), 1, r'shape \(3, 8, 8\).*num_channels 1.*image.convert\("L"\)',
+        shaped("RGB", lambda x: x.permute(2, 0, 1)), 1, r"\(3, 8, 8\)",
     ),
-    "grey for a model of grey, without channels": (shaped("L", lambda x: x), 1, r"shape \(8, 8\).*num_channels 1.*pixels\[None\]"),
-    "another size": (
-        shaped("RGB", lambda x: x.permute(2, 0, 1)[:, :, :4]), 3,
-        r"shape \(3, 8, 4\).*num_channels 3 and image_size 8.*model's own image processor",
-    ),
+    "grey for a model of grey, without channels": (shaped("L", lambda x: x), 1, r"\(8, 8\)"),
+    "another size": (shaped("RGB", lambda x: x.permute(2, 0, 1)[:, :, :4]), 3, r"\(3, 8, 4\)"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", MISSHAPEN)
 def test_a_shape_that_the_model_does_not_take_is_named_with_its_own(case, tmp_path):
-    transform, channels, message = MISSHAPEN[case]
+    transform, channels, size = MISSHAPEN[case]
+    message = f"'pixel_values': {size}.*'num_channels': {channels}, 'image_size': 8.*own image proc"
     made = trainer(tmp_path, rows(transform), tiny_images.vit(num_labels=3, num_channels=channels))
     with pytest.raises(DataError, match=message) as refused:
         made.train()

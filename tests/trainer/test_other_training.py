@@ -114,7 +114,7 @@ def test_training_that_no_ledger_counts_is_refused_or_answered(tmp_path, other):
     """Right before: status "proven", as if the weights had been loaded a moment ago."""
     model = OTHERS[other](tiny.model(), tmp_path)
     refused(tmp_path / "run", model)
-    trainer(tmp_path / "run", model, other_training="public_rows").run.refuse_other_training()
+    trainer(tmp_path / "run", model, other_training="public_rows").run.other.refuse()
 
 
 def test_runs_on_the_same_rows_are_counted_or_refused(tmp_path):
@@ -141,7 +141,7 @@ def test_the_card_repeats_what_other_rows_there_were(tmp_path):
     assert any(words in line for line in later.privacy_statement().not_covered)
     assert later.privacy_statement().facts.other_training is None
     public = trainer(tmp_path / "public", tiny.model(), other_training="public_rows")
-    public.run.refuse_other_training()
+    public.run.other.refuse()
     assert any("to be public" in line for line in public.privacy_statement().not_covered)
 
 
@@ -215,7 +215,7 @@ HARMLESS = {
 @pytest.mark.parametrize("change", HARMLESS)
 def test_what_is_no_training_is_not_refused(tmp_path, change):
     model = HARMLESS[change](tiny.model(), tmp_path)
-    trainer(tmp_path / "run", model).run.refuse_other_training()
+    trainer(tmp_path / "run", model).run.other.refuse()
 
 
 @pytest.mark.slow
@@ -266,7 +266,7 @@ def test_a_folder_with_a_trainers_files_is_warned_of(tmp_path, monkeypatch):
     torch.save({}, folder / "training_args.bin")
     said: list[str] = []
     monkeypatch.setattr(
-        "hf_dp.run.private_run.logger.warning", lambda text, *values: said.append(text % values)
+        "hf_dp.run.other_training.logger.warning", lambda text, *values: said.append(text % values)
     )
     base = BertForSequenceClassification.from_pretrained(folder)
     train(tmp_path / "run", base)

@@ -74,7 +74,7 @@ def test_autocast_around_the_training(tmp_path):
         assert "bfloat16 autocast" in trainer.privacy_statement().facts.precision
     with (
         torch.autocast("cpu", torch.float16),
-        pytest.raises(UnsupportedArgumentError, match="`torch.autocast` to be bfloat16"),
+        pytest.raises(UnsupportedArgumentError, match="`torch.autocast` to be"),
     ):
         trainer.train()
 

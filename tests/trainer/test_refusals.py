@@ -295,7 +295,7 @@ def test_another_training_set_after_the_first_was_used_is_refused(tmp_path):
     trainer = tiny.trainer(tmp_path)
     trainer.train()
     trainer.train_dataset = tiny.dataset().shuffle(seed=1)
-    with pytest.raises(DataError, match="replaced after rows of it were used"):
+    with pytest.raises(DataError, match="replaced after it was used"):
         trainer.train()
 
 

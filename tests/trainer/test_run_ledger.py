@@ -22,7 +22,7 @@ from hf_dp.run.ledger import RunLedger
 from hf_dp.run.ledger_file import COPY, HEAD, LEDGER, read_copy, read_head, read_own
 from hf_dp.run.weights_file import HEAD_KEY, add_metadata, head_in
 from hf_dp.run.witnesses import read_run, refuse_foreign
-from hf_dp.statement.facts import RunFacts, Weaknesses
+from hf_dp.statement.facts import Flags, RunFacts, Weaknesses
 from hf_dp.statement.record import FILE_NAME, read
 from hf_dp.statement.statement import PrivacyStatement
 
@@ -353,7 +353,7 @@ def test_two_copies_that_went_on_apart_are_not_taken_for_one_run(folder, tmp_pat
     """Both have as many lines, and other digests."""
     other = shutil.copytree(folder, tmp_path / "other")
     run = resumed(other)
-    run.released = ("training_loss",)
+    run.weaken(Flags(released=("training_loss",)))
     run.start(5)
     step(run)
     later = save_checkpoint(run)
@@ -446,10 +446,10 @@ def test_weights_that_a_kill_cut_short_are_named(folder):
 
 def test_what_weakens_a_run_is_a_line(folder):
     run = resumed(folder)
-    run.released, run.model_selection, run.rows_are_chunks = ("loss",), True, True
+    run.weaken(Flags(released=("loss",), model_selection=True, rows_are_chunks=True))
     run.start(5)
     step(run)
-    run.evaluation_compared = False
+    run.weaken(Flags(evaluation_compared=False))
     save_checkpoint(run)
     run.stop()
     expected = Weaknesses(
@@ -466,10 +466,10 @@ def test_what_weakens_a_run_is_a_line(folder):
 
 def test_planted_weaknesses_that_are_forgotten_are_seen(folder, monkeypatch):
     run = resumed(folder)
-    run.released = ("loss",)
+    run.weaken(Flags(released=("loss",)))
     run.start(5)
     step(run)
-    monkeypatch.setattr(run, "released", ())
+    monkeypatch.setattr(run, "weaknesses", Weaknesses())
     with pytest.raises(LedgerError, match="What was true of a run once is true for good"):
         step(run)
     run.stop()

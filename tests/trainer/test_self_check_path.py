@@ -106,11 +106,11 @@ x, y = torch.randn(1, 4), torch.randn(1)
         (None, "a list of at least two made-up examples, each a batch of one, got a NoneType"),
         (({"x": x}, [{"x": x}]), "got a tuple"),
         ([{"x": x, "labels": y}], "got 1 of them"),
-        ([{"x": torch.randn(3, 4), "labels": y}] * 2, r"`x` of item 0 has shape \(3, 4\)"),
-        ([{"x": x, "labels": torch.tensor(1.0)}] * 2, r"`labels` of item 0 has shape \(\)"),
+        ([{"x": torch.randn(3, 4), "labels": y}] * 2, r"item 0 has the shapes .*x.*3, 4"),
+        ([{"x": x, "labels": torch.tensor(1.0)}] * 2, "item 0 has the shapes .*labels"),
         ([{"x": x, "labels": y}, {"x": x}], r"Item 1 of what synthetic_batches\(\) returns does not fit: .*lacks"),
         ([{"x": x}] * 2, r"Item 0 of what synthetic_batches\(\) returns does not fit: .*lacks \['labels'\]"),
-        ([{}, {}], "of item 0"),
+        ([{}, {}], "but item 0"),
     ],
 )  # fmt: skip
 def test_a_wrong_return_value_of_synthetic_batches_is_named(what, message, tmp_path):
@@ -173,7 +173,7 @@ def test_columns_that_were_removed_are_named(tmp_path):
     data = datasets.Dataset.from_list(vectors())
     with pytest.raises(
         DataError,
-        match=r"fail on a made-up row.*KeyError.*columns \['x'\]. If a column is missing, set remove",
+        match=r"fail on a made-up row.*KeyError.*'x'.*If a column is missing, set remove",
     ):
         of_own(tmp_path, OwnTrainer, data, remove_unused_columns=True).train()
 

@@ -35,7 +35,7 @@ from hf_dp.plans.dp_sgd import DpSgdPlan
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.rounding import ROUNDING_MARGIN
 from hf_dp.plans.units import USER, Users
-from hf_dp.run import user_grouping
+from hf_dp.run import earlier
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.statement.facts import EarlierRun
 from hf_dp.statement.record import disagreements, read
@@ -287,14 +287,14 @@ def test_which_rows_are_one_users_is_kept_with_a_secret_of_the_folder(tmp_path, 
 
     def kept(name):
         (tmp_path / name).mkdir()
-        user_grouping.same_users(tmp_path / name, "id", UnitTable(names, "who"), begun=False)
+        earlier.same_users(tmp_path / name, "id", UnitTable(names, "who"), begun=False)
         files = ("_users.json", "_users_secret.json")
         return [json.loads((tmp_path / name / file).read_text())["value"] for file in files]
 
     (digest, key), other = kept("one"), kept("two")
     assert digest == hmac.new(key.encode(), held, hashlib.sha256).hexdigest()
     assert len(key) == 64 and key != other[1] and digest != other[0]
-    monkeypatch.setattr(user_grouping.secrets, "token_hex", lambda size: "0" * 2 * size)  # planted
+    monkeypatch.setattr(earlier.secrets, "token_hex", lambda size: "0" * 2 * size)  # planted
     assert kept("three") == kept("four")
 
 
@@ -307,7 +307,7 @@ def test_a_resume_with_other_names_of_the_same_users_goes_on(done, tmp_path):
 def test_earlier_runs_by_another_column_are_refused(done, tmp_path):
     folder = done.folder
     rows = by_user().rename_column("who", "author")
-    with pytest.raises(InvalidArgumentError, match="privacy_unit_column='author', not 'who'"):
+    with pytest.raises(InvalidArgumentError, match="'author' grouped the rows.*not one by 'who'"):
         trainer(
             tmp_path,
             given={"train_dataset": rows},
@@ -376,7 +376,7 @@ def test_an_earlier_run_of_unknown_users_is_not_counted(done, tmp_path, damage, 
     if damage is not None:
         (folder / file).write_text(damage)
     with pytest.raises(
-        InvalidArgumentError, match="_users.json and _users_secret.json say .*back from a"
+        InvalidArgumentError, match="_users.json and _users_secret.json say .*with these files"
     ):
         trainer(tmp_path / "second", earlier_runs=[str(folder)])
 
@@ -468,7 +468,7 @@ def test_rows_in_a_list(tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ([None, *owners()[1:]], "'who' is empty in 1 of 40 rows"),
+        ([None, *owners()[1:]], "'who' holds NoneType.*nobody's"),
         (["one"] * 40, r"names 1 unit\(s\)"),
     ],
 )
@@ -530,18 +530,22 @@ def test_evaluation_on_the_same_users_is_refused(tmp_path):
     with pytest.raises(UnsupportedArgumentError, match="of the same values in 'who'.*Split by"):
         trainer(tmp_path, given={"eval_dataset": same})
     released = trainer(tmp_path, given={"eval_dataset": same}, evaluate_on_training_rows=True)
-    assert "evaluation_on_training_rows" in released.run.book.released
+    assert "evaluation_on_training_rows" in released.run.book.weaknesses.released
     others = own.add_column("who", [f"new{i}" for i in range(len(own))])
     compared = trainer(tmp_path, given={"eval_dataset": others})
-    assert compared.run.book.evaluation_compared
+    assert compared.run.book.weaknesses.evaluation_compared
     with pytest.raises(UnsupportedArgumentError, match="the evaluation set 'b' has rows"):
         compared.evaluate({"a": others, "b": same})
-    assert not trainer(tmp_path, given={"eval_dataset": own}).run.book.evaluation_compared
+    assert not trainer(
+        tmp_path, given={"eval_dataset": own}
+    ).run.book.weaknesses.evaluation_compared
 
 
 def test_evaluation_rows_that_can_only_be_iterated_are_not_compared(tmp_path):
     stream = tiny.evaluation_set().add_column("who", ["new"] * 20).to_iterable_dataset()
-    assert not trainer(tmp_path, given={"eval_dataset": stream}).run.book.evaluation_compared
+    assert not trainer(
+        tmp_path, given={"eval_dataset": stream}
+    ).run.book.weaknesses.evaluation_compared
 
 
 def test_the_size_of_physical_batches_is_not_searched_for(tmp_path):
@@ -579,12 +583,11 @@ def test_few_users_and_one_with_most_rows_get_a_warning(tmp_path, monkeypatch):
         "hf_dp.run.checks.logger.warning", lambda text, *values: told.append(text % values)
     )
     trainer(tmp_path)
-    assert len(told) == 1 and "only 12 users" in told[0] and "0.042" in told[0]
+    assert len(told) == 1 and "names 12 users" in told[0] and "0.042" in told[0]
     monkeypatch.setattr("hf_dp.run.checks.FEW_USERS", 5)
     values = ["none"] * 21 + [f"u{number}" for number in range(19)]
     trainer(tmp_path, values)
-    assert len(told) == 2 and "more than half of the rows" in told[1]
-    assert "none" not in told[1].replace("for none", "")
+    assert len(told) == 2 and "one of them has 21 of 40 rows" in told[1]
 
 
 def test_the_table_of_another_process_is_told_apart():
