@@ -14,7 +14,7 @@ from hf_dp.cards.escaping import one_line, public_name
 from hf_dp.cards.hub_rules import METRICS
 from hf_dp.statement.statement import PrivacyStatement
 
-FRONT_MATTER = re.compile(r"\A---\n(.*?)^---\n", re.MULTILINE | re.DOTALL)
+FRONT_MATTER = re.compile(r"\A---\r?\n(.*?)^---\r?\n", re.MULTILINE | re.DOTALL)
 KEY = "differential_privacy"
 TAG = "hf_dp"
 CLAIMS = ("differential-privacy", "dp-sgd")  # a search for them must not find what is not private

@@ -10,16 +10,9 @@ import functools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Concatenate, ParamSpec, TypeVar
 
-from huggingface_hub import (
-    CommitInfo,
-    CommitOperationDelete,
-    HfApi,
-    ModelInfo,
-    constants,
-    get_token,
-)
+from huggingface_hub import CommitInfo, CommitOperationDelete, HfApi, ModelInfo, get_token
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
@@ -51,19 +44,20 @@ _MOVES = {
 }
 _OTHER_NAME = "Choose another name, or delete that repository on its page if nobody needs it."
 
-Method = TypeVar("Method", bound=Callable[..., Any])
+P, T = ParamSpec("P"), TypeVar("T")
+Asks = Callable[Concatenate["Hub", str, P], T]
 
 
-def _asking(what: str) -> Callable[[Method], Method]:
+def _asking(what: str) -> Callable[[Asks[P, T]], Asks[P, T]]:
     """Return a decorator of methods that talk to the Hub about a repository, their first argument.
 
     Whatever fails is raised as PublishError, by ``what`` was being done. The original error is not
     attached, since its request holds the token.
     """
 
-    def around(method: Method) -> Method:
+    def around(method: Asks[P, T]) -> Asks[P, T]:
         @functools.wraps(method)
-        def asked(hub: Hub, repository: str, *args: Any, **options: Any) -> Any:
+        def asked(hub: Hub, repository: str, /, *args: P.args, **options: P.kwargs) -> T:
             try:
                 return method(hub, repository, *args, **options)
             except HfDpError:
@@ -71,12 +65,11 @@ def _asking(what: str) -> Callable[[Method], Method]:
             except Exception as error:  # the client's HTTP library, and so its errors, vary
                 said = " ".join(scrubbed(f"{type(error).__name__}: {error}", (hub.token,)).split())
                 problem = PublishError(
-                    f"{what} {repository!r} did not succeed. {_next_move(error, repository)} "
-                    f"({said[:500]})"
+                    f"{what} {repository!r} did not succeed. {_next_move(error)} ({said[:500]})"
                 )
             raise problem
 
-        return cast(Method, asked)
+        return asked
 
     return around
 
@@ -94,7 +87,6 @@ class Hub:
         if not self.token:
             raise PublishError(f"There is no token of the Hub. {_LOG_IN}")
         self.api = HfApi(token=self.token, library_name="hf_dp", library_version=__version__)
-        self._own: dict[tuple[str, str | None], str | None] = {}  # commits that this object made
 
     @_asking("Creating the repository")
     def create(self, repository: str, private: bool | None = None) -> str:
@@ -121,19 +113,16 @@ class Hub:
         Raises: PublishError when the publication or the repository is refused, before anything is
             uploaded.
         """
-        operations: list[Any] = [*publication.additions()]
+        additions = publication.additions()
         there = self.check(repository, revision, publication.record, private)
         gone = [name for name in _files(there) if name not in (*publication.files, *_KEPT)]
-        operations += [CommitOperationDelete(name, is_folder=False) for name in gone]
-        done = self.api.create_commit(
+        return self.api.create_commit(
             repository,
-            operations,
+            [*additions, *(CommitOperationDelete(name, is_folder=False) for name in gone)],
             commit_message=message,
             revision=revision,
             parent_commit=there.sha,
         )
-        self._own[repository, revision] = done.oid
-        return done
 
     @_asking("Reading the repository")
     def check(
@@ -160,10 +149,9 @@ class Hub:
                 f"{repository!r} exists and is public, and it was to be private. Make it private "
                 "in its settings on the Hub, or choose another name."
             )
-        if FILE_NAME not in _files(there):
-            others = [name for name in _files(there) if name not in (*_KEPT, CARD)]
-            pushed_here = self._own.get((repository, revision), "") == there.sha
-            if others and not (pushed_here and run is None):
+        others = [name for name in _files(there) if name not in (*_KEPT, CARD)]
+        if FILE_NAME not in others:
+            if others:
                 raise PublishError(
                     f"{repository!r} exists and holds {others[0]!r} and no {FILE_NAME}, so it is "
                     "not an earlier push of this run. Its files would stand beside a statement "
@@ -221,15 +209,12 @@ def _files(there: ModelInfo) -> list[str]:
     return sorted(each.rfilename for each in there.siblings or ())
 
 
-def _next_move(error: BaseException, repository: str) -> str:
+def _next_move(error: BaseException) -> str:
     while not isinstance(error, HfHubHTTPError) and error.__cause__ is not None:
         error = error.__cause__  # the client wraps what fails in an upload
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
     if isinstance(error, HFValidationError):
-        return (
-            "Expected the name of a repository, such as 'you/model': letters, digits, '-', '_' and "
-            f"'.', at most 96 characters, got {repository!r}."
-        )
+        return "Expected the name of a repository, such as 'you/model'."
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set: unset it to publish."
     if status >= 500:
@@ -237,8 +222,8 @@ def _next_move(error: BaseException, repository: str) -> str:
     if isinstance(error, ValueError) or status in _MOVES:
         return _MOVES.get(status, _MOVES[400])
     return (
-        f"{constants.ENDPOINT} could not be reached, or the connection broke. A commit is there as "
-        "a whole or not at all. Publish again when the network is back."
+        "The Hub could not be reached, or the connection broke. A commit is there as a whole or "
+        "not at all. Publish again when the network is back."
     )
 
 

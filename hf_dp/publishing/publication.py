@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,6 +13,7 @@ from huggingface_hub import CommitOperationAdd
 
 from hf_dp.cards.evidence import card_files
 from hf_dp.cards.hub_rules import is_repository
+from hf_dp.cards.metadata import FRONT_MATTER
 from hf_dp.cards.verify import CARD, CONFIGS
 from hf_dp.errors import LedgerError, PublishError
 from hf_dp.publishing.allowed import refuse_others, sort_files, why_goes
@@ -24,8 +24,6 @@ from hf_dp.statement.results import delta_text
 from hf_dp.statement.wording import NOT_PRIVATE, STATUSES
 
 _MASKS = "selection_masks.safetensors"
-_METADATA = re.compile(r"---\r?\n(.*?)^---", re.S | re.M)
-_CLAIM = re.compile(r"differential[-_]privacy")  # a key, and tags, of a private run's card
 _EXPLICIT = "To publish it as what it is, pass --not-private (in Python, not_private=True)."
 
 
@@ -81,9 +79,21 @@ class Publication:
                 f"Expected `base_model` to be an id on the Hub, for example "
                 f"'FacebookAI/roberta-base', got {base_model!r}."
             )
-        scan = Scan(PrivateWords.of(folder, tokens), base_model or _base_of_card(folder))
-        found = sort_files(folder)
-        files = _files(folder, found.goes)
+        record, problem = None, ""
+        try:
+            record = _record(folder)
+        except LedgerError as error:
+            problem = str(error)
+        scan = Scan(PrivateWords.of(folder, tokens), base_model or _base_of_card(record))
+        scan.refusals += [problem] * bool(problem)
+        goes, stays = sort_files(folder)
+        files: dict[str, bytes | Path] = {}
+        for name in goes:
+            path = folder / name
+            try:
+                files[name] = path if path.suffix == ".safetensors" else path.read_bytes()
+            except OSError as error:
+                raise PublishError(f"A file of {folder} cannot be read ({error}).") from error
         if not any(isinstance(each, Path) and name != _MASKS for name, each in files.items()):
             scan.refusals.append(
                 f"{folder} holds no model.safetensors and no adapter_model.safetensors. Name the "
@@ -92,13 +102,12 @@ class Publication:
         for name, content in files.items():
             if isinstance(content, Path):
                 scan.look_at_weights(name, content)
-            elif name not in (CARD, FILE_NAME):  # which are made anew where a run made them
+            elif record is None or name not in (CARD, FILE_NAME):  # which a run makes anew
                 files[name] = scan.published(name, content)
-        record: PrivacyRecord | None = None
-        try:
-            record = _record(folder)
-            made = {CARD: card} if isinstance(card := files.get(CARD), bytes) else {}
-            if record is not None:
+        if record is None:
+            scan.refusals += [] if problem else _unfit_without_run(files, not_private)
+        else:
+            try:
                 given = {} if base_model is None else {"base_model": base_model}
                 configs = {
                     name: content
@@ -109,14 +118,14 @@ class Publication:
                     folder, repository=repository, given=given, replaced=configs
                 )
                 scan.remarks += remarks
-            files |= {name: scan.published(name, content) for name, content in made.items()}
-            scan.refusals += _unfit(folder, record, files, not_private)
-        except LedgerError as problem:
-            scan.refusals.append(str(problem))
+                files |= {name: scan.published(name, content) for name, content in made.items()}
+                scan.refusals += _unfit(folder, record, files, not_private)
+            except LedgerError as error:
+                scan.refusals.append(str(error))
         return cls(
             folder,
             MappingProxyType(dict(sorted(files.items()))),
-            MappingProxyType(found.stays),
+            stays,
             tuple(scan.changes),
             tuple(scan.refusals),
             tuple(scan.remarks),
@@ -140,12 +149,12 @@ class Publication:
         """Name the run and its claim."""
         if self.record is None:
             return "not trained privately"
-        statement = self.record.statement or {}
-        if statement.get("epsilon") is None:
-            return STATUSES[self.record.status]
+        said, status = self.record.statement or {}, STATUSES[self.record.status]
+        if said.get("epsilon") is None:
+            return status
         return (
-            f"{STATUSES[self.record.status]}, epsilon {statement['epsilon']} at delta "
-            f"{delta_text(statement['delta'])}, {self.record.ledger.steps():,} releases"
+            f"{status}, epsilon {said['epsilon']} at delta {delta_text(said['delta'])}, "
+            f"{self.record.ledger.steps():,} releases"
         )
 
     def refuse(self) -> None:
@@ -166,11 +175,10 @@ class Publication:
             CommitOperationAdd(name, each if isinstance(each, bytes) else str(each))
             for name, each in self.files.items()
         ]
-        evidence = self.files.get(FILE_NAME) if self.record else None
-        digests = json.loads(evidence)["files"] if isinstance(evidence, bytes) else {}
+        saved = {} if self.record is None else self.record.files
         for each in operations:
             name, found = each.path_in_repo, each.upload_info.sha256.hex()
-            if digests.get(name, found) != found:
+            if isinstance(self.files[name], Path) and saved.get(name, found) != found:
                 raise PublishError(
                     f"{name} changed while it was published, and nothing was sent. Publish again "
                     "when nobody writes into the folder."
@@ -178,28 +186,11 @@ class Publication:
         return operations
 
 
-def _base_of_card(folder: Path) -> str | None:
+def _base_of_card(record: PrivacyRecord | None) -> str | None:
     """Return the id on the Hub of the base, as the user gave it for the card; None without one."""
-    try:
-        kept = read(folder).card or {}
-    except LedgerError:  # which is said where the record is read
-        return None
-    base = kept.get("base_model") if "base_model" in kept.get("given", ()) else None
+    card = {} if record is None else record.card or {}
+    base = card.get("base_model") if "base_model" in card.get("given", ()) else None
     return base if isinstance(base, str) and is_repository(base) else None
-
-
-def _files(folder: Path, names: Iterable[str]) -> dict[str, bytes | Path]:
-    """Return the bytes of small files, and the paths of weights.
-
-    Raises: PublishError for a file that cannot be read.
-    """
-    try:
-        return {
-            name: folder / name if name.endswith(".safetensors") else (folder / name).read_bytes()
-            for name in names
-        }
-    except OSError as error:
-        raise PublishError(f"A file of {folder} cannot be read ({error}).") from error
 
 
 def _record(folder: Path) -> PrivacyRecord | None:
@@ -219,27 +210,27 @@ def _record(folder: Path) -> PrivacyRecord | None:
     return None
 
 
-def _unfit(
-    folder: Path,
-    record: PrivacyRecord | None,
-    files: Mapping[str, bytes | Path],
-    not_private: bool,
-) -> Iterator[str]:
-    """Yield why what the files claim does not fit what is to be published."""
-    if record is None:
-        card = files.get(CARD, b"")
-        text = card.decode("utf-8", errors="replace") if isinstance(card, bytes) else ""
-        if not not_private:
-            yield (
-                f"There is no {FILE_NAME}, so nothing says that this model was trained privately. "
-                f"If it was, publish the folder that holds the file. {_EXPLICIT}"
-            )
-        elif (metadata := _METADATA.match(text)) and _CLAIM.search(metadata[1]):
-            yield (
-                f"The metadata of {CARD} claim differential privacy, and there is no {FILE_NAME}. "
-                "Take the claim out of the card, or publish the folder that holds the evidence."
-            )
+def _unfit_without_run(files: Mapping[str, bytes | Path], not_private: bool) -> Iterator[str]:
+    """Yield why a model that no private run made cannot be published."""
+    if not not_private:
+        yield (
+            f"There is no {FILE_NAME}, so nothing says that this model was trained privately. If "
+            f"it was, publish the folder that holds the file. {_EXPLICIT}"
+        )
         return
+    card = files.get(CARD, b"")
+    text = card.decode(errors="replace") if isinstance(card, bytes) else ""
+    if (said := FRONT_MATTER.match(text)) and re.search("differential[-_]privacy", said[1]):
+        yield (
+            f"The metadata of {CARD} claim differential privacy, and there is no {FILE_NAME}. "
+            "Take the claim out of the card, or publish the folder that holds the evidence."
+        )
+
+
+def _unfit(
+    folder: Path, record: PrivacyRecord, files: Mapping[str, bytes | Path], not_private: bool
+) -> Iterator[str]:
+    """Yield why what a run claims does not fit what is to be published."""
     if not len(record.ledger):
         yield (
             f"The run of {folder} has made no private step, so its epsilon of 0 is about weights "

@@ -40,8 +40,8 @@ _ORIGIN = frozenset(
 # Vocabularies hold any word there is, "/usr" and the names of machines among them.
 _VOCABULARY = "tokenizer.json vocab.json added_tokens.json entity_vocab.json emoji.json".split()
 _NAME_IT = "Name the base on the Hub: --base-model ID, or trainer.describe(base_model=ID)."
-# What the metadata of weights may hold. Other entries are refused: the digest of a file covers
-# them, so they cannot be taken out here.
+# What the metadata of weights may hold beside the head. Other entries are refused: the digest of a
+# file covers them, so they cannot be taken out here.
 _METADATA = {"format": ("pt", "tf", "flax", "np", "mlx"), NOT_PRIVATE_KEY: ("hf_dp",)}
 
 
@@ -70,9 +70,9 @@ class PrivateWords:
             user = getpass.getuser()
         except (OSError, KeyError):  # a user without a name, as in some containers
             user = ""
-        given = (*tokens, *known_tokens())
+        given = [token for token in (*tokens, *known_tokens()) if token]
         return cls(
-            tuple(dict.fromkeys(t for t in given if t is not None and len(t) >= _SHORTEST_TOKEN)),
+            tuple(token for token in dict.fromkeys(given) if len(token) >= _SHORTEST_TOKEN),
             tuple(str(place) for place in (folder, run, Path.home()) if len(place.parts) > 1),
             user,
             socket.gethostname(),
@@ -139,18 +139,13 @@ class Scan:
     def look_at_weights(self, name: str, path: Path) -> None:
         """Refuse weights whose metadata holds more than their format and what hf_dp says there."""
         try:
-            metadata = read_metadata(path)
             head_in(path)
+            for key, value in read_metadata(path).items():
+                if key != HEAD_KEY and value not in _METADATA.get(key, ()):
+                    what = f"{key!r} in its metadata, which nobody here has looked at"
+                    self._refuse(name, what, "Save the weights without metadata of your own.")
         except LedgerError as problem:
             self.refusals.append(str(problem))
-            return
-        for key, value in metadata.items():
-            if value not in _METADATA.get(key, ()) and key != HEAD_KEY:
-                self._refuse(
-                    name,
-                    f"{key!r} in its metadata, which nobody here has looked at",
-                    "Save the weights with save_pretrained, without metadata of your own.",
-                )
 
     def _json(self, name: str, content: bytes) -> bytes:
         try:
@@ -165,8 +160,7 @@ class Scan:
                 self._name_base(name, values)
         for key, text in _texts(values):
             is_program = any(part.startswith("chat_template") for part in key.split("."))
-            found = self.words.place_in(text) if is_program else self.words.found_in(text)
-            if found:
+            if found := self.words.place_in(text) if is_program else self.words.found_in(text):
                 self._refuse(f"{name}: {key}", found, "Take it out, or write a public name there.")
         if len(self.changes) == before:
             return content
@@ -190,11 +184,8 @@ class Scan:
             self.changes.append(f"{name}: {_BASE} is now {self.base_model!r}")
         elif isinstance(base, str) and base and is_local(base):
             values[_BASE] = None  # refused once, not again as a local path
-            self._refuse(
-                f"{name}: {_BASE}",
-                f"{base!r}, no name on the Hub: a local path, which nobody else could load",
-                _NAME_IT,
-            )
+            what = f"{base!r}, no name on the Hub: a local path, which nobody else could load"
+            self._refuse(f"{name}: {_BASE}", what, _NAME_IT)
         elif not base:
             self.remarks.append(
                 f"{name} names no base model, so others cannot load the adapter alone. {_NAME_IT}"
@@ -207,15 +198,13 @@ class Scan:
 def known_tokens() -> list[str]:
     """List the tokens of the Hub that this process knows."""
     names = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-    found = [get_token(), *(os.environ.get(name) for name in names)]
-    return list(dict.fromkeys(token for token in found if token))
+    return [token for token in (get_token(), *map(os.environ.get, names)) if token]
 
 
 def scrubbed(text: str, tokens: Iterable[str | None] = ()) -> str:
     """Return a text without tokens."""
-    for token in (*tokens, *known_tokens()):
-        if token:
-            text = text.replace(token, "<token>")
+    for token in filter(None, (*tokens, *known_tokens())):
+        text = text.replace(token, "<token>")
     return _TOKEN.sub("<token>", text)
 
 
@@ -227,14 +216,10 @@ def is_local(name: str) -> bool:
 
 def is_local_path(value: str) -> bool:
     """Return whether a value is a path of this machine: absolute, or of something that exists."""
-    if "\n" in value:
+    if "\n" in value or "\0" in value:
         return False
-    if _ABSOLUTE.match(value):
-        return True
-    try:
-        return bool(re.match(r"/.|\.\.?[\\/]", value)) and os.path.exists(value)
-    except ValueError:  # no path at all
-        return False
+    exists = re.match(r"/.|\.\.?[\\/]", value) is not None and os.path.exists(value)
+    return _ABSOLUTE.match(value) is not None or exists
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

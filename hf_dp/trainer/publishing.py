@@ -29,9 +29,10 @@ _NOT_PRIVATE = (
 
 
 class Publishing(Checkpointing):
-    """A Trainer that pushes what the allow-list names, and nothing else.
+    """A Trainer that pushes of a private run what the allow-list names, and nothing else.
 
-    The main process alone talks to the Hub; the others learn whether it succeeded.
+    The main process alone talks to the Hub; the others learn whether it succeeded. What a run
+    without privacy pushes is Trainer's business: nothing is claimed of it.
     """
 
     hub_model_id: Any
@@ -42,7 +43,7 @@ class Publishing(Checkpointing):
 
         Raises: PublishError when it holds anything but an earlier state of this run.
         """
-        if self._pushes_as_trainer:
+        if not self._is_private:
             return super().init_hf_repo(token, private)
         if self.args.push_to_hub and self._is_insecure:
             raise PublishError(_NOT_PRIVATE)
@@ -71,7 +72,7 @@ class Publishing(Checkpointing):
             refused; DistributedError when another process failed; UnsupportedArgumentError for
             ``blocking=False``.
         """
-        if self._pushes_as_trainer:
+        if not self._is_private:
             return super().push_to_hub(commit_message, blocking, token, revision, private, **kwargs)
         if not blocking:
             raise invalid(
@@ -88,15 +89,15 @@ class Publishing(Checkpointing):
         if self.hub_model_id is None:
             self.init_hf_repo(token, private)
         self.save_model(_internal_call=True)
-        if not self._is_private:  # whose card Trainer writes
-            kwargs.setdefault("model_name", str(self.hub_model_id).split("/")[-1])
-        self.create_model_card(**self._with_model_tags(kwargs))
+        tags = kwargs.get("tags") or []
+        tags = [tags] if isinstance(tags, str) else list(tags)
+        kwargs["tags"] = [*tags, *(getattr(self.model, "model_tags", None) or ())] or None
+        self.create_model_card(**kwargs)
         done: list[CommitInfo] = []
 
         def push() -> None:
             self._the_hub(token)
-            folder = Path(str(self.args.output_dir))
-            publication = self._publication(folder, not_private or not self._is_private)
+            publication = self._publication(Path(str(self.args.output_dir)), not_private)
             for remark in publication.remarks:
                 logger.warning("The card: %s", remark)
             message = commit_message or "End of training"
@@ -112,7 +113,7 @@ class Publishing(Checkpointing):
         """
         if self.is_saving:  # it is pushed when it is complete
             return
-        if self._pushes_as_trainer:
+        if not self._is_private:
             return super()._push_from_checkpoint(checkpoint_folder)
         if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
             return
@@ -120,7 +121,7 @@ class Publishing(Checkpointing):
         folder = Path(checkpoint_folder)
         step = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
         try:
-            found = self._publication(folder, not self._is_private)
+            found = self._publication(folder)
             self._push(found, f"Training in progress, step {step} ({found.in_words()})")
         except (HfDpError, OSError) as problem:
             logger.warning("%s was not pushed, and training goes on: %s", folder.name, problem)
@@ -149,7 +150,7 @@ class Publishing(Checkpointing):
             message=message,
         )
 
-    def _publication(self, folder: Path, not_private: bool) -> Publication:
+    def _publication(self, folder: Path, not_private: bool = False) -> Publication:
         base = self.card.get("base_model")
         return Publication.of(
             folder,
@@ -164,25 +165,10 @@ class Publishing(Checkpointing):
             self._hub = Hub(token or self.args.hub_token)
         return self._hub
 
-    def _with_model_tags(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the card's options, with the tags of the model, as Trainer adds them."""
-        own = getattr(self.model, "model_tags", None)
-        if own is None:
-            return options
-        given = options.get("tags") or []
-        given = [given] if isinstance(given, str) else list(given)
-        return {**options, "tags": list(dict.fromkeys([*given, *own]))}
-
-    @property
-    def _pushes_as_trainer(self) -> bool:
-        """Whether whole checkpoints are pushed, as only a run that claims nothing may."""
-        whole = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
-        return not self._is_private and self.args.hub_strategy in whole
-
     @property
     def _is_private(self) -> bool:
         return bool(self.args.is_private)  # type: ignore[attr-defined]
 
     @property
     def _is_insecure(self) -> bool:
-        return self._is_private and self.args.insecure_seed is not None  # type: ignore[attr-defined]
+        return self.args.insecure_seed is not None  # type: ignore[attr-defined]

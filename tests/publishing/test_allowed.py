@@ -61,16 +61,16 @@ def test_a_folder_is_sorted(tmp_path):
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
-    found = sort_files(tmp_path)
-    assert set(found.goes) == {"model.safetensors", "additional_chat_templates/tools.jinja"}
-    assert set(found.stays) == {
+    goes, stays = sort_files(tmp_path)
+    assert set(goes) == {"model.safetensors", "additional_chat_templates/tools.jinja"}
+    assert set(stays) == {
         "notes.txt",
         "runs/",
         "checkpoint-2/",
         "data/",
         "additional_chat_templates/tools.py",
     }
-    assert "logs" in found.stays["runs/"] and "checkpoint" in found.stays["checkpoint-2/"]
+    assert "logs" in stays["runs/"] and "checkpoint" in stays["checkpoint-2/"]
 
 
 def test_links_stay(tmp_path):
@@ -82,20 +82,9 @@ def test_links_stay(tmp_path):
     (run / "real.txt").write_text("")
     (run / "LICENSE").symlink_to(run / "real.txt")
     (run / "additional_chat_templates").symlink_to(tmp_path)
-    found = sort_files(run)
-    assert found.stays["config.json"] == found.stays["LICENSE"] == LINK
-    assert not found.goes
-
-
-def test_a_shard_that_the_index_does_not_name_stays(tmp_path):
-    shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
-    for name in shards:
-        (tmp_path / name).write_text("")
-    (tmp_path / "model.safetensors.index.json").write_text(
-        '{"weight_map": {"w": "model-00001-of-00002.safetensors"}}'
-    )
-    found = sort_files(tmp_path)
-    assert shards[0] in found.goes and "earlier save" in found.stays[shards[1]]
+    goes, stays = sort_files(run)
+    assert stays["config.json"] == stays["LICENSE"] == LINK
+    assert not goes
 
 
 def test_the_last_look_refuses_what_is_not_on_the_list():
@@ -107,4 +96,4 @@ def test_the_last_look_refuses_what_is_not_on_the_list():
 def test_every_file_that_transformers_and_peft_write_is_known(trained: object, full: Path):
     """No file of a run is of a name that nobody thought of."""
     for folder in (full, full / "checkpoint-2"):
-        assert UNKNOWN not in sort_files(folder).stays.values()
+        assert UNKNOWN not in sort_files(folder)[1].values()

@@ -19,7 +19,7 @@ PROGRAM = """
 import json, sys
 from transformers import pipeline
 texts, found = json.loads(sys.argv[1]), {}
-for method in ("full", "lora", "frost"):
+for method in ("full", "lora"):
     classify = pipeline("text-classification", model=f"{sys.argv[2]}/{method}", top_k=None)
     found[method] = [
         {row["label"]: row["score"] for row in rows} for rows in classify(texts)
@@ -37,7 +37,7 @@ def test_what_is_pulled_computes_what_was_pushed(hub, trained, base, tmp_path):
 
     hub.add(BASE, {path.name: path.read_bytes() for path in base.iterdir()})
     here = {}
-    for method in ("full", "lora", "frost"):
+    for method in ("full", "lora"):
         publish(trained(method), f"{USER}/{method}", base_model=None if method == "full" else BASE)
         loader = (
             AutoModelForSequenceClassification
@@ -72,4 +72,4 @@ def test_what_is_pulled_computes_what_was_pushed(hub, trained, base, tmp_path):
     for method, rows in here.items():  # float32 sums depend on where in memory they are formed
         for found, expected in zip(pulled[method], rows, strict=True):
             assert found == pytest.approx(expected, abs=1e-6), method
-    assert here["full"] != here["lora"] != here["frost"]
+    assert here["full"] != here["lora"]

@@ -26,8 +26,7 @@ def expected(folder, base_model=None) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("by_lfs", [False, True])
-@pytest.mark.parametrize("method", ["full", "lora", "frost"])
+@pytest.mark.parametrize(("method", "by_lfs"), [("full", False), ("lora", True), ("frost", False)])
 def test_a_push_is_one_commit_of_exactly_the_publication(hub, trained, method, by_lfs):
     hub.by_lfs = by_lfs
     base_model = None if method == "full" else BASE
@@ -49,13 +48,9 @@ def test_a_name_without_a_namespace_is_the_users(hub, full):
 def test_the_repository_is_as_private_as_asked(hub, full, private):
     publish(full, NAME, private=private)
     assert hub.repositories[NAME].private is bool(private)
-
-
-def test_what_was_to_be_private_does_not_go_to_a_public_repository(hub, full):
-    hub.add(NAME, {})
-    with pytest.raises(PublishError, match=r"is public.*to be private.*settings"):
-        publish(full, NAME, private=True)
-    assert not hub.files(NAME)
+    if not private:
+        with pytest.raises(PublishError, match=r"is public.*to be private.*settings"):
+            publish(full, NAME, private=True)
 
 
 def test_an_empty_repository_of_the_web_page_is_filled(hub, full):
@@ -99,14 +94,6 @@ def test_the_same_run_is_updated_and_never_goes_back(hub, full):
         publish(full / "checkpoint-2", NAME)
     publish(full, NAME)  # again the same
     assert hub.files(NAME) == expected(full)
-
-
-def test_one_object_does_not_push_back_either(hub, full):
-    pusher = Hub()
-    pusher.create(NAME)
-    pusher.push(NAME, Publication.of(full, NAME))
-    with pytest.raises(PublishError, match=r"newer state"):
-        pusher.push(NAME, Publication.of(full / "checkpoint-2", NAME))
 
 
 @pytest.mark.parametrize(
@@ -179,8 +166,17 @@ def test_weights_that_are_not_in_the_run_are_refused_before_the_hub_is_asked(hub
 # -- what goes wrong --
 
 
-@pytest.mark.parametrize("fault", ["create", "look", "commit", "lfs", "preupload"])
-@pytest.mark.parametrize("how", ["drop", 403, 500])
+@pytest.mark.parametrize(
+    ("fault", "how"),
+    [
+        ("create", 403),
+        ("look", "drop"),
+        ("commit", 500),
+        ("commit", "drop"),
+        ("lfs", 403),
+        ("preupload", "drop"),
+    ],
+)
 def test_a_push_that_breaks_leaves_nothing_and_the_next_succeeds(
     hub, full, fault, how, monkeypatch
 ):
@@ -196,14 +192,6 @@ def test_a_push_that_breaks_leaves_nothing_and_the_next_succeeds(
         said = str(caught.value)
         assert NAME in said and ("token" if how == 403 else "ublish again") in said
         assert NAME not in hub.repositories or not hub.pushes(NAME)
-    publish(full, NAME)
-    assert hub.files(NAME) == expected(full)
-
-
-def test_a_commit_whose_answer_is_lost_can_be_repeated(hub, full, monkeypatch):
-    """The Hub has the commit, and this process does not know it."""
-    publish(full, NAME)
-    assert hub.files(NAME) == expected(full)
     publish(full, NAME)
     assert hub.files(NAME) == expected(full)
 
@@ -291,10 +279,6 @@ def test_a_model_that_was_not_trained_privately_goes_to_an_empty_repository_alon
     assert "privacy.json" not in hub.files(NAME)
     with pytest.raises(PublishError, match=r"exists and holds"):
         publish(folder, NAME, not_private=True)
-    pusher = Hub()
-    for _ in range(2):  # its own pushes it knows
-        pusher.create(f"{USER}/other")
-        pusher.push(f"{USER}/other", Publication.of(folder, f"{USER}/other", not_private=True))
 
 
 def test_a_public_model_is_not_pushed_over_a_private_run(hub, full, tmp_path):

@@ -37,14 +37,16 @@ def evidence(hub, number: int) -> dict:
 
 
 def test_the_end_is_pushed_once_and_nothing_before(hub, tmp_path):
-    trainer = tiny.trainer(tmp_path / "run", **PUSHES, **SAVES)
+    options = {**PUSHES, **SAVES, "max_steps": 2, "hub_revision": "eps-8"}
+    trainer = tiny.trainer(tmp_path / "run", **options)
     assert hub.repositories[NAME].private is False and not hub.pushes(NAME)
     trainer.train()
     assert not hub.pushes(NAME)
     done = trainer.push_to_hub()
-    (commit,) = hub.pushes(NAME)
+    commit = hub.repositories[NAME].at("eps-8")
     assert done.oid == commit.oid and commit.message == "End of training"
-    assert set(hub.files(NAME)) == {
+    files = hub.files(NAME, "eps-8")
+    assert not hub.files(NAME) and set(files) == {
         "README.md",
         "privacy.json",
         "config.json",
@@ -52,15 +54,11 @@ def test_the_end_is_pushed_once_and_nothing_before(hub, tmp_path):
         "tokenizer.json",
         "tokenizer_config.json",
     }
-    assert evidence(hub, 0)["statement"]["epsilon"] == trainer.epsilon().rounded_up()
-    assert f"{trainer.epsilon().rounded_up()}" in hub.files(NAME)["README.md"].decode()
-
-
-def test_save_model_pushes_as_in_trainer(hub, tmp_path):
-    trainer = tiny.trainer(tmp_path / "run", **PUSHES)
-    trainer.train()
-    trainer.save_model()
-    assert [commit.message for commit in hub.pushes(NAME)] == ["Model save"]
+    epsilon = trainer.epsilon().rounded_up()
+    assert json.loads(files["privacy.json"])["statement"]["epsilon"] == epsilon
+    assert f"{epsilon}" in files["README.md"].decode()
+    trainer.save_model()  # pushes as in Trainer
+    assert hub.repositories[NAME].at("eps-8").message == "Model save"
 
 
 def test_push_to_hub_without_the_argument(hub, tmp_path):
@@ -72,16 +70,13 @@ def test_push_to_hub_without_the_argument(hub, tmp_path):
     assert hub.repositories[f"{USER}/my-model"].private
 
 
-@pytest.mark.parametrize("private", [None, True])
-def test_the_repository_is_as_private_as_the_argument_says(hub, tmp_path, private):
-    tiny.trainer(tmp_path / "run", **PUSHES, hub_private_repo=private)
-    assert hub.repositories[NAME].private is bool(private)
-
-
 @pytest.mark.parametrize("adapter", [False, True])
-def test_every_save_carries_the_epsilon_spent_so_far(hub, tmp_path, warnings, adapter):
+def test_every_save_carries_the_epsilon_spent_so_far(hub, tmp_path, warnings, adapter, monkeypatch):
+    """It is pushed before it is rotated away, and the token stands in no file."""
+    monkeypatch.delenv("HF_TOKEN")
     given = {"peft_config": LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")}
-    trainer = tiny.trainer(tmp_path / "run", given=given if adapter else {}, **EVERY_SAVE)
+    options = {**EVERY_SAVE, "save_total_limit": 1, "hub_token": TOKEN}
+    trainer = tiny.trainer(tmp_path / "run", given=given if adapter else {}, **options)
     trainer.train()
     assert len(hub.pushes(NAME)) == 2 and warnings == []
     for number, steps in ((0, 2), (1, 4)):
@@ -98,16 +93,20 @@ def test_every_save_carries_the_epsilon_spent_so_far(hub, tmp_path, warnings, ad
         )
         assert str(statement["epsilon"]) in commit.files["README.md"].decode()
         weights = "adapter_model.safetensors" if adapter else "model.safetensors"
-        saved = tmp_path / "run" / f"checkpoint-{steps}" / weights
-        assert commit.files[weights] == saved.read_bytes()
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"]
+    saved = tmp_path / "run" / "checkpoint-4" / weights
+    assert commit.files[weights] == saved.read_bytes() != hub.pushes(NAME)[0].files[weights]
     trainer.push_to_hub()
-    assert evidence(hub, 2)["statement"]["steps"] == 4
+    assert evidence(hub, 2)["statement"]["steps"] == 4 and trainer.args.hub_token == TOKEN
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {"training_args.bin", "trainer_state.json"} <= {path.name for path in files}
+    for path in files:
+        assert TOKEN.encode() not in path.read_bytes(), path
 
 
-@pytest.mark.parametrize("fault", ["commit", "look"])
-def test_a_push_that_fails_warns_and_training_goes_on(hub, tmp_path, warnings, fault):
+def test_a_push_that_fails_warns_and_training_goes_on(hub, tmp_path, warnings):
     trainer = tiny.trainer(tmp_path / "run", **EVERY_SAVE)
-    hub.faults[fault] = 403
+    hub.faults["commit"] = 403
     trainer.train()
     assert trainer.state.global_step == 4
     (warning,) = warnings
@@ -173,20 +172,6 @@ def test_a_run_with_a_known_seed_goes_only_on_explicit_request(hub, tmp_path):
     assert evidence(hub, 0)["statement"]["status"] == "not_private"
 
 
-@pytest.mark.parametrize("strategy", ["end", "every_save"])
-def test_a_public_run_is_pushed_with_trainers_card_and_no_epsilon(hub, tmp_path, strategy):
-    options = {**EVERY_SAVE, "hub_strategy": strategy, "privacy_mode": "non_private"}
-    trainer = tiny.trainer(tmp_path / "run", **options)
-    trainer.train()
-    trainer.push_to_hub()
-    assert len(hub.pushes(NAME)) == (3 if strategy == "every_save" else 1)
-    assert "generated_from_trainer" in hub.files(NAME)["README.md"].decode()
-    for commit in hub.pushes(NAME):
-        assert not {"privacy.json", "training_args.bin", "trainer_state.json"} & set(commit.files)
-        assert b"differential" not in commit.files.get("README.md", b"").lower()
-        assert "epsilon" not in commit.message
-
-
 def test_a_push_in_the_background_is_refused(hub, tmp_path):
     trainer = tiny.trainer(tmp_path / "run", max_steps=1, hub_model_id=NAME)
     with pytest.raises(UnsupportedArgumentError, match="`blocking` to be True"):
@@ -194,26 +179,12 @@ def test_a_push_in_the_background_is_refused(hub, tmp_path):
     assert not hub.requests
 
 
-def test_a_checkpoint_is_pushed_before_it_is_rotated_away(hub, tmp_path):
-    options = {**EVERY_SAVE, "save_steps": 1, "save_total_limit": 1}
-    tiny.trainer(tmp_path / "run", **options).train()
-    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"]
-    assert [evidence(hub, n)["statement"]["steps"] for n in range(4)] == [1, 2, 3, 4]
-    assert len({commit.files["model.safetensors"] for commit in hub.pushes(NAME)}) == 4
-
-
-def test_a_branch(hub, tmp_path):
-    trainer = tiny.trainer(tmp_path / "run", **PUSHES, hub_revision="eps-8", max_steps=1)
-    trainer.train()
-    trainer.push_to_hub()
-    assert not hub.files(NAME) and "privacy.json" in hub.files(NAME, "eps-8")
-
-
-def test_whole_checkpoints_of_a_public_run_are_trainers_business(tmp_path, monkeypatch):
+@pytest.mark.parametrize("strategy", ["every_save", "checkpoint"])
+def test_pushes_of_a_public_run_are_trainers_business(tmp_path, monkeypatch, strategy):
     asked = []
     for name in ("init_hf_repo", "_push_from_checkpoint", "push_to_hub"):
         monkeypatch.setattr(Trainer, name, lambda self, *args, name=name: asked.append(name))
-    options = {**EVERY_SAVE, "hub_strategy": "checkpoint", "privacy_mode": "non_private"}
+    options = {**EVERY_SAVE, "hub_strategy": strategy, "privacy_mode": "non_private"}
     trainer = tiny.trainer(tmp_path / "run", **options)
     trainer.train()
     trainer.push_to_hub()
@@ -227,19 +198,6 @@ def test_strategies_that_push_whole_checkpoints_stay_refused(tmp_path, strategy)
 
 
 # -- the token --
-
-
-def test_the_token_is_used_and_pickled_nowhere(hub, tmp_path, monkeypatch):
-    monkeypatch.delenv("HF_TOKEN")
-    trainer = tiny.trainer(tmp_path / "run", **EVERY_SAVE, hub_token=TOKEN)
-    trainer.train()
-    trainer.push_to_hub()
-    assert len(hub.pushes(NAME)) == 3
-    assert trainer.args.hub_token == TOKEN
-    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert {"training_args.bin", "trainer_state.json"} <= {path.name for path in files}
-    for path in files:
-        assert TOKEN.encode() not in path.read_bytes(), path
 
 
 def test_arguments_are_pickled_without_the_token_and_copied_with_it(tmp_path):
