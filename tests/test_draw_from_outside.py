@@ -18,7 +18,7 @@ from hf_dp.accounting import SUM, Event, PoissonSampledGaussian, epsilon, regist
 from hf_dp.accounting.knows import OUTSIDE
 from hf_dp.errors import ConfigError, UnsupportedArgumentError, UnsupportedEventError
 from hf_dp.plans import PrivacyPlan
-from hf_dp.plans.draws import Draw, DrawWords, register_draw
+from hf_dp.plans.draws import Draw, register_draw
 from hf_dp.plans.samplers import PoissonSampler
 from hf_dp.statement.record import disagreements, read
 
@@ -62,13 +62,14 @@ class TwoCoins(Draw):
 
     name = sampling = "two_coins"
     kind = OUTSIDE
+    drawn = "two coins"
 
     def sampler(self, schedule, steps):
         coin = math.sqrt(self.sample_rate(schedule))
         return TwoCoinsSampler(schedule.drawn_from, coin, steps)
 
     def words(self, schedule):
-        return DrawWords(f"each {schedule.one} throws two coins in each step", "two coins")
+        return f"each {schedule.one} throws two coins in each step"
 
 
 def test_arguments_ledger_statement_and_card_know_it(tmp_path):

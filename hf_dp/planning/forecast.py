@@ -110,7 +110,7 @@ def _signal_to_noise(plan: PrivacyPlan, gradient_norm: float, parameters: int | 
         )
     # The noise on the mean is N(0, (noise_std / B)^2) in each of p coordinates, so its norm is
     # about that standard deviation times sqrt(p).
-    return signal * plan.mechanism.draw.used(plan) / (plan.noise_std * math.sqrt(parameters))
+    return signal * plan.expected_batch_size / (plan.noise_std * math.sqrt(parameters))
 
 
 def most_signal(plan: PrivacyPlan, parameters: int) -> float:

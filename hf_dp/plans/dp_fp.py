@@ -26,7 +26,7 @@ from hf_dp.accounting import (
 from hf_dp.accounting.knows import VISIBLE
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.plans.dp_sgd import CLIPPINGS, DpSgdPlan
-from hf_dp.plans.draws import POISSON, Draw, DrawWords, Schedule
+from hf_dp.plans.draws import POISSON, Draw, Schedule
 from hf_dp.plans.mechanism import MechanismPlan, PlannedRelease, Words, register_plan
 from hf_dp.plans.rounding import ROUNDING_MARGIN
 from hf_dp.plans.samplers import MicroBatchSampler
@@ -67,6 +67,7 @@ class MicroBatches(Draw):
     name: ClassVar[str] = "micro_batches"
     sampling: ClassVar[str] = POISSON
     kind: ClassVar[str] = VISIBLE
+    drawn: ClassVar[str] = "Poisson sampling"
 
     def sample_rate(self, schedule: Schedule) -> float:
         return schedule.expected_batch_size / (self.num_micro_batches * schedule.num_examples)
@@ -75,10 +76,10 @@ class MicroBatches(Draw):
         rate = self.sample_rate(schedule)
         return MicroBatchSampler(schedule.num_examples, rate, steps, self.num_micro_batches)
 
-    def words(self, schedule: Schedule) -> DrawWords:
+    def words(self, schedule: Schedule) -> str:
         many = self.num_micro_batches > 1
         draws = f"{self.num_micro_batches} independent Poisson draws a step" if many else "Poisson"
-        return DrawWords(f"{draws}: {_JOINS}", "Poisson sampling")
+        return f"{draws}: {_JOINS}"
 
 
 @dataclass(frozen=True)
@@ -243,15 +244,14 @@ class PublishedPlan(MicroBatchPlan):
             figure = (
                 f", calibrated to {target!r} by the paper's own formula, which gives no epsilon"
             )
-        draw = self.draw.words(schedule)
         return Words(
             name="DP-FP as published (not established)",
             mechanism=(
                 f"DP-FP as published: in the forward pass {self._vectors_in_words()}{figure}; "
                 "everything is then trained by an ordinary optimizer"
             ),
-            sampling=draw.sampling,
-            drawn=draw.name,
+            sampling=self.draw.words(schedule),
+            drawn=self.draw.drawn,
             proof="",
             tag="dp-fp",
         )
@@ -349,8 +349,8 @@ class FrozenPlan(MicroBatchPlan):
         return replace(self, noise_multiplier=sigma)
 
     def words(self, schedule: Schedule) -> Words:
-        draw = self.draw.words(schedule)
-        when, sampling = "anew each time a row is drawn", f"{draw.sampling}. {_SHOWN}"
+        when = "anew each time a row is drawn"
+        sampling = f"{self.draw.words(schedule)}. {_SHOWN}"
         if not self.releases_each_step:
             when = "once for each row"
             sampling = (
@@ -370,7 +370,7 @@ class FrozenPlan(MicroBatchPlan):
                 f"layer trains, and only on these vectors{labels}"
             ),
             sampling=sampling,
-            drawn=draw.name,
+            drawn=self.draw.drawn,
             proof=_PROOF,
             tag="dp-fp",
             sampling_code=self.draw.sampling if self.releases_each_step else "none",

@@ -320,8 +320,8 @@ class DpSgdPlan(MechanismPlan):
         return () if self.loss is None else (self.loss.outline(schedule, self.sigma),)
 
     def words(self, schedule: Schedule) -> Words:
-        draw, users, one = self.draw.words(schedule), schedule.users, schedule.one
-        sampling, gradients = draw.sampling, "per-example gradients"
+        users, one = schedule.users, schedule.one
+        sampling, gradients = self.draw.words(schedule), "per-example gradients"
         clipping = "per-example clipping"
         if users is not None and not users.by_row:
             gradients = f"the gradient of each drawn {one}, the {users.reduction} over its rows,"
@@ -343,8 +343,8 @@ class DpSgdPlan(MechanismPlan):
                 "handed to the optimizer"
             ),
             sampling=sampling,
-            drawn=draw.name,
-            proof=f"{draw.name}, {clipping} {noise}, composed over the steps in the ledger",
+            drawn=self.draw.drawn,
+            proof=f"{self.draw.drawn}, {clipping} {noise}, composed over the steps in the ledger",
             tag="dp-sgd",
             sampling_code=self.draw.sampling,
             conditions=self.draw.conditions,

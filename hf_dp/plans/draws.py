@@ -11,8 +11,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-import numpy as np
-
 from hf_dp import _validate
 from hf_dp._dataclasses import Named, register
 from hf_dp.accounting import Event
@@ -59,19 +57,6 @@ class Schedule:
         return "row" if self.users is None or self.users.by_row else self.users.name
 
 
-@dataclass(frozen=True)
-class DrawWords:
-    """How a statement speaks of a draw.
-
-    Args:
-        sampling: who takes part in a step, as a card describes it.
-        name: in two or three words, for "900 steps of DP-SGD with ...".
-    """
-
-    sampling: str
-    name: str
-
-
 class Draw(Named, ABC):
     """Who takes part in a step. Subclasses are frozen dataclasses.
 
@@ -79,12 +64,14 @@ class Draw(Named, ABC):
         name: in ``privacy.json``; unique.
         sampling: the value of the argument ``sampling`` that asks for it.
         kind: in the table of what accountants bound (:mod:`hf_dp.accounting.knows`).
+        drawn: what it is in two or three words, for "900 steps of DP-SGD with ...".
         moved: how many examples join or leave a step with one example more, at the most.
     """
 
     known: ClassVar[dict[str, type[Any]]] = {}
     sampling: ClassVar[str]
     kind: ClassVar[str]
+    drawn: ClassVar[str]
     moved: ClassVar[int] = 1
 
     @abstractmethod
@@ -92,8 +79,8 @@ class Draw(Named, ABC):
         """Return a sampler of ``steps`` logical batches."""
 
     @abstractmethod
-    def words(self, schedule: Schedule) -> DrawWords:
-        """Return how a statement speaks of it."""
+    def words(self, schedule: Schedule) -> str:
+        """Return who takes part in a step, as a card describes it."""
 
     @property
     def asked(self) -> Asked:
@@ -122,10 +109,6 @@ class Draw(Named, ABC):
     def most(self, schedule: Schedule) -> int:
         """Return how many examples a step uses at the most."""
         return schedule.drawn_from
-
-    def used(self, schedule: Schedule) -> float:
-        """Return how many examples a step uses on average."""
-        return schedule.expected_batch_size
 
     def steps_per_epoch(self, drawn_from: int, expected_batch_size: float) -> int | None:
         """Return the whole number of steps in which each example takes part once, where there is
@@ -156,15 +139,15 @@ class Poisson(Draw):
     name: ClassVar[str] = "poisson"
     sampling: ClassVar[str] = "poisson"
     kind: ClassVar[str] = POISSON_SAMPLED
+    drawn: ClassVar[str] = "Poisson sampling"
 
     def sampler(self, schedule: Schedule, steps: int) -> PoissonSampler:
         return PoissonSampler(schedule.drawn_from, self.sample_rate(schedule), steps)
 
-    def words(self, schedule: Schedule) -> DrawWords:
-        return DrawWords(
+    def words(self, schedule: Schedule) -> str:
+        return (
             f"Poisson: each {schedule.one} joins each step independently with the probability "
-            "sample_rate; an empty draw is a step",
-            "Poisson sampling",
+            "sample_rate; an empty draw is a step"
         )
 
 
@@ -182,6 +165,7 @@ class TruncatedPoisson(Poisson):
 
     name: ClassVar[str] = "truncated_poisson"
     kind: ClassVar[str] = TRUNCATED
+    drawn: ClassVar[str] = "truncated Poisson sampling"
     moved: ClassVar[int] = 2  # another example joins or leaves with the first
 
     def __post_init__(self) -> None:
@@ -197,13 +181,6 @@ class TruncatedPoisson(Poisson):
     def most(self, schedule: Schedule) -> int:
         return min(self.max_batch_size, schedule.drawn_from)
 
-    def used(self, schedule: Schedule) -> float:
-        """Return E min(K, cap) of a sample of K that is cut: the sum over k <= cap of P(K >= k)."""
-        from scipy.special import bdtr  # it takes a fifth of a second
-
-        below = np.arange(self.most(schedule))
-        return float((1 - bdtr(below, schedule.drawn_from, self.sample_rate(schedule))).sum())
-
     def check(self, schedule: Schedule) -> None:
         if self.max_batch_size < schedule.expected_batch_size:
             raise _validate.invalid(
@@ -214,14 +191,13 @@ class TruncatedPoisson(Poisson):
                 "little at 1024.",
             )
 
-    def words(self, schedule: Schedule) -> DrawWords:
+    def words(self, schedule: Schedule) -> str:
         most = f"{self.max_batch_size} rows"
         if schedule.users is not None:
             most = f"{self.max_batch_size} (each a {schedule.one})"
-        return DrawWords(
-            f"{super().words(schedule).sampling}; of a draw of more than {most} a uniformly random "
-            "part of that size is used",
-            "truncated Poisson sampling",
+        return (
+            f"{super().words(schedule)}; of a draw of more than {most} a uniformly random part of "
+            "that size is used"
         )
 
 
@@ -243,13 +219,12 @@ class UserRows(Poisson):
         rate = self.sample_rate(schedule)
         return UserRowsSampler(schedule.drawn_from, rate, steps, rows_of_a_user=most)
 
-    def words(self, schedule: Schedule) -> DrawWords:
-        poisson, users = super().words(schedule), _users(schedule)
-        return DrawWords(
-            f"{poisson.sampling}; at most {users.max_rows} rows of each {users.name} are drawn "
-            f"from, {users.num_rows} rows in all, and the accountant counts how many of these a "
-            "step can have",
-            poisson.name,
+    def words(self, schedule: Schedule) -> str:
+        users = _users(schedule)
+        return (
+            f"{super().words(schedule)}; at most {users.max_rows} rows of each {users.name} are "
+            f"drawn from, {users.num_rows} rows in all, and the accountant counts how many of "
+            "these a step can have"
         )
 
 
@@ -271,6 +246,7 @@ class RandomAllocation(Draw):
     name: ClassVar[str] = "random_allocation"
     sampling: ClassVar[str] = "random_allocation"
     kind: ClassVar[str] = ALLOCATION
+    drawn: ClassVar[str] = "random allocation"
 
     def sampler(self, schedule: Schedule, steps: int) -> AllocationSampler:
         """Return the sampler of one allocation, however many steps are asked for: each iteration
@@ -292,13 +268,12 @@ class RandomAllocation(Draw):
     def steps_released_together(self, schedule: Schedule) -> int:
         return self.steps_per_epoch(schedule.drawn_from, schedule.expected_batch_size)
 
-    def words(self, schedule: Schedule) -> DrawWords:
-        return DrawWords(
+    def words(self, schedule: Schedule) -> str:
+        return (
             f"random allocation: each {schedule.one} joins one of the "
             f"{self.steps_released_together(schedule)} steps of an allocation, uniformly and "
             "independently of all others; the next allocation is made anew; one that was begun is "
-            "accounted in full",
-            "random allocation",
+            "accounted in full"
         )
 
     def what_ran(self, schedule: Schedule, steps: int, mechanism: str, drawn: str) -> str:

@@ -190,7 +190,7 @@ class MechanismPlan(Named, ABC):
 
     def forwarded(self, schedule: Schedule) -> float:
         """Return how many examples go through the model in all steps, on average."""
-        return schedule.steps * self.draw.used(schedule)
+        return schedule.steps * schedule.expected_batch_size
 
     @abstractmethod
     def step_event(self, schedule: Schedule, noise_multiplier: float, steps: int) -> Event:

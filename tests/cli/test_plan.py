@@ -290,24 +290,3 @@ def test_what_cannot_be_planned(capsys, words, match):
     ]
     assert main([*given, *words]) == 2
     assert match in capsys.readouterr().err
-
-
-def test_a_capped_draw_uses_fewer_examples(capsys):
-    """Of 100 rows at B = 4 and at most 4: E min(K, 4) = 3.234 a step (summed by hand below)."""
-    from scipy.stats import binom
-
-    used = sum(min(k, 4) * binom.pmf(k, 100, 0.04) for k in range(101))
-    words = [
-        "plan",
-        "--num-examples",
-        "100",
-        "--expected_batch_size",
-        "4",
-        "--max_logical_batch_size",
-        "4",
-        "--num_train_epochs",
-        "4",
-    ]
-    found = json.loads(printed(capsys, *words, "--noise-multiplier", "2", "--json"))
-    assert found["examples"] == pytest.approx(100 * used, rel=1e-12)
-    assert found["epochs"] == pytest.approx(used, rel=1e-12)
