@@ -24,7 +24,7 @@ test: $(VENV)/installed-test
 # The loop of a developer, under a minute: layers, exactness of each architecture, gate, ledger, and
 # epsilons against the oracle.
 QUICK = tests/test_layering.py tests/clipping/test_architectures.py tests/clipping/test_exactness.py \
-	tests/clipping/test_sums.py tests/run/test_gate.py tests/trainer/test_run_ledger.py \
+	tests/run/test_gate.py tests/trainer/test_run_ledger.py \
 	tests/accounting/test_ledger.py tests/accounting/test_golden.py::test_grid \
 	tests/accounting/test_golden.py::test_the_oracle_agrees_with_the_grid
 

@@ -7,13 +7,12 @@ Auto classes of transformers must know hf_dp's models.
 from __future__ import annotations
 
 import importlib
-import importlib.abc
-import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
 
 
 def when_imported(module: str, function: str) -> None:
@@ -33,14 +32,14 @@ def _call(function: str) -> None:
     getattr(importlib.import_module(home), name)()
 
 
-class _Waiting(importlib.abc.MetaPathFinder):
+class _Waiting(MetaPathFinder):
     def __init__(self, module: str, function: str):
         self.module, self.function = module, function
         self.looking = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    ) -> ModuleSpec | None:
         if fullname != self.module or self.looking:
             return None
         self.looking = True  # lets the other finders find the real module
@@ -48,22 +47,14 @@ class _Waiting(importlib.abc.MetaPathFinder):
             spec = importlib.util.find_spec(fullname)
         finally:
             self.looking = False
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Then(spec.loader, self)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def and_then(module: ModuleType) -> None:
+            execute(module)
+            sys.meta_path.remove(self)
+            _call(self.function)
+
+        spec.loader.exec_module = and_then  # type: ignore[method-assign]
         return spec
-
-
-class _Then(importlib.abc.Loader):
-    def __init__(self, loader: Any, waiting: _Waiting):
-        self.loader, self.waiting = loader, waiting
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self.loader.exec_module(module)
-        sys.meta_path.remove(self.waiting)
-        _call(self.waiting.function)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)  # get_source, get_data: for tracebacks and inspect

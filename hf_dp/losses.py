@@ -18,41 +18,35 @@ from transformers.models.auto import modeling_auto
 
 from hf_dp._borrowed.models import shift_right
 from hf_dp._validate import one_of
-from hf_dp.clipping.chunked_loss import (
-    check_head,
-    check_output,
-    chunked_loss,
-    without_logits,
-)
+from hf_dp.clipping.chunked_loss import check_head, check_output, chunked_loss, without_logits
 from hf_dp.errors import DataError, UnsupportedLossError, UnsupportedModelError
 
 
-def _class_names(mapping: Mapping[str, Any]) -> frozenset[str]:
-    return frozenset(
-        name
-        for names in mapping.values()
-        for name in ([names] if isinstance(names, str) else names)
-    )
+def _classes(table: str) -> frozenset[str]:
+    """Return the class names in one of transformers' own tables."""
+    mapping = getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES").values()
+    names = ([each] if isinstance(each, str) else each for each in mapping)
+    return frozenset(name for several in names for name in several)
 
 
-# Which classes belong to a task, by transformers' own tables; the first that names a class decides.
+# Which classes belong to a task; the first that names a class decides.
 _TASKS = {
-    "sequence_classification": _class_names(
-        modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-    ),
-    "image_classification": _class_names(
-        modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
-    ),
-    "token_classification": _class_names(
-        modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
-    ),
+    "sequence_classification": _classes("SEQUENCE_CLASSIFICATION"),
+    "image_classification": _classes("IMAGE_CLASSIFICATION"),
+    "token_classification": _classes("TOKEN_CLASSIFICATION"),
     # XLM stands in this table and in that of masked language models; its own loss is of the latter.
-    "causal_lm": _class_names(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    - {"XLMWithLMHeadModel"},
-    "seq2seq_lm": _class_names(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
-    "masked_lm": _class_names(modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
-    "question_answering": _class_names(modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES),
+    "causal_lm": _classes("CAUSAL_LM") - {"XLMWithLMHeadModel"},
+    "seq2seq_lm": _classes("SEQ_TO_SEQ_CAUSAL_LM"),
+    "masked_lm": _classes("MASKED_LM"),
+    "question_answering": _classes("QUESTION_ANSWERING"),
 }
+_REGISTERED: dict[type[nn.Module], str] = {}
+_OF_WHOLE_EXAMPLES = ("sequence_classification", "image_classification")
+_SPANS = "question_answering"
+Inputs = Mapping[str, Any]  # a collated batch
+IGNORED_LABEL = -100
+SPAN = ("start_positions", "end_positions")  # the first and last token of an answer in its text
+
 # Decoders whose labels the user shifts: the logits at a position are for the label there.
 _NOT_SHIFTED = frozenset(
     f"{name}ForCausalLM"
@@ -68,21 +62,20 @@ _READ_AT_THE_END = frozenset(
     f"{name}ForSequenceClassification"
     for name in "Bart BigBirdPegasus MBart MT5 Mvp PLBart T5 UMT5".split()
 )
-_REGISTERED: dict[type[nn.Module], str] = {}
 _DECODER_ONLY = frozenset(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - frozenset(
     modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
 )
-
-IGNORED_LABEL = -100
-_OF_WHOLE_EXAMPLES = ("sequence_classification", "image_classification")
-_SPANS = "question_answering"
-SPAN = ("start_positions", "end_positions")  # the first and last token of an answer in its text
 
 
 def base_model(model: nn.Module) -> nn.Module:
     """Return the transformers model inside a PEFT wrapper, or the model itself."""
     unwrap: Any = getattr(model, "get_base_model", None)
     return model if unwrap is None else unwrap()
+
+
+def _names(model: nn.Module) -> set[str]:
+    """Return the names of a model's class and of its bases."""
+    return {cls.__name__ for cls in type(base_model(model)).__mro__}
 
 
 def padding_moves_prompts(model: nn.Module) -> bool:
@@ -98,12 +91,21 @@ def padding_moves_prompts(model: nn.Module) -> bool:
 
 
 def positions_of(model: nn.Module) -> int | None:
-    """Return how many tokens a model has positions for, beside virtual ones of an adapter; None
-    where it has no such limit."""
+    """Return how many tokens a model has positions for, beside an adapter's; None for no limit."""
     limit = getattr(getattr(base_model(model), "config", None), "max_position_embeddings", None)
     adapter = getattr(model, "active_peft_config", None)
     virtual = getattr(adapter, "num_virtual_tokens", None) or 0
     return limit - virtual if isinstance(limit, int) else None
+
+
+def _forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    # The class is asked because an instance may have another forward inside the engine.
+    return inspect.signature(type(model).forward).parameters
+
+
+def takes_attention_mask(model: nn.Module) -> bool:
+    """Return whether the forward of a model has an ``attention_mask``."""
+    return "attention_mask" in _forward_parameters(base_model(model))
 
 
 def register_model_class(model_class: type[nn.Module], task: str) -> None:
@@ -124,8 +126,8 @@ def task_of(model: nn.Module) -> str:
         if known in _REGISTERED:
             return _REGISTERED[known]
     names = _names(model)
-    for task, of_task in _TASKS.items():
-        if names & of_task:
+    for task, classes in _TASKS.items():
+        if names & classes:
             return task
     raise UnsupportedLossError(
         f"No per-example loss is known for {type(base_model(model)).__name__}: known are "
@@ -136,14 +138,26 @@ def task_of(model: nn.Module) -> str:
     )
 
 
-def _names(model: nn.Module) -> set[str]:
-    """Return the names of a model's class and of its bases."""
-    return {cls.__name__ for cls in type(base_model(model)).__mro__}
+def _known_task(model: nn.Module | None) -> str | None:
+    """Return the model's kind of task, None where no loss is known."""
+    try:
+        return None if model is None else task_of(model)
+    except UnsupportedLossError:
+        return None
+
+
+def means_over_rows(model: nn.Module | None) -> bool:
+    """Return whether a transformers model's own loss is the mean over the rows of its batch."""
+    return _known_task(model) in (*_OF_WHOLE_EXAMPLES, _SPANS)
+
+
+def targets_of(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of what a batch holds to be predicted."""
+    return SPAN if _known_task(model) == _SPANS else ("labels",)
 
 
 def token_check(model: nn.Module) -> Callable[[Tensor], None] | None:
-    """Return what raises DataError for the attended token ids, (T,), of a row that the model's
-    forward would refuse; None where it takes any."""
+    """Return what raises DataError for attended token ids, (T,), that the forward would refuse."""
     base: Any = base_model(model)
     if _READ_AT_THE_END.isdisjoint(_names(model)):
         return getattr(base, "check_tokens", None)
@@ -162,8 +176,7 @@ def token_check(model: nn.Module) -> Callable[[Tensor], None] | None:
 
 @contextmanager
 def any_number_of_end_tokens(model: nn.Module) -> Iterator[None]:
-    """Let BART's, T5's and their relatives' classifiers take rows with unequal numbers of end
-    tokens.
+    """Let classifiers like BART's and T5's take rows with unequal numbers of end tokens.
 
     They read the state at the last one, and raise where the numbers differ. Inside, a classifier
     is shown the last one of each row alone, and its backbone is shown all.
@@ -208,23 +221,7 @@ def any_number_of_end_tokens(model: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def means_over_rows(model: nn.Module | None) -> bool:
-    """Return whether a transformers model's own loss is the mean over the rows of its batch."""
-    try:
-        return model is not None and task_of(model) in (*_OF_WHOLE_EXAMPLES, _SPANS)
-    except UnsupportedLossError:
-        return False
-
-
-def targets_of(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of what a batch holds to be predicted."""
-    try:
-        return SPAN if task_of(model) == _SPANS else ("labels",)
-    except UnsupportedLossError:
-        return ("labels",)
-
-
-def per_example_loss(model: nn.Module, inputs: Mapping[str, Any], chunked: bool = False) -> Tensor:
+def per_example_loss(model: nn.Module, inputs: Inputs, chunked: bool = False) -> Tensor:
     """Return one loss per example, (b,), each a function of its own example only.
 
     Args:
@@ -237,50 +234,79 @@ def per_example_loss(model: nn.Module, inputs: Mapping[str, Any], chunked: bool 
 
     Raises: UnsupportedLossError; DataError when the labels are missing or do not fit.
     """
-    task = task_of(model)
+    task, base, inputs = task_of(model), base_model(model), dict(inputs)
+    class_name = type(base).__name__
+    for target in targets_of(model):
+        if target not in inputs:
+            hint = (
+                f"Give each row the places of its answer's first and last token, as {SPAN}."
+                if task == _SPANS
+                else "Name the label column `label` or `labels`, or use a collator that makes them."
+            )
+            raise _missing(target, inputs, hint)
+    _require_inputs(model, inputs)
     if task == _SPANS:
-        return _span_loss(model, dict(inputs))
-    loss: Callable[[nn.Module, Tensor, Tensor], Tensor] = _LOSSES[task]
-    inputs = dict(inputs)
-    labels = inputs.pop("labels", None)
-    if labels is None:
-        raise DataError(
-            f"The batches have no `labels` (they have {sorted(inputs)}). Name the label column "
-            "`label` or `labels`, or use a collator that makes labels."
-        )
-    labels = labels_read(model, labels)
-    _require_images(model, inputs)
-    _require_attention_mask(model, inputs)
+        return _span_loss(model, inputs)
+    labels = labels_read(model, inputs.pop("labels"))
     if task == "seq2seq_lm" and "decoder_input_ids" not in inputs:
-        inputs["decoder_input_ids"] = _shifted_labels(base_model(model), labels)
-    head = _head_by_blocks(model, task, labels) if chunked else None
+        shift: Any = getattr(base, "prepare_decoder_input_ids_from_labels", None)
+        if shift is None:
+            hint = (
+                f"{class_name} does not make them from labels: let the data collator return them."
+            )
+            raise _missing("decoder_input_ids", inputs, hint)
+        inputs["decoder_input_ids"] = shift(labels=labels)
+    if chunked and task != "causal_lm":
+        raise UnsupportedLossError(
+            f"`chunked_loss` is for causal language models, and {class_name} is for {task}. Set "
+            "chunked_loss=False."
+        )
+    head = check_head(base) if chunked else None
     blocks = nullcontext() if head is None else without_logits(head)
     with any_number_of_end_tokens(model), blocks as found:
         output = model(**with_position_ids(model, inputs))
     logits = getattr(output, "logits", None)
     if logits is None:
         raise UnsupportedLossError(
-            f"{type(base_model(model)).__name__} returned no logits, so no loss can be formed. "
-            "Override DPTrainer.compute_per_example_loss to return one loss per example."
+            f"{class_name} returned no logits, so no loss can be formed. Override "
+            "DPTrainer.compute_per_example_loss to return one loss per example."
         )
     labels = counted_labels(model, {**inputs, "labels": labels})
-    if (
-        loss is _causal_lm
-        and base_model(model) is not model
-        and labels.dim() == 2
-        and logits.shape[1] > labels.shape[1]
-    ):
+    if task == "causal_lm" and base is not model and labels.dim() == 2:
         # Virtual tokens of prompt tuning stand before the example; nothing predicts them.
-        labels = F.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=IGNORED_LABEL)
-    if head is not None and found is not None:
-        hidden = check_output(base_model(model), found, logits)
-        if hidden.shape[:2] != labels.shape:
-            raise DataError(
-                f"Expected one label per token, shape {tuple(hidden.shape[:2])}, got "
-                f"{tuple(labels.shape)}."
-            )
-        return chunked_loss(head, *_at_targets(model, hidden, labels), IGNORED_LABEL)
-    return loss(base_model(model), logits, labels)
+        virtual = max(0, logits.shape[1] - labels.shape[1])
+        labels = F.pad(labels, (virtual, 0), value=IGNORED_LABEL)
+    if head is None or found is None:
+        return _LOSSES[task](base, logits, labels)
+    hidden = check_output(base, found, logits)
+    _require_one_per_token(labels, hidden)
+    return chunked_loss(head, *_at_targets(model, hidden, labels), IGNORED_LABEL)
+
+
+def _missing(name: str, inputs: Inputs, next_move: str) -> DataError:
+    return DataError(f"The batches have no `{name}` (they have {sorted(inputs)}). {next_move}")
+
+
+def _require_inputs(model: nn.Module, inputs: Inputs) -> None:
+    """Raise for a batch without its images, or without the mask that hides padding."""
+    base = base_model(model)
+    if "pixel_values" not in inputs and getattr(base, "main_input_name", None) == "pixel_values":
+        raise _missing(
+            "pixel_values",
+            inputs,
+            "Let the data set's transform or the collator return the images, and set "
+            "remove_unused_columns=False: otherwise their column is removed.",
+        )
+    # Without a mask an example attends to its padding, and how much padding there is depends on its
+    # neighbors.
+    only_images = "pixel_values" in inputs and not {"input_ids", "inputs_embeds"} & set(inputs)
+    if takes_attention_mask(model) and not only_images and "attention_mask" not in inputs:
+        raise _missing(
+            "attention_mask",
+            inputs,
+            "An example would attend to padding. Let the tokenizer return it and keep it in the "
+            "data collator (all ones where nothing is padded).",
+        )
 
 
 def _span_loss(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -289,12 +315,6 @@ def _span_loss(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     Padding takes no part: an example has more of it the longer its neighbors are, and transformers'
     own loss counts it among the places where an answer could be.
     """
-    if missing := [name for name in SPAN if name not in inputs]:
-        raise DataError(
-            f"The batches have no `{missing[0]}` (they have {sorted(inputs)}). Give each row the "
-            "places of its answer's first and last token, as start_positions and end_positions."
-        )
-    _require_attention_mask(model, inputs)
     mask = inputs.get("attention_mask")
     if mask is not None and not bool(mask[:, 0].all()):
         raise DataError(
@@ -305,61 +325,11 @@ def _span_loss(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     output = model(**inputs)
     losses = []
     for logits, place in zip((output.start_logits, output.end_logits), places, strict=True):
-        logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        logits = _widened(logits)
         if mask is not None:  # virtual tokens of an adapter stand before the example's own
             logits = logits[:, -mask.shape[1] :].masked_fill(mask == 0, -torch.inf)
         losses.append(F.cross_entropy(logits, place, reduction="none"))
     return (losses[0] + losses[1]) / 2
-
-
-def _head_by_blocks(model: nn.Module, task: str, labels: Tensor) -> nn.Linear:
-    """Return the head whose logits are to be formed by blocks."""
-    if task != "causal_lm":
-        raise UnsupportedLossError(
-            f"`chunked_loss` is for causal language models, and {type(base_model(model)).__name__} "
-            f"is for {task}. Set chunked_loss=False."
-        )
-    head = check_head(base_model(model))
-    if labels.dim() != 2:
-        raise DataError(f"Expected one label per token, (b, T), got {tuple(labels.shape)}.")
-    return head
-
-
-def attended_targets(labels: Tensor, mask: Tensor) -> Tensor:
-    """Return the labels (b, T) of a decoder without those that padding predicts or holds.
-
-    A target counts if it and the position before it are both attended to. Beside left padding, an
-    example's first token would be predicted from that padding, which the example alone does not
-    have. Nothing stands before the first position, or a prompt does.
-    """
-    attended = mask != 0
-    before = torch.cat([torch.ones_like(attended[:, :1]), attended[:, :-1]], 1)
-    return labels.masked_fill(~(attended & before), IGNORED_LABEL)
-
-
-def counted_labels(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-    """Return a batch's labels without those, of a decoder, that padding predicts or holds."""
-    labels, mask = inputs["labels"], inputs.get("attention_mask")
-    if task_of(model) != "causal_lm" or mask is None or mask.shape != labels.shape:
-        return labels
-    if _labels_are_shifted(model):  # each stands at the position that predicts it
-        return labels.masked_fill(mask == 0, IGNORED_LABEL)
-    return attended_targets(labels, mask)
-
-
-def number_of_targets(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-    """Return how many labels each example's loss is the mean over, (b,)."""
-    labels = counted_labels(model, inputs)
-    if task_of(model) == "causal_lm":
-        _, labels = _at_targets(model, labels, labels)
-    return (labels != IGNORED_LABEL).sum(1)
-
-
-def labels_at_their_tokens(model: nn.Module, labels: Tensor) -> Tensor:
-    """Return the labels (b, T) that a decoder's loss takes for tokens to be predicted."""
-    if _labels_are_shifted(model):
-        return F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
-    return labels
 
 
 def with_position_ids(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -393,62 +363,20 @@ def with_position_ids(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any
             "tokenizer.padding_side = 'right', leave masked tokens out, or let the collator make "
             "position_ids."
         )
-    positions = torch.arange(mask.shape[1], device=mask.device) - tokens.long().argmax(
-        1, keepdim=True
-    )
-    positions = positions.clamp_min(0)
-    return {**inputs, "position_ids": positions}
-
-
-def _forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    # The class is asked because an instance may have another forward inside the engine.
-    return inspect.signature(type(model).forward).parameters
-
-
-def takes_attention_mask(model: nn.Module) -> bool:
-    """Return whether the forward of a model has an ``attention_mask``."""
-    return "attention_mask" in _forward_parameters(base_model(model))
-
-
-def _require_images(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    needed = "pixel_values"
-    if getattr(base_model(model), "main_input_name", None) == needed and needed not in inputs:
-        raise DataError(
-            f"The batches have no `{needed}` (they have {sorted(inputs)}), which "
-            f"{type(base_model(model)).__name__} takes. Let the data set's transform or the "
-            "collator return them, and set remove_unused_columns=False: otherwise the column of "
-            "images is removed."
-        )
-
-
-def _require_attention_mask(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    # Without a mask an example attends to its padding, and how much padding there is depends on its
-    # neighbors.
-    takes_mask = takes_attention_mask(model)
-    only_images = "pixel_values" in inputs and not {"input_ids", "inputs_embeds"} & set(inputs)
-    if takes_mask and not only_images and "attention_mask" not in inputs:
-        raise DataError(
-            f"The batches have no `attention_mask` (they have {sorted(inputs)}), so an example "
-            "would attend to padding. Let the tokenizer return it and keep it in the data collator "
-            "(all ones where nothing is padded)."
-        )
+    first = tokens.long().argmax(1, keepdim=True)
+    positions = torch.arange(mask.shape[1], device=mask.device) - first
+    return {**inputs, "position_ids": positions.clamp_min(0)}
 
 
 def problem_type(model: nn.Module, labels: Tensor) -> str:
-    """Return ``config.problem_type``, or what transformers would infer.
-
-    It infers the type from the number of labels and their dtype.
-    """
+    """Return ``config.problem_type``, or what transformers infers from the labels."""
     config: Any = model.config
     if config.problem_type is not None:
         return config.problem_type
     if config.num_labels == 1:
         return "regression"
-    return (
-        "multi_label_classification"
-        if labels.is_floating_point()
-        else "single_label_classification"
-    )
+    several = labels.is_floating_point()
+    return "multi_label_classification" if several else "single_label_classification"
 
 
 def labels_read(model: nn.Module, labels: Tensor) -> Tensor:
@@ -476,13 +404,70 @@ def labels_read(model: nn.Module, labels: Tensor) -> Tensor:
 
 
 def with_labels_read(model: nn.Module, inputs: Any) -> Any:
-    """Return a batch with its labels as :func:`labels_read` returns them, where the model's loss is
-    known."""
+    """Return a batch with its labels as :func:`labels_read` does, where the loss is known."""
     labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
-    try:
-        return inputs if labels is None else {**inputs, "labels": labels_read(model, labels)}
-    except UnsupportedLossError:
+    if labels is None or _known_task(model) is None:
         return inputs
+    return {**inputs, "labels": labels_read(model, labels)}
+
+
+def attended_targets(labels: Tensor, mask: Tensor) -> Tensor:
+    """Return the labels (b, T) of a decoder without those that padding predicts or holds.
+
+    A target counts if it and the position before it are both attended to. Beside left padding, an
+    example's first token would be predicted from that padding, which the example alone does not
+    have. Nothing stands before the first position, or a prompt does.
+    """
+    attended = mask != 0
+    before = torch.cat([torch.ones_like(attended[:, :1]), attended[:, :-1]], 1)
+    return labels.masked_fill(~(attended & before), IGNORED_LABEL)
+
+
+def _labels_are_shifted(model: nn.Module) -> bool:
+    """Return whether each label of a decoder stands at the position that predicts it."""
+    return not _NOT_SHIFTED.isdisjoint(_names(model))
+
+
+def counted_labels(model: nn.Module, inputs: Inputs) -> Tensor:
+    """Return a batch's labels without those, of a decoder, that padding predicts or holds."""
+    labels, mask = inputs["labels"], inputs.get("attention_mask")
+    if task_of(model) != "causal_lm" or mask is None or mask.shape != labels.shape:
+        return labels
+    if _labels_are_shifted(model):
+        return labels.masked_fill(mask == 0, IGNORED_LABEL)
+    return attended_targets(labels, mask)
+
+
+def number_of_targets(model: nn.Module, inputs: Inputs) -> Tensor:
+    """Return how many labels each example's loss is the mean over, (b,)."""
+    labels = counted_labels(model, inputs)
+    if task_of(model) == "causal_lm":
+        _, labels = _at_targets(model, labels, labels)
+    return (labels != IGNORED_LABEL).sum(1)
+
+
+def labels_at_their_tokens(model: nn.Module, labels: Tensor) -> Tensor:
+    """Return the labels (b, T) that a decoder's loss takes for tokens to be predicted."""
+    if _labels_are_shifted(model):
+        return F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
+    return labels
+
+
+def _at_targets(model: nn.Module, values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what a decoder gives at each position, (b, T, ...), and the label for it."""
+    return (values, labels) if _labels_are_shifted(model) else (values[:, :-1], labels[:, 1:])
+
+
+def _require_one_per_token(labels: Tensor, values: Tensor) -> None:
+    if labels.shape != values.shape[:2]:
+        raise DataError(
+            f"Expected one label per token, shape {tuple(values.shape[:2])}, got "
+            f"{tuple(labels.shape)}."
+        )
+
+
+def _widened(logits: Tensor) -> Tensor:
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
 
 def classification_loss(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
@@ -493,8 +478,7 @@ def classification_loss(model: nn.Module, logits: Tensor, labels: Tensor) -> Ten
 
     Raises: as per_example_loss.
     """
-    kind = problem_type(model, labels)
-    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    kind, logits = problem_type(model, labels), _widened(logits)
     if kind == "single_label_classification":
         if labels.shape != logits.shape[:1]:
             raise DataError(
@@ -509,51 +493,27 @@ def classification_loss(model: nn.Module, logits: Tensor, labels: Tensor) -> Ten
             f"{tuple(labels.shape)}. Check config.num_labels and config.problem_type."
         )
     labels = labels.to(logits.dtype).reshape(logits.shape)
-    config: Any = model.config
-    if config.problem_type is None and kind == "multi_label_classification":
-        if not _SOFT_LABELS.isdisjoint(_names(model)):
-            return F.cross_entropy(logits, labels, reduction="none")
     if kind == "regression":
         return F.mse_loss(logits, labels, reduction="none").flatten(1).mean(1)
-    if kind == "multi_label_classification":
-        return (
-            F.binary_cross_entropy_with_logits(logits, labels, reduction="none").flatten(1).mean(1)
+    if kind != "multi_label_classification":
+        raise UnsupportedLossError(
+            "Expected `config.problem_type` to be regression, single_label_classification or "
+            f"multi_label_classification, got {kind!r}."
         )
-    raise UnsupportedLossError(
-        "Expected `config.problem_type` to be regression, single_label_classification or "
-        f"multi_label_classification, got {kind!r}."
-    )
-
-
-def _shifted_labels(base: Any, labels: Tensor) -> Tensor:
-    shift = getattr(base, "prepare_decoder_input_ids_from_labels", None)
-    if shift is None:
-        raise DataError(
-            f"The batches have no `decoder_input_ids`, and {type(base).__name__} does not make "
-            "them from labels. Let the data collator return them."
-        )
-    return shift(labels=labels)
+    config: Any = model.config
+    if config.problem_type is None and not _SOFT_LABELS.isdisjoint(_names(model)):
+        return F.cross_entropy(logits, labels, reduction="none")
+    losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+    return losses.flatten(1).mean(1)
 
 
 def _tokens(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
     """Return the mean cross-entropy over each example's *own* labeled tokens; 0 if it has none."""
-    if labels.shape != logits.shape[:2]:
-        raise DataError(
-            f"Expected one label per token, shape {tuple(logits.shape[:2])}, got "
-            f"{tuple(labels.shape)}."
-        )
-    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-    tokens = F.cross_entropy(logits.mT, labels, reduction="none", ignore_index=IGNORED_LABEL)
+    _require_one_per_token(labels, logits)
+    tokens = F.cross_entropy(
+        _widened(logits).mT, labels, reduction="none", ignore_index=IGNORED_LABEL
+    )
     return tokens.sum(1) / (labels != IGNORED_LABEL).sum(1).clamp_min(1)
-
-
-def _labels_are_shifted(model: nn.Module) -> bool:
-    return not _NOT_SHIFTED.isdisjoint(_names(model))
-
-
-def _at_targets(model: nn.Module, values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what a decoder gives at each position, (b, T, ...), and the label for it."""
-    return (values, labels) if _labels_are_shifted(model) else (values[:, :-1], labels[:, 1:])
 
 
 def _causal_lm(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class SecretRandomness:
     def __copy__(self) -> NoReturn:
         raise TypeError("SecretRandomness cannot be copied: two runs would draw the same noise.")
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
+    def __deepcopy__(self, memo: object) -> NoReturn:
         self.__copy__()
 
     def random_bytes(self, count: int) -> bytes:
@@ -172,7 +172,7 @@ GENERATORS = (
 )
 
 
-def seed_in_place(generator: Any, seed: int) -> Callable[[], Any]:
+def seed_in_place(generator: Any, seed: int) -> Callable[[], object]:
     """Seed one of ``GENERATORS`` anew, and return what puts it back where it was."""
     if isinstance(generator, torch.Generator):
         state = generator.get_state()

@@ -304,16 +304,20 @@ def middle_norm(norms: Tensor) -> float:
 
 
 def disagreement(
-    model: nn.Module, batch: Batch, clipping_norm: float | None = None, **options: Any
+    model: nn.Module,
+    batch: Batch,
+    clipping_norm: float | None = None,
+    loss: Loss | None = None,
+    **options: Any,
 ) -> float:
     """Largest relative difference of norms, or of sums relative to the clipping norm, between
     engine and loop."""
-    expected_norms, expected = loop_oracle(model, batch, clipping_norm or 1e9)
-    clipping_norm = (
-        clipping_norm or middle_norm(expected_norms) or 1.0
-    )  # 0: rows with nothing to predict
-    expected_norms, expected = loop_oracle(model, batch, clipping_norm)
-    got_norms, got = engine_result(model, batch, clipping_norm, **options)
+    alone, together = (own_loss, per_example_loss) if loss is None else (loss, loss)
+    expected_norms, expected = loop_oracle(model, batch, clipping_norm or 1e9, alone)
+    if clipping_norm is None:
+        clipping_norm = middle_norm(expected_norms) or 1.0  # 0: rows with nothing to predict
+        expected_norms, expected = loop_oracle(model, batch, clipping_norm, alone)
+    got_norms, got = engine_result(model, batch, clipping_norm, loss=together, **options)
     assert list(got) == list(expected)
     of_norms = float(
         ((got_norms.double() - expected_norms).abs() / expected_norms.clamp_min(1e-12)).max()

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from models import batch_for, gpt2, rows
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_dp.clipping import tensor_cores
+from hf_dp.clipping import ClippingEngine, tensor_cores
+from hf_dp.losses import per_example_loss
 
 aten = torch.ops.aten
 # Where the two factors stand among the arguments.
@@ -143,3 +145,23 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(tensor_cores, "take", take)
     monkeypatch.setattr(tensor_cores, "piece", counted)
     return calls
+
+
+def worst_difference(
+    strategy: str = "book_keeping", chunked: bool = False, bf16: bool = False
+) -> float:
+    """Return how far a norm is, relatively, from that of the one gradient that makes the sum.
+
+    Nothing is clipped. Both are computed by the engine, the second norm in float64.
+    """
+    model = gpt2(dtype=torch.float32)
+    batch = batch_for(model, (9, 4, 12))
+    worst = 0.0
+    for index in range(3):
+        with ClippingEngine(model, 1e6, strategy=strategy) as engine:
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+                losses = per_example_loss(model, rows(batch, [index, index]), chunked)
+            norm = engine.backward(losses)
+            total = [each.double().flatten() for each in engine.collect().values()]
+        worst = max(worst, abs(norm[0].item() * 2 / torch.cat(total).norm().item() - 1))
+    return worst

@@ -258,7 +258,7 @@ AFTER = {"hf_dp/run/README.md": the_saved_run_is_verified}
 def test_contributing_walks_all_that_can_be_added():
     programs = blocks(".github/CONTRIBUTING.md", "python")
     adds = (
-        "register_rule(",
+        "@register_rule(",
         "@register_draw",
         "(SelectionConfig):",
         "register_accountant(",

@@ -1,4 +1,4 @@
-"""The loss of a language model without the logits of a batch.
+"""The loss of a language model, and the gradients of its head, without the logits of a batch.
 
 A head of 128,000 tokens gives each position 128,000 logits, and cross-entropy holds them three
 times over. Here the loss and its gradients are formed by blocks of the vocabulary, and backward
@@ -11,9 +11,13 @@ position:
 That is one product more than the three of ordinary training. Numbers differ from those of
 ``torch.nn.functional.cross_entropy`` by rounding only.
 
-A head that trains has one gradient an example. Where rows have as many positions as the head has
-features, these are formed as they are. Where rows are shorter, they would take more than the
-logits do, and :mod:`hf_dp.clipping.head_gradients` forms norms and sums by blocks instead.
+A head that trains has one gradient an example, ``G_i = sum_t left_t right_t^T``, with left_t the
+gradient of the logits of position t, V numbers, and right_t the head's input. Where rows have as
+many positions as the head has features, these are formed as they are. Where rows are shorter, they
+would take more than the logits do, and left factors are never held (:class:`HeadGradients`): each
+block of the vocabulary is formed again from the input, whenever it is needed. Their Gram matrices
+are sums over blocks, so norms need one pass, which is that of the backward pass; the weighted sum
+needs another.
 """
 
 from __future__ import annotations
@@ -21,33 +25,149 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
-from hf_dp.clipping.gradients import Dense, of_units
-from hf_dp.clipping.head_gradients import (
-    HeadGradients,
-    LeftGrams,
-    LogitGradients,
-    logits_by_blocks,
-)
-from hf_dp.clipping.products import outer_sums
-from hf_dp.clipping.rounding import accumulation_dtype, full_precision, matmul_dtype
+from hf_dp.clipping.gradients import Dense, OuterProducts, PerExampleGradient, Weights, of_units
+from hf_dp.clipping.products import GramPair, Grams, dots, norms_from_grams, outer_sums
+from hf_dp.clipping.rounding import Norms, accumulation_dtype, full_precision, matmul_dtype
 from hf_dp.clipping.tape import Tape, has_own_forward, tape_of
 from hf_dp.errors import UnsupportedLossError
+
+# Tokens in a block. It must not depend on the batch: in bfloat16 each block's product is rounded,
+# so an example's gradient would depend on how many others are beside it.
+_WIDTH = 4096
+
+
+@dataclass
+class _Block:
+    """Logits of some tokens, (b, T, width), and where the labels lie among them."""
+
+    rows: slice
+    logits: Tensor
+    index: Tensor  # (b, T, 1), inside the block also for labels outside
+    inside: Tensor  # (b, T, 1)
+
+
+def logits_by_blocks(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    wanted: slice | None = None,
+) -> Iterator[_Block]:
+    """Yield the logits of one block of tokens after the other; only those with wanted tokens.
+
+    They are the same numbers each time, whatever autocast or TF32 setting surrounds the call: what
+    is added to a sum must be what was measured.
+    """
+    vocabulary = len(weight)
+    for start in range(0, vocabulary, _WIDTH):
+        rows = slice(start, min(start + _WIDTH, vocabulary))
+        if wanted is not None and (rows.stop <= wanted.start or wanted.stop <= rows.start):
+            continue
+        of_bias = None if bias is None else bias[rows].to(hidden.dtype)
+        with torch.autocast(hidden.device.type, enabled=False), full_precision():
+            logits = F.linear(hidden, weight[rows].to(hidden.dtype), of_bias)
+        index = (labels - start)[..., None]
+        inside = (index >= 0) & (index < rows.stop - start)
+        index = index.clamp(0, rows.stop - start - 1)
+        yield _Block(rows, logits.to(accumulation_dtype(hidden.dtype)), index, inside)
+
+
+@dataclass
+class LogitGradients:
+    """Form the gradients of the logits of b examples, block by block."""
+
+    hidden: Tensor  # the head's inputs, (b, T, d)
+    weight: Tensor
+    bias: Tensor | None
+    labels: Tensor
+    lse: Tensor  # log of the sum of exponentials, (b, T)
+    scale: Tensor  # what each position's loss counts, (b, T, 1); 0 where nothing is predicted
+
+    def by_blocks(self, wanted: slice | None = None) -> Iterator[tuple[slice, Tensor]]:
+        """Yield rows of the vocabulary with the gradients of their logits, (b, T, rows)."""
+        unlabeled = self.scale == 0
+        for block in logits_by_blocks(self.hidden, self.weight, self.bias, self.labels, wanted):
+            grads = block.logits.sub_(self.lse[..., None]).exp_()
+            grads.scatter_add_(-1, block.index, -block.inside.to(grads.dtype))
+            grads.mul_(self.scale).masked_fill_(unlabeled, 0)
+            # As in a backward pass under autocast: rounded, once, to what the products take.
+            yield block.rows, grads.to(self.hidden.dtype)
+
+
+@dataclass
+class HeadGradients(PerExampleGradient):
+    """Sums of outer products whose left factors are formed again by blocks of the vocabulary."""
+
+    form = "factors by blocks"
+    logits: LogitGradients  # gives the left factors; its inputs are the right ones
+    gram: Tensor  # the left factors' Gram matrices, (b, T, T)
+    keep: Tensor | None = None
+
+    def fits(self, shape: torch.Size, examples: int) -> bool:
+        return shape == self.logits.weight.shape and len(self.gram) == examples
+
+    def factors(self, wanted: slice | None = None) -> Iterator[tuple[slice, OuterProducts]]:
+        """Yield rows of the weight with the outer products that make their gradients."""
+        for rows, left in self.logits.by_blocks(wanted):
+            part = OuterProducts(left, self.logits.hidden)
+            if self.keep is not None:
+                part.keep_only(self.keep)
+            yield rows, part
+
+    def norms(self, grams: Grams | None = None) -> Norms:
+        hidden = self.logits.hidden
+        of_right = dots(hidden, hidden, accumulation_dtype(hidden.dtype))
+        pair = GramPair([self.gram.clone()], [of_right], max(self.logits.weight.shape))
+        return norms_from_grams([pair])[0]
+
+    def add_weighted_sum(self, total: Tensor, weights: Weights) -> None:
+        for rows, part in self.factors():
+            part.add_weighted_sum(total[rows], weights)
+
+    def size(self) -> Tensor:
+        right = torch.linalg.vector_norm(self.logits.hidden, dim=2, dtype=self.gram.dtype)
+        return torch.linalg.vecdot(self._left_norms(), right)
+
+    def _left_norms(self) -> Tensor:
+        return self.gram.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
+
+    def left_at(self, tokens: Tensor) -> Tensor:
+        """Return the left factors at some tokens of each example, (b, T, S), for tokens (b, S)."""
+        index = tokens[:, None, :].expand(-1, self.gram.shape[1], -1)
+        found = torch.zeros(index.shape, dtype=self.gram.dtype, device=self.gram.device)
+        for rows, part in self.factors():
+            inside = (index >= rows.start) & (index < rows.stop)
+            picked = part.left.gather(2, (index - rows.start).clamp(0, part.left.shape[2] - 1))
+            found = torch.where(inside, picked.to(found.dtype), found)
+        return found
+
+    def block(self, examples: slice, rows: slice, dtype: torch.dtype) -> Tensor:
+        blocks = []
+        for here, part in self.factors(rows):  # of all examples, so that the numbers are the same
+            start, stop = max(here.start, rows.start), min(here.stop, rows.stop)
+            inside = slice(start - here.start, stop - here.start)
+            blocks.append(part.block(examples, inside, dtype))
+        return torch.cat(blocks, 1)
+
+    def fingerprint(self) -> Tensor:
+        left = torch.linalg.vector_norm(self._left_norms(), dim=1)
+        return left * torch.linalg.vector_norm(self.logits.hidden, dim=(1, 2))
+
+    def keep_only(self, keep: Tensor) -> None:
+        self.keep = keep if self.keep is None else self.keep & keep
 
 
 @dataclass
 class HeadInput:
-    """The input of a model's head.
-
-    Attributes:
-        hidden: (b, T, d), once the model has run.
-        version: counts changes in place of ``hidden``, as it was at the head.
-    """
+    """The input (b, T, d) of a head, once it has run, and its count of changes in place then."""
 
     hidden: Tensor | None = None
     version: int = 0
@@ -164,60 +284,54 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, lse, share = ctx.saved_tensors
-        (needs_hidden, needs_weight, needs_bias) = ctx.needs_input_grad[:3]
+        tape: Tape | None = ctx.tape
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         scale, as_given = (grad_outputs[0][:, None] * share)[..., None], hidden.shape
-        if ctx.tape is not None:  # every position is computed by itself: its unit's or example's
-            rows = ctx.tape.rows_per_unit
-            hidden, labels, lse, scale = (of_units(v, rows) for v in (hidden, labels, lse, scale))
-        examples, vocabulary = len(hidden), len(weight)
+        if tape is not None:  # every position is computed by itself: its unit's or example's
+            unit = tape.rows_per_unit
+            hidden, labels, lse, scale = (of_units(v, unit) for v in (hidden, labels, lse, scale))
         dtype = accumulation_dtype(hidden.dtype)
         logits = LogitGradients(hidden, weight, bias, labels, lse, scale)
-        one_each = 1 if ctx.tape is None else examples
         # Explicit gradients of b examples take b V d numbers, and their logits b V T.
-        by_blocks = needs_weight and ctx.tape is not None and hidden.shape[1] < hidden.shape[2]
+        by_blocks = needs_weight and tape is not None and hidden.shape[1] < hidden.shape[2]
+        count = 1 if tape is None else len(hidden)
+        new = partial(torch.empty, dtype=dtype, device=hidden.device)
         grad_hidden = torch.zeros_like(hidden, dtype=dtype) if needs_hidden else None
-        of_weight = (
-            hidden.new_empty(one_each, *weight.shape, dtype=dtype)
-            if needs_weight and not by_blocks
-            else None
+        of_weight = new(count, *weight.shape) if needs_weight and not by_blocks else None
+        of_bias = new(count, len(weight)) if needs_bias else None
+        # Hundreds of blocks: the sum of their Gram matrices must not lose what each of them has.
+        gram = (
+            new(*labels.shape, labels.shape[1], dtype=torch.float64).zero_() if by_blocks else None
         )
-        of_bias = hidden.new_empty(one_each, vocabulary, dtype=dtype) if needs_bias else None
-        grams = LeftGrams(hidden) if by_blocks else None
         squares = torch.zeros(labels.shape, dtype=dtype, device=hidden.device)
         for rows, grads in logits.by_blocks():
             squares += grads.to(dtype).square().sum(-1)
-            if grams is not None:
-                grams.add(grads)
             if grad_hidden is not None:
                 grad_hidden += grads @ weight[rows].to(hidden.dtype)
             inputs = hidden
-            if ctx.tape is None:
+            if tape is None:
                 grads, inputs = grads.flatten(0, 1)[None], hidden.flatten(0, 1)[None]
-            if of_weight is not None:
-                with full_precision():
+            with full_precision():
+                if gram is not None:
+                    gram += dots(grads, grads, dtype)
+                if of_weight is not None:
                     of_weight[:, rows] = outer_sums(grads, inputs)
             if of_bias is not None:
                 of_bias[:, rows] = grads.sum(1, dtype=dtype)
         back = None if grad_hidden is None else grad_hidden.to(ctx.dtype).view(as_given)
-        if ctx.tape is None:
-            formed = (of_weight, of_bias)
-            kinds = (weight, bias)
-            return (
-                back,
-                *(
-                    None if each is None else each[0].to(kind.dtype)
-                    for each, kind in zip(formed, kinds, strict=True)
-                ),
-                None,
-                None,
-            )
-        if grams is not None:
-            ctx.tape.capture(ctx.module, "weight", HeadGradients(logits, grams.total()), True)
+        if tape is None:
+            plain = [
+                None if each is None else each[0].to(kind.dtype)
+                for each, kind in ((of_weight, weight), (of_bias, bias))
+            ]
+            return back, *plain, None, None
         of_positions = squares.sqrt_()
+        if gram is not None:
+            tape.capture(ctx.module, "weight", HeadGradients(logits, gram.to(dtype)), True)
         if of_weight is not None:
             inputs = torch.linalg.vector_norm(hidden, dim=2, dtype=dtype)
             size = torch.linalg.vecdot(of_positions, inputs)  # as that of outer products
-            ctx.tape.capture(ctx.module, "weight", Dense(of_weight, True, size), True)
+            tape.capture(ctx.module, "weight", Dense(of_weight, True, size), True)
         if of_bias is not None:
-            ctx.tape.capture(ctx.module, "bias", Dense(of_bias, True, of_positions.sum(1)), True)
+            tape.capture(ctx.module, "bias", Dense(of_bias, True, of_positions.sum(1)), True)
         return back, None, None, None, None

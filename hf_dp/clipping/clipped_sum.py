@@ -1,87 +1,74 @@
-"""What every clipping strategy is built from: captured gradients, weights and running sums."""
+"""One physical batch on its way into the clipped sums, by one backward pass or by two.
+
+**Book-keeping** (Bu et al. 2023, after the ghost norm of Li et al., section 4): one pass captures
+what each trainable parameter met. The norms follow from that, and then each weight gradient is
+formed once, as a weighted matrix product.
+
+**Two passes** over one graph (the ghost clipping of Li et al., section 4): the first takes norms
+and drops each gradient as soon as its norm is known. The second meets the same gradients again and
+adds them, weighted, to the sums. The weights multiply the gradients and not the losses, unlike in
+the paper: both passes then do the same arithmetic, so what is added is what was measured, even in
+bfloat16 and where an example's gradient is not finite. Random numbers drawn in backward (by
+checkpoints) are the same in both, and every gradient is compared with the first pass's by its norm.
+Uses of one parameter are joined in both passes alike: if they were added one by one, uses that
+cancel would leave the rounding error of each in the sum (56 C was measured).
+
+A **large unit** has rows that do not fit into one physical batch. Its gradient is summed over
+physical batches before it is clipped, once, as the gradient of one example is. That takes what
+ordinary training takes for its gradients, in float32: one number a parameter.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from hf_dp.clipping.bundles import Bundle, RunningSums, zero_sum
-from hf_dp.clipping.fallback import fallback_gradients
-from hf_dp.clipping.gradients import (
-    Lookups,
-    OuterProducts,
-    PerExampleGradient,
-    Weights,
-    add_product,
-)
+from hf_dp.clipping.dropout import random_state, set_random_state
+from hf_dp.clipping.forms import Bundle, RunningSums, Uses, bundled, held_bytes, make_explicit
+from hf_dp.clipping.gradients import Dense, PerExampleGradient, Weights
 from hf_dp.clipping.norms import ExampleNorms, gathered
-from hf_dp.clipping.rounding import accumulation_dtype, full_precision
+from hf_dp.clipping.rounding import accumulation_dtype, full_precision, zero_sum
 from hf_dp.clipping.sharded_sums import ShardedSums
-from hf_dp.clipping.side_by_side import products_for_one_thread, side_by_side
 from hf_dp.clipping.tape import Sink, Tape
 from hf_dp.clipping.weights import clipping_weights
+from hf_dp.errors import UnsupportedModelError
+
+Captured = dict[nn.Parameter, list[PerExampleGradient]]
 
 
 @dataclass
 class Decision:
-    """What becomes of each of b examples.
+    """What becomes of each of b examples."""
 
-    Attributes:
-        norms: before clipping, over all groups, (b,).
-        weights: the examples' weights in each of the K groups.
-        keep: which examples are used at all, (b,).
-        all_kept: whether all are.
-    """
-
-    norms: Tensor
-    weights: list[Weights]
-    keep: Tensor
+    norms: Tensor  # before clipping, over all groups, (b,)
+    weights: list[Weights]  # in each of the K groups
+    keep: Tensor  # which examples are used at all, (b,)
     all_kept: bool
 
 
 @dataclass
 class ClippedSum:
-    """One physical batch on its way into the running sums.
-
-    Attributes:
-        groups: which parameters are clipped together, numbered from 0.
-        sums: the running sums, added to in place.
-        check: raises if autograd itself wrote a gradient.
-        counted: False for made-up examples, none of which is used.
-        shards: the running sums of parameters that are spread over processes.
-        memory_ratio: as given to the engine.
-        model_bytes: what weights and gradients take in any training.
-        rows_per_unit: how many examples that follow each other are clipped as one.
-        slack_cap: the most of C that rounding may make of one example's part.
-        given: gradients that were captured already; None to capture them.
-        forms: the form that each parameter's gradients got, in words; only from book-keeping.
-        adding: whether adding to the sums has begun, so that a failure leaves them incomplete.
-    """
+    """One physical batch on its way into the running sums."""
 
     tape: Tape
-    groups: Mapping[nn.Parameter, int]
+    groups: Mapping[nn.Parameter, int]  # which are clipped together, numbered from 0
     clipping: str
     clipping_norm: float
-    sums: RunningSums
-    check: Callable[[], None]
-    counted: bool = True
+    sums: RunningSums  # added to in place
+    check: Callable[[], None]  # raises if autograd itself wrote a gradient
+    counted: bool = True  # False for made-up examples, none of which is used
+    # The running sums of parameters that are spread over processes:
     shards: ShardedSums = field(default_factory=lambda: ShardedSums(()))
-    memory_ratio: float = 1.0
-    model_bytes: int = 0
-    rows_per_unit: int = 1
-    slack_cap: float = 1.0
-    given: dict[nn.Parameter, list[PerExampleGradient]] | None = None
-    forms: dict[nn.Parameter, str] = field(default_factory=dict)
-    adding: bool = False
-
-    def forward_uses(self) -> Counter[nn.Parameter]:
-        """Count the forward's uses of each parameter."""
-        return self.tape.forward_uses()
+    memory_ratio: float = 1.0  # as given to the engine
+    model_bytes: int = 0  # of weights and gradients in any training
+    rows_per_unit: int = 1  # how many examples that follow each other are clipped as one
+    slack_cap: float = 1.0  # the most of C that rounding may make of one example's part
+    given: Captured | None = None  # gradients that were captured already
+    forms: dict[nn.Parameter, str] = field(default_factory=dict)  # only from book-keeping
+    adding: bool = False  # whether a failure now would leave the sums incomplete
 
     def units(self, losses: Tensor) -> int:
         """Return how many units these losses are of, each clipped once."""
@@ -105,31 +92,23 @@ class ClippedSum:
             torch.autograd.backward(losses, torch.ones_like(losses), retain_graph=retain_graph)
             with self.tape.originals(), torch.no_grad(), full_precision():
                 for call in self.tape.calls:
-                    fallback_gradients(call, self.tape)
+                    call.differentiate(self.tape)
         self.check()
 
-    def capture(self, losses: Tensor) -> dict[nn.Parameter, list[PerExampleGradient]]:
+    def capture(self, losses: Tensor) -> Captured:
         """Run one backward pass; return all uses of each trainable parameter, held together."""
         if self.given is not None:
             return self.given
-        uses: dict[nn.Parameter, list[PerExampleGradient]] = {}
-
-        def keep(parameter: nn.Parameter, use: PerExampleGradient) -> None:
-            uses[parameter] = gathered([*uses.get(parameter, ()), use], parameter.shape)
-
-        self.backward(losses, keep)
+        uses: Captured = {}
+        self.backward(losses, lambda parameter, use: _hold(uses, parameter, use))
         return uses
 
     @torch.no_grad()
-    def decide(
-        self, table: ExampleNorms, uses: Mapping[nn.Parameter, Sequence[PerExampleGradient]]
-    ) -> Decision:
+    def decide(self, table: ExampleNorms, uses: Uses) -> Decision:
         """Turn norms into weights.
 
         An example whose norm is not finite is not used, and none of a batch that does not count.
-
-        Args:
-            uses: the gradients from which doubtful norms can be computed again.
+        Doubtful norms are computed again from ``uses``.
         """
         weights, norms, keep = self._weights(table)
         # One number is read, since a device must finish for each: 1 if all are kept, 2 for doubts.
@@ -154,23 +133,23 @@ class ClippedSum:
 
     @torch.no_grad()
     @full_precision()
-    def add(self, uses: dict[nn.Parameter, list[PerExampleGradient]], decision: Decision) -> None:
+    def add(self, uses: Captured, decision: Decision, bundles: Sequence[Bundle] = ()) -> None:
         """Add the weighted gradients of all parameters of a batch to their sums.
 
         Consumes ``uses``.
         """
         scattered = {p: uses.pop(p) for p in list(uses) if p in self.shards}
-        beside = {parameter: uses.pop(parameter) for parameter in products_for_one_thread(uses)}
-        lookups = [p for p in uses if beside and all(isinstance(use, Lookups) for use in uses[p])]
-        with side_by_side(self._products(beside, decision)):
-            self._add_each({parameter: uses.pop(parameter) for parameter in lookups}, decision)
-        self._add_each(uses, decision)
+        for parameter in list(uses):
+            self._add_one(parameter, uses.pop(parameter), decision)
         for parameter in self.shards.expect(scattered, decision.keep.device):
             # No name for the sum: the last one is freed before the next is formed.
             self.shards.add(
                 parameter, self._total(parameter, scattered.pop(parameter, ()), decision)
             )
         self.shards.finish()
+        for bundle in bundles:
+            kept = self._kept(bundle.parameters[0], bundle.gradient, decision)
+            self.sums.add_bundle(bundle, kept)
 
     def expect(self, used: Collection[nn.Parameter], decision: Decision) -> None:
         """Prepare for :meth:`add_part` of the uses of these parameters."""
@@ -188,12 +167,7 @@ class ClippedSum:
             assert total is not None
             self.shards.add_during_backward(parameter, total)
         else:
-            self._add_each({parameter: uses}, decision)
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """End what :meth:`expect` began, after the backward pass."""
-        self.shards.finish()
+            self._add_one(parameter, uses, decision)
 
     def _total(
         self, parameter: nn.Parameter, uses: Sequence[PerExampleGradient], decision: Decision
@@ -206,34 +180,12 @@ class ClippedSum:
             use.add_weighted_sum(total, self._kept(parameter, use, decision))
         return total.to(accumulation_dtype(parameter.dtype))
 
-    def _products(
-        self, uses: dict[nn.Parameter, list[PerExampleGradient]], decision: Decision
-    ) -> Iterator[Callable[[], None]]:
-        """Yield one job per parameter that adds its outer product to the running sum.
-
-        Each parameter has one use, of outer products. Consumes ``uses``.
-        """
-        for parameter in list(uses):
-            (use,) = uses.pop(parameter)
-            assert isinstance(use, OuterProducts)
-            left, right = use.weighted_factors(self._kept(parameter, use, decision))
-            del use  # freed as soon as its product is done
-            yield partial(add_product, self.sums.of(parameter, left.device), left, right)
-
-    def _add_each(
-        self, uses: dict[nn.Parameter, list[PerExampleGradient]], decision: Decision
+    def _add_one(
+        self, parameter: nn.Parameter, uses: list[PerExampleGradient], decision: Decision
     ) -> None:
-        for parameter in list(uses):
-            for use in uses.pop(parameter):
-                total = self.sums.of(parameter, decision.keep.device)
-                use.add_weighted_sum(total, self._kept(parameter, use, decision))
-
-    @torch.no_grad()
-    @full_precision()
-    def add_bundle(self, bundle: Bundle, decision: Decision) -> None:
-        """Add the weighted gradients of a bundle to the sums of its parameters."""
-        kept = self._kept(bundle.parameters[0], bundle.gradient, decision)
-        self.sums.add_bundle(bundle, kept)
+        for use in uses:
+            total = self.sums.of(parameter, decision.keep.device)
+            use.add_weighted_sum(total, self._kept(parameter, use, decision))
 
     def _kept(
         self, parameter: nn.Parameter, use: PerExampleGradient, decision: Decision
@@ -243,3 +195,163 @@ class ClippedSum:
         if not decision.all_kept:
             use.keep_only(decision.keep)
         return decision.weights[self.groups[parameter]]
+
+
+def _hold(uses: Captured, parameter: nn.Parameter, use: PerExampleGradient) -> None:
+    """Hold one use of a parameter, joined with the known ones where that is cheaper."""
+    uses[parameter] = gathered([*uses.get(parameter, ()), use], parameter.shape)
+
+
+def book_keeping(clipped: ClippedSum, losses: Tensor) -> Tensor:
+    """Add the clipped gradients to the sums; return the examples' norms (b,).
+
+    Holds everything that the backward pass captured at once.
+    """
+    uses = clipped.capture(losses)
+    make_explicit(uses, clipped.spare(held_bytes(uses)))
+    clipped.forms = {p: ", ".join(sorted({use.form for use in of})) for p, of in uses.items()}
+    return clip_and_add(clipped, uses, clipped.units(losses))
+
+
+def clip_and_add(clipped: ClippedSum, uses: Captured, examples: int) -> Tensor:
+    """Take norms, turn them into weights and add the weighted sums; return the norms (b,).
+
+    Consumes ``uses``.
+    """
+    bundles = bundled(uses, clipped.groups, clipped.shards)
+    table = ExampleNorms(clipped.groups, examples)
+    for bundle in bundles:  # under one name for all its parameters: a dense norm needs no settling
+        table.add({bundle.parameters[0]: [bundle.gradient]})
+    table.add(uses)
+    decision = clipped.decide(table, uses)
+    clipped.add(uses, decision, bundles)
+    return decision.norms
+
+
+# Largest relative difference between two runs of the same kernels (atomic additions on a GPU).
+_REPEATABLE = 1e-4
+
+
+def two_pass(clipped: ClippedSum, losses: Tensor) -> Tensor:
+    """Add the clipped gradients to the sums; return the examples' norms (b,).
+
+    Only parameters that the forward used more than once (tied, reused) are held until all their
+    uses are known.
+    """
+    device = losses.device
+    before = random_state(device)
+    table, fingerprints = _first_pass(clipped, losses)
+    decision = clipped.decide(table, {})
+    clipped.expect(fingerprints, decision)
+    after = random_state(device)
+    set_random_state(device, before)  # a checkpointed forward that does not restore it runs again
+    try:
+        _second_pass(clipped, losses, fingerprints, decision)
+    finally:
+        set_random_state(device, after)
+    clipped.shards.finish()
+    return decision.norms
+
+
+def _first_pass(
+    clipped: ClippedSum, losses: Tensor
+) -> tuple[ExampleNorms, dict[nn.Parameter, list[Tensor]]]:
+    """Return norms and fingerprints of what the first backward pass meets."""
+    table = ExampleNorms(clipped.groups, clipped.units(losses))
+    fingerprints: dict[nn.Parameter, list[Tensor]] = {}
+    expected = clipped.tape.forward_uses()
+    waiting: Captured = {}
+
+    def finish(parameter: nn.Parameter) -> None:
+        uses = {parameter: waiting.pop(parameter)}
+        table.add(uses)
+        if not bool(table.certain(uses)):
+            table.settle(uses)
+
+    def measure(parameter: nn.Parameter, use: PerExampleGradient) -> None:
+        if parameter in table:
+            raise UnsupportedModelError(
+                f"A parameter of shape {tuple(parameter.shape)} met more gradients in backward "
+                "than uses in the forward, so its norm is not known when it is needed. Use "
+                "clipping_strategy='book_keeping'."
+            )
+        fingerprints.setdefault(parameter, []).append(use.fingerprint())
+        _hold(waiting, parameter, use)
+        if len(fingerprints[parameter]) == expected[parameter]:
+            finish(parameter)
+
+    clipped.backward(losses, measure, retain_graph=True)
+    for parameter in list(waiting):  # those that met fewer gradients than the forward had uses
+        finish(parameter)
+    return table, fingerprints
+
+
+def _second_pass(
+    clipped: ClippedSum,
+    losses: Tensor,
+    fingerprints: dict[nn.Parameter, list[Tensor]],
+    decision: Decision,
+) -> None:
+    """Add the weighted sums; what is added must be what was measured, or C would not bound it."""
+    compared: list[tuple[nn.Parameter, Tensor]] = []
+    waiting: Captured = {}
+
+    def add(parameter: nn.Parameter, use: PerExampleGradient) -> None:
+        measured = fingerprints.get(parameter)
+        if not measured:
+            raise _other_values(parameter)
+        first = measured.pop(0)
+        unused = ~torch.isfinite(first)  # examples without a norm
+        same = (first - use.fingerprint()).abs() <= _REPEATABLE * first.abs()
+        compared.append((parameter, (same | unused).all()))
+        _hold(waiting, parameter, use)
+        if not measured:
+            clipped.add_part(parameter, waiting.pop(parameter), decision)
+
+    clipped.backward(losses, add)
+    # All comparisons are read at once: a device need not wait for each.
+    if compared and not bool(torch.stack([same for _, same in compared]).all()):
+        raise _other_values(next(parameter for parameter, same in compared if not bool(same)))
+    if any(fingerprints.values()):
+        raise UnsupportedModelError(
+            "The second backward pass met fewer gradients than the first, so parts of examples "
+            "would be missing from the sum. Use clipping_strategy='book_keeping'."
+        )
+
+
+def _other_values(parameter: nn.Parameter) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "The second backward pass met other values at a parameter of shape "
+        f"{tuple(parameter.shape)} than the first: a checkpointed forward draws random numbers "
+        "that are not restored, or keeps state. Use clipping_strategy='book_keeping', and "
+        "preserve_rng_state=True for checkpoints."
+    )
+
+
+class LargeUnit:
+    """Adds up what physical batches give one unit."""
+
+    def __init__(self) -> None:
+        self._totals: dict[nn.Parameter, Tensor] = {}
+        self._sizes: dict[nn.Parameter, Tensor] = {}
+
+    @torch.no_grad()
+    @full_precision()
+    def add(self, parameter: nn.Parameter, use: PerExampleGradient) -> None:
+        """Add one use of a parameter, whose gradients are of this unit alone."""
+        size = use.size()
+        known = self._sizes.get(parameter)
+        if known is None:
+            self._totals[parameter] = size.new_zeros(parameter.shape)
+        use.add_weighted_sum(self._totals[parameter], Weights(torch.ones_like(size)))
+        self._sizes[parameter] = size if known is None else known + size
+
+    def uses(self) -> Captured:
+        """Return the sums as the gradients of one example.
+
+        The norm is then taken of the very numbers that are added, so their rounding adds nothing.
+        """
+        return {
+            parameter: [Dense(total[None], owned=True, of_terms=self._sizes[parameter])]
+            for parameter, total in self._totals.items()
+        }

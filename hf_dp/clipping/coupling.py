@@ -20,9 +20,8 @@ def refuse_coupling(model: nn.Module) -> None:
     """
     refuse_parallelism(model)
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) or (
-            isinstance(module, _InstanceNorm) and module.track_running_stats
-        ):
+        tracks = isinstance(module, _InstanceNorm) and module.track_running_stats
+        if tracks or isinstance(module, _BatchNorm):
             raise UnsupportedModelError(
                 f"`{name}` is a {type(module).__name__}: in training it normalizes each example "
                 "with statistics of the whole batch (and stores them), so one example's gradient "
@@ -44,12 +43,18 @@ def refuse_coupling(model: nn.Module) -> None:
                 "batch until it is full, so one example crowds out another's tokens. Choose a "
                 "model without expert capacity."
             )
-        _refuse_outlier_columns(name, module)
+        # LLM.int8 multiplies features that are large in *any* example of the batch in 16 bits.
+        threshold = getattr(getattr(module, "state", None), "threshold", 0.0)
+        if _is_a(module, "Linear8bitLt") and threshold > 0:
+            raise UnsupportedModelError(
+                f"`{name}` is a Linear8bitLt with threshold {threshold}: which features it "
+                "computes in 8 bits depends on the largest activation of all examples of the "
+                "batch, so one changes the gradients of the others. Load the model with "
+                "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or in 4 bits."
+            )
     config = getattr(model, "config", None)
-    for each in (
-        config,
-        *(getattr(config, name, None) for name in getattr(config, "sub_configs", None) or {}),
-    ):
+    parts = getattr(config, "sub_configs", None) or {}
+    for each in (config, *(getattr(config, name, None) for name in parts)):
         _refuse_config(each)
 
 
@@ -58,29 +63,13 @@ def _is_a(module: nn.Module, class_name: str) -> bool:
     return any(base.__name__ == class_name for base in type(module).__mro__)
 
 
-def _refuse_outlier_columns(name: str, module: nn.Module) -> None:
-    """Raise for LLM.int8 with a threshold.
-
-    It multiplies the features that are large in *any* example of the batch in 16 bits, not 8.
-    """
-    state: Any = getattr(module, "state", None)
-    if _is_a(module, "Linear8bitLt") and getattr(state, "threshold", 0.0) > 0:
-        raise UnsupportedModelError(
-            f"`{name}` is a Linear8bitLt with threshold {state.threshold}: which features it "
-            "computes in 8 bits depends on the largest activation of all examples of the batch, so "
-            "one changes the gradients of the others. Load the model with "
-            "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or in 4 bits."
-        )
-
-
-def _refuse_quantization(config: object) -> None:
-    found: Any = getattr(config, "quantization_config", None)
-    if found is None:
-        return
-    settings = found if isinstance(found, dict) else vars(found)
+def _refuse_config(config: object) -> None:
+    quantization: Any = getattr(config, "quantization_config", None)
+    settings = quantization if isinstance(quantization, dict) else vars(quantization or object)
     method = settings.get("quant_method")
     method = getattr(method, "value", method)
-    if method != "bitsandbytes":  # tests/clipping/test_quantized.py runs it
+    # tests/clipping/test_quantized.py runs bitsandbytes.
+    if quantization is not None and method != "bitsandbytes":
         raise UnsupportedModelError(
             f"The base model is quantized by {method!r}, which has not been shown to leave "
             "activations unchanged: rounding them by the range of the whole batch would let one "
@@ -88,10 +77,6 @@ def _refuse_quantization(config: object) -> None:
             "(load_in_4bit=True, or load_in_8bit=True with llm_int8_threshold=0.0), or load it "
             "dequantized."
         )
-
-
-def _refuse_config(config: object) -> None:
-    _refuse_quantization(config)
     # Both take effect only above some length, which short synthetic examples do not reach.
     if getattr(config, "attention_type", None) == "block_sparse":
         raise UnsupportedModelError(
@@ -104,17 +89,13 @@ def _refuse_config(config: object) -> None:
             "gradient depends on the longest example of its batch. Choose another architecture."
         )
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = (
-        [rope]
-        if not all(isinstance(value, dict) for value in rope.values())
-        else list(rope.values())
-    )
-    for kind in kinds:
-        if kind.get("rope_type", kind.get("type")) in ("dynamic", "longrope"):
+    by_layer = all(isinstance(value, dict) for value in rope.values())
+    for each in rope.values() if by_layer else [rope]:
+        kind = each.get("rope_type", each.get("type"))
+        if kind in ("dynamic", "longrope"):
             raise UnsupportedModelError(
-                f"The model uses {kind.get('rope_type', kind.get('type'))} rotary embeddings, "
-                "whose frequencies depend on the longest example of the batch. Set a fixed rope "
-                "type (default, linear, yarn) in the config."
+                f"The model uses {kind} rotary embeddings, whose frequencies depend on the longest "
+                "example of the batch. Set a fixed rope type (default, linear, yarn) in the config."
             )
     if getattr(config, "output_router_logits", False):
         raise UnsupportedModelError(

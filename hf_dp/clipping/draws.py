@@ -13,44 +13,29 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook as register_hook
+from torch.nn.modules.module import register_module_forward_pre_hook as register_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dp.clipping.dropout import no_dropout
 from hf_dp.errors import SelfCheckError
 
+Batch = Any  # a mapping of inputs, or what else the loss takes
+PerExampleLoss = Callable[[nn.Module, Batch], Tensor]  # returns (b,)
+
 # What these operators return are the drawn numbers and nothing else.
 _NUMBERS = (
-    "bernoulli",
-    "exponential",
-    "geometric",
-    "log_normal",
-    "normal",
-    "rand_like",
-    "randn",
-    "randn_like",
-    "uniform",
-)
+    "bernoulli exponential geometric log_normal normal rand_like randn randn_like uniform"
+).split()
 
 
-@dataclass(frozen=True)
-class Draw:
-    """Random numbers that one operator drew.
-
-    Attributes:
-        module: the name of the innermost module that ran.
-        operator: its name.
-        numbers: how many numbers it returned.
-    """
+class Draw(NamedTuple):
+    """Random numbers that one operator drew while a module, by name the innermost, ran."""
 
     module: str
     operator: str
@@ -58,14 +43,11 @@ class Draw:
 
 
 def refuse_shared_draws(
-    model: nn.Module, per_example_loss: Callable[[nn.Module, Any], Tensor], batch: Any, count: int
+    model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch, count: int
 ) -> None:
     """Raise SelfCheckError where a training forward draws anything that its examples share.
 
-    Args:
-        model: in training mode.
-        per_example_loss: ``(model, batch) -> (b,)``.
-        batch: ``count`` made-up examples; its tensors have them in their first dimension.
+    The tensors of ``batch`` have its ``count`` made-up examples in their first dimension.
     """
     outside = _state_outside_torch()
     once = _draws_of(model, per_example_loss, batch, count)
@@ -95,7 +77,7 @@ def refuse_shared_draws(
 
 
 def _draws_of(
-    model: nn.Module, per_example_loss: Callable[[nn.Module, Any], Tensor], batch: Any, count: int
+    model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch, count: int
 ) -> list[Draw]:
     draws: list[Draw] = []
     with _innermost(model) as name:
@@ -128,10 +110,10 @@ class _Noted(TorchDispatchMode):
     def __torch_dispatch__(
         self,
         func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         first = result[0] if isinstance(result, (tuple, list)) and result else result
         if torch.Tag.nondeterministic_seeded in func.tags and isinstance(first, Tensor):
@@ -148,29 +130,24 @@ def _innermost(model: nn.Module) -> Iterator[Callable[[], str]]:
     names = {module: name for name, module in model.named_modules()}
     running = [type(model).__name__]
 
-    def enter(module: nn.Module, args: Any) -> None:
+    def enter(module: nn.Module, args: object) -> None:
         running.append(names.get(module) or type(module).__name__)
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
+    def leave(module: nn.Module, args: object, output: object) -> None:
         running.pop()
 
-    hooks = [
-        register_module_forward_pre_hook(enter),
-        register_module_forward_hook(leave, always_call=True),
-    ]
-    try:
+    entering = register_pre_hook(enter)
+    leaving = register_hook(leave, always_call=True)
+    with entering, leaving:  # which removes both hooks
         yield lambda: running[-1]
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
-def _state_outside_torch() -> tuple[Any, ...]:
+def _state_outside_torch() -> tuple[object, ...]:
     kind, keys, *rest = np.random.get_state(legacy=True)
     return random.getstate(), kind, np.asarray(keys).tobytes(), *rest
 
 
-def _repeated(value: Any, count: int) -> Any:
+def _repeated(value: Batch, count: int) -> Batch:
     """Return a batch of ``count`` examples, followed by the same examples."""
     if isinstance(value, Tensor):
         return torch.cat([value, value]) if value.dim() else value

@@ -91,12 +91,6 @@ def _drawn(name: str, input: Tensor) -> int:
     return input.shape[: first if input.dim() >= dimensions else 1].numel()
 
 
-def _arguments(
-    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> tuple[Tensor, float, bool]:
-    return input, p, training
-
-
 def random_state(device: torch.device) -> list[Tensor]:
     """Return the state of torch's generators that a forward on this device draws from."""
     return [torch.get_rng_state()] + (
@@ -120,46 +114,44 @@ class _Dropout(TorchFunctionMode, ABC):
 
     def __torch_function__(
         self,
-        func: Any,
-        types: Any,
+        func: Callable[..., object],
+        types: object,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    ) -> object:
         if func is not F.dropout:
             return func(*args, **(kwargs or {}))
-        input, p, training = _arguments(*args, **(kwargs or {}))
-        return input * self.mask(input, p) if training and p != 0 else input
+
+        def dropout(
+            input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+        ) -> Tensor:
+            return input * self.mask(input, p) if training and p != 0 else input
+
+        return dropout(*args, **(kwargs or {}))
 
 
 class DrawnMasks(_Dropout):
-    """Masks drawn as torch draws them.
-
-    Attributes:
-        drawn: the masks, in order.
-        other_draws: whether anything else drew random numbers, as fused attention may.
-    """
+    """Masks drawn as torch draws them."""
 
     def __init__(self, device: torch.device):
         super().__init__()
         self.device = device
-        self.drawn: list[Tensor] = []
-        self.other_draws = False
+        self.drawn: list[Tensor] = []  # the masks, in order
+        self.other_draws = False  # whether anything else drew numbers, as fused attention may
 
     def __enter__(self) -> DrawnMasks:
         self._last = random_state(self.device)
         return super().__enter__()
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
         self._look()
 
     def mask(self, input: Tensor, p: float) -> Tensor:
         self._look()
-        mask = (
-            torch.zeros_like(input)
-            if p == 1
-            else torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)
-        )
+        mask = torch.zeros_like(input)
+        if p != 1:
+            mask.bernoulli_(1 - p).div_(1 - p)
         self._last = random_state(self.device)
         self.drawn.append(mask)
         return mask

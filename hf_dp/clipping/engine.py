@@ -12,19 +12,23 @@ parameters has a forward that lets its rule see, in backward, what its parameter
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_dp import _validate
-from hf_dp.clipping.bundles import RunningSums, zero_sum
-from hf_dp.clipping.clipped_sum import ClippedSum
+from hf_dp.clipping.clipped_sum import ClippedSum, LargeUnit, book_keeping, two_pass
 from hf_dp.clipping.coupling import refuse_coupling
-from hf_dp.clipping.fallback import fallback_forward, own_parameters, shared_method
-from hf_dp.clipping.rounding import SMALLEST_CLIPPING_NORM
+from hf_dp.clipping.fallback import (
+    Method,
+    fallback_forward,
+    find_shared_method,
+    own_parameters,
+)
+from hf_dp.clipping.forms import RunningSums
+from hf_dp.clipping.rounding import SMALLEST_CLIPPING_NORM, zero_sum
 from hf_dp.clipping.rules import find_rule
 from hf_dp.clipping.sharded_sums import ShardedSums
 from hf_dp.clipping.sharding import (
@@ -35,16 +39,10 @@ from hf_dp.clipping.sharding import (
     reset_shards,
     reshard,
 )
-from hf_dp.clipping.shared import SharedMethod, find_shared_method
-from hf_dp.clipping.strategies import LargeUnit, book_keeping, two_pass
 from hf_dp.clipping.tape import Tape
 from hf_dp.errors import UnaccountedGradientError, UnsupportedLossError, UnsupportedModelError
 from hf_dp.plans.dp_sgd import CLIPPINGS, MEMORY_RATIO, STRATEGIES, check_memory_ratio
 from hf_dp.plans.rounding import SMALL_GROUP, regrouping_share, slack_cap
-
-# ``per_example`` is book-keeping of explicit gradients: no module has a rule, and each is
-# differentiated example by example.
-_STRATEGIES = dict(zip(STRATEGIES, (book_keeping, two_pass, book_keeping), strict=True))
 
 
 class ClippingEngine:
@@ -120,15 +118,17 @@ class ClippingEngine:
 
     def __enter__(self) -> ClippingEngine:
         modules = dict(self.model.named_modules())
+        forwards = (module.__dict__.get("forward") for module in modules.values())
         if self._restore or any(
-            isinstance(_target(module), _CapturingForward) for module in modules.values()
+            isinstance(getattr(each, "__func__", None), _CapturingForward) for each in forwards
         ):
             raise UnaccountedGradientError(
                 "This model is already inside a ClippingEngine; leave that one first."
             )
         self._sharded = is_sharded(self.model)
         if self._sharded:
-            self._prepare_shards()
+            self._refuse_whole_parameters()
+            prepare_shards(self.model)
         refuse_coupling(self.model)
         self._everything = dict(self.model.named_parameters())
         self._parameters = {name: p for name, p in self._everything.items() if p.requires_grad}
@@ -149,9 +149,14 @@ class ClippingEngine:
                 own = own_parameters(module)
                 if own and not isinstance(module, (nn.ParameterDict, nn.ParameterList)):
                     self._install(module, own)
-                method = find_shared_method(module)
-                if method is not None:
-                    self._share(module, method)
+                if (method := find_shared_method(module)) is not None:
+                    self._tape.know(module, method.parameters)
+                    if self._sharded:
+                        described = self._tape.describe(module)
+                        refuse_shards_within(module, described, method.parameters, only_own=True)
+                    shared = tuple(method.parameters)
+                    run = partial(fallback_forward, self._tape, method.call, shared)
+                    self._replace(module, method.name, run)
         except BaseException:
             self.__exit__()
             raise
@@ -173,11 +178,7 @@ class ClippingEngine:
 
     @property
     def forms(self) -> dict[str, str]:
-        """The form that each parameter's gradients had in the last physical batch.
-
-        These are the words of :class:`~hf_dp.clipping.gradients.PerExampleGradient`; only
-        book-keeping notes them.
-        """
+        """The form that book-keeping gave each parameter's gradients in the last physical batch."""
         return {name: self._forms[p] for name, p in self._parameters.items() if p in self._forms}
 
     def backward(
@@ -227,7 +228,9 @@ class ClippingEngine:
         if len(losses) == 0:
             return losses.detach()
         self._refuse_stray_gradients(
-            "was set before engine.backward()", "Call optimizer.zero_grad() after each step."
+            "was set before engine.backward()",
+            "Call optimizer.zero_grad() after each step.",
+            drop=False,
         )
         clipped = ClippedSum(
             self._tape,
@@ -235,7 +238,12 @@ class ClippingEngine:
             self.clipping,
             self.clipping_norm * regrouping_share(self.regrouped),
             self._sums,
-            check=self._drop_stray_gradients,
+            check=partial(
+                self._refuse_stray_gradients,
+                "was written by autograd itself, bypassing clipping: the parameter is used outside "
+                "the forward of the module that owns it",
+                "Freeze it (requires_grad_(False)).",
+            ),
             counted=counted,
             shards=self._shards,
             memory_ratio=self.memory_ratio,
@@ -280,14 +288,14 @@ class ClippingEngine:
 
     def _check_units(self, examples: int, rows: int, continues: bool) -> None:
         _validate.integer("rows_per_unit", rows, 1)
-        whole = examples == rows if continues or self._large is not None else examples % rows == 0
-        if not whole:
+        in_parts = continues or self._large is not None
+        if examples != rows if in_parts else examples % rows:
             raise _validate.invalid(
                 "rows_per_unit",
                 rows,
-                f"to divide the {examples} examples into whole units"
-                if not continues and self._large is None
-                else f"to be the number of examples, {examples}, of a unit in several parts",
+                f"to be the number of examples, {examples}, of a unit in several parts"
+                if in_parts
+                else f"to divide the {examples} examples into whole units",
                 "A unit that is clipped in parts would move the sum by more than clipping_norm.",
             )
         if continues and self._sharded:
@@ -308,8 +316,9 @@ class ClippingEngine:
 
     def _take(self, clipped: ClippedSum, losses: Tensor) -> Tensor:
         """Process one physical batch; a subclass may compute something other than clipped sums."""
-        strategy = book_keeping if clipped.given is not None else _STRATEGIES[self.strategy]
-        return strategy(clipped, losses)
+        # ``per_example`` is book-keeping of explicit gradients: no module has a rule.
+        in_two = self.strategy == "two_pass" and clipped.given is None
+        return (two_pass if in_two else book_keeping)(clipped, losses)
 
     def collect(self) -> dict[str, Tensor]:
         """Return the clipped sums since the last call, in float64, and reset them.
@@ -335,10 +344,7 @@ class ClippingEngine:
     # -- capturing forwards ---
 
     def _group(self) -> dict[nn.Parameter, int]:
-        """Return each parameter's group: one for all, or one for each module that owns some.
-
-        A tied parameter belongs to its first owner.
-        """
+        """Return each parameter's group; a tied parameter belongs to that of its first owner."""
         if self.clipping != "per_layer":
             return dict.fromkeys(self._parameters.values(), 0)
         groups: dict[nn.Parameter, int] = {}
@@ -347,11 +353,8 @@ class ClippingEngine:
             groups |= dict.fromkeys(new, len(set(groups.values())))
         return groups
 
-    def _prepare_shards(self) -> None:
-        """Let a sharded model show its shards, and what autograd might write to them.
-
-        Such a gradient is refused.
-        """
+    def _refuse_whole_parameters(self) -> None:
+        """Raise for a subclass that sums something else: it needs each parameter whole."""
         if type(self)._take is not ClippingEngine._take:
             raise UnsupportedModelError(
                 f"{type(self).__name__} needs each parameter whole in every process (masks, "
@@ -359,45 +362,33 @@ class ClippingEngine:
                 "parameters over processes. Use DP-SGD or LoRA with FSDP2, or run this method on "
                 "one process or with data parallelism (DDP)."
             )
-        prepare_shards(self.model)
 
     def _install(self, module: nn.Module, own: dict[str, nn.Parameter]) -> None:
         """Give one module a capturing forward, as an instance attribute."""
         self._tape.know(module, own)
         previous = module.__dict__.get("forward")
         rule = None if self.strategy == "per_example" else find_rule(module)
-        if self._sharded and rule is None:
-            refuse_shards_within(module, self._tape.describe(module), own)
-        run = (
-            partial(fallback_forward, self._tape, _original(previous))
-            if rule is None
-            else partial(rule, self._tape)
-        )
+        if rule is None:
+            if self._sharded:
+                refuse_shards_within(module, self._tape.describe(module), own)
+            run = partial(fallback_forward, self._tape, _original(previous), ())
+        else:
+            run = partial(rule, self._tape)
         self._replace(module, "forward", _CapturingForward(self._tape, run, previous))
 
-    def _share(self, module: nn.Module, method: SharedMethod) -> None:
-        self._tape.know(module, method.parameters)
-        if self._sharded:
-            described = self._tape.describe(module)
-            refuse_shards_within(module, described, method.parameters, only_own=True)
-        run = partial(shared_method, self._tape, method.call, tuple(method.parameters))
-        self._replace(module, method.name, run)
-
-    def _replace(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-        """Set an instance method; the one that the instance had before comes back at the end."""
-        previous = module.__dict__.get(name)
+    def _replace(self, module: nn.Module, name: str, function: Callable[..., object]) -> None:
+        """Set an instance method; what the instance had before comes back at the end."""
+        before = {name: module.__dict__[name]} if name in module.__dict__ else {}
         object.__setattr__(module, name, types.MethodType(function, module))
 
         def restore() -> None:
-            if previous is None:
-                module.__dict__.pop(name, None)
-            else:
-                object.__setattr__(module, name, previous)
+            module.__dict__.pop(name, None)
+            module.__dict__.update(before)
 
         self._restore.append(restore)
 
     def _note_inputs(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
         self._tape.note_positions((*args, *kwargs.values()))
         named = [kwargs.get(name) for name in ("input_ids", "inputs_embeds", "pixel_values")]
@@ -406,63 +397,33 @@ class ClippingEngine:
                 self._tape.examples = value.shape[0]
                 return
 
-    def _stray_gradients(self) -> dict[str, nn.Parameter]:
-        """Return the trainable parameters that have a ``.grad``."""
-        return {
-            name: p
-            for name, p in self._everything.items()
-            if p.requires_grad and p.grad is not None
-        }
-
-    def _refuse_stray_gradients(self, what: str, remedy: str) -> None:
-        """Raise if a trainable parameter has a ``.grad``."""
-        stray = list(self._stray_gradients())
+    def _refuse_stray_gradients(self, what: str, remedy: str, drop: bool = True) -> None:
+        """Raise if a trainable parameter has a ``.grad``; no optimizer shall find it (drop)."""
+        stray = [
+            name for name, p in self._everything.items() if p.requires_grad and p.grad is not None
+        ]
+        for name in stray if drop else ():
+            self._everything[name].grad = None
         if stray:
-            raise UnaccountedGradientError(f"`.grad` of {_named(stray)} {what}. {remedy}")
-
-    def _drop_stray_gradients(self) -> None:
-        """Raise if autograd itself wrote a ``.grad``; drop it, so that no optimizer finds it."""
-        stray = self._stray_gradients()
-        for parameter in stray.values():
-            parameter.grad = None
-        if stray:
-            raise UnaccountedGradientError(
-                f"Autograd wrote `.grad` of {_named(list(stray))} directly, bypassing clipping: "
-                "the parameter is used outside the forward of the module that owns it. Freeze it "
-                "(requires_grad_(False))."
-            )
-
-
-def _named(parameters: Sequence[str]) -> str:
-    """Return the first name and how many there are, for messages."""
-    return f"{parameters[0]!r} ({len(parameters)} parameter{'s' * (len(parameters) > 1)} affected)"
+            count = f"{len(stray)} parameter{'s' * (len(stray) > 1)} affected"
+            raise UnaccountedGradientError(f"`.grad` of {stray[0]!r} ({count}) {what}. {remedy}")
 
 
 class _CapturingForward:
-    """The forward that a module has inside the engine.
+    """The forward of a module inside the engine; a deep copy of the module uses its own weights."""
 
-    It is called with the module, so a deep copy of the module uses its own weights.
-    """
-
-    def __init__(self, tape: Tape, run: Callable[..., Any], previous: Callable[..., Any] | None):
+    def __init__(self, tape: Tape, run: Method, previous: Method | None):
         self.tape, self.run, self.previous = tape, run, previous
 
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, module: nn.Module, *args: object, **kwargs: object) -> object:
         if self.tape.bypassed:
             return _original(self.previous)(module, *args, **kwargs)
         self.tape.note_positions((*args, *kwargs.values()))
         return self.run(module, *args, **kwargs)
 
 
-def _original(previous: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return the forward that a module had, as a function of the module.
-
-    It is the class's, unless the instance had one of its own.
-    """
+def _original(previous: Method | None) -> Method:
+    """Return the instance's own forward, or its class's, as a function of the module."""
     if previous is not None:
         return lambda module, *args, **kwargs: previous(*args, **kwargs)
     return lambda module, *args, **kwargs: type(module).forward(module, *args, **kwargs)
-
-
-def _target(module: nn.Module) -> object:
-    return getattr(module.__dict__.get("forward"), "__func__", None)

@@ -6,6 +6,16 @@ has delivered its output gradients, it is run again for each example and differe
 to its own parameters only, by ``torch.func``. Its output for an example alone is compared with its
 output in the batch: a module that mixes examples, or a tensor that only appears to have the
 examples in its first dimension, is refused rather than guessed at.
+
+**What all examples share.** Some methods compute something from parameters alone. Their results
+have no example dimension, so the gradient that arrives at a parameter is already a sum over
+examples. A result with a first dimension of 1 is therefore expanded to the batch first, so that
+each example gets its own gradient with respect to it. These methods are known by class and name:
+
+* relative position biases: T5 and its family (``compute_bias``), MPNet (``compute_position_bias``);
+* the prompt of PEFT's prompt tuning and p-tuning (``get_prompt``), computed once and repeated.
+
+Any other method like these is refused because of the shape of its gradient.
 """
 
 from __future__ import annotations
@@ -16,15 +26,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from peft import PeftModel, PeftType
+from peft.tuners.ln_tuning.layer import LNTuningLayer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
+from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
 from hf_dp.clipping.dropout import DrawnMasks, GivenMasks
 from hf_dp.clipping.sharding import passed_on
 from hf_dp.clipping.tape import Tape
 from hf_dp.errors import UnsupportedModelError
 
+Method = Callable[..., object]  # of a module, which is its first argument
 _TENSOR = object()
 
 
@@ -42,40 +56,95 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return own
 
 
-@dataclass(eq=False)
-class FallbackCall:
-    """One forward of a module without a rule, differentiated by example after backward.
+_BIAS_METHODS = {"compute_bias", "compute_position_bias"}
+_BIAS_TABLE = "relative_attention_bias"
+_EXPANDED_BY_PEFT = {PeftType.PROMPT_TUNING, PeftType.P_TUNING}
 
-    Attributes:
-        function: what is run again: the module's forward, or another of its methods.
-        parameters: the module's own, by their names in ``function``.
-        constants: other parameters that it reads, where they are not in the module any more.
-        arguments: the leaves of (args, kwargs); each tensor is replaced by _TENSOR and comes back
-            from the autograd graph.
-        autocast: device, whether it was on, dtype.
-        expanded: whether something that all examples share was expanded to the batch.
-        tensors: the tensors among the arguments, followed by the dropout masks.
-        outputs: the output leaves that received gradients, by position.
+
+@dataclass(frozen=True)
+class SharedMethod:
+    """A method of ``module``, how to call it for one example, and the parameters it reads."""
+
+    name: str
+    call: Method
+    parameters: dict[str, nn.Parameter]
+
+
+def find_shared_method(module: nn.Module) -> SharedMethod | None:
+    """Return this module's shared method, if it has one that reads a trainable parameter."""
+    find = _prompt if isinstance(module, PeftModel) else _position_bias
+    found = find(module)
+    return found if found is not None and found.parameters else None
+
+
+def _position_bias(module: nn.Module) -> SharedMethod | None:
+    table = module._modules.get(_BIAS_TABLE)
+    if not isinstance(table, (nn.Embedding, LNTuningLayer)):
+        return None
+    names = [name for name in _BIAS_METHODS if callable(getattr(type(module), name, None))]
+    if len(names) != 1:
+        return None
+    call = method = getattr(type(module), names[0])
+    if isinstance(module, MPNetEncoder):
+        # Its method expands to the batch itself, so it is given one example.
+        def call(owner: nn.Module, x: Tensor, *args: object, **kwargs: object) -> object:
+            return method(owner, x[:1], *args, **kwargs)
+
+    return SharedMethod(names[0], call, _trainable(table, _BIAS_TABLE))
+
+
+def _prompt(module: Any) -> SharedMethod | None:
+    encoders, adapter = module._modules.get("prompt_encoder"), module.active_adapter
+    config = module.peft_config.get(adapter) if isinstance(adapter, str) else None
+    if encoders is None or config is None or config.peft_type not in _EXPANDED_BY_PEFT:
+        return None
+
+    def call(owner: Any, batch_size: int, *args: object, **kwargs: object) -> object:
+        return type(owner).get_prompt(owner, 1, *args, **kwargs)
+
+    return SharedMethod("get_prompt", call, _trainable(encoders, "prompt_encoder"))
+
+
+def _trainable(module: nn.Module, prefix: str) -> dict[str, nn.Parameter]:
+    return {f"{prefix}.{name}": p for name, p in module.named_parameters() if p.requires_grad}
+
+
+class _Method(nn.Module):
+    """A module's method as a module, to which ``torch.func.functional_call`` can give parameters.
+
+    Calling the module itself would apply its forward hooks a second time.
     """
 
+    def __init__(self, module: nn.Module, method: Method):
+        super().__init__()
+        self.module, self.method = module, method
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        return self.method(self.module, *args, **kwargs)
+
+
+@dataclass(eq=False)
+class FallbackCall:
+    """One forward of a module without a rule, differentiated by example after backward."""
+
     module: nn.Module
-    function: _Method
-    parameters: dict[str, Tensor]
+    function: _Method  # what is run again
+    parameters: dict[str, Tensor]  # the module's own, by their names in ``function``
+    of_parameters: bool  # whether it is known to read nothing else
     spec: pytree.TreeSpec
-    arguments: list[Any]
-    autocast: tuple[str, bool, torch.dtype]
-    tensors: tuple[Tensor, ...] = ()
-    expanded: bool = False
+    # The leaves of (args, kwargs), with _TENSOR for each tensor, which comes back from the graph.
+    arguments: list[object]
+    autocast: tuple[str, bool, torch.dtype]  # device, whether it was on, dtype
+    tensors: tuple[Tensor, ...] = ()  # those among the arguments, followed by the dropout masks
+    expanded: bool = False  # whether something that all examples share was expanded to the batch
+    # Other parameters that it reads, where they are not in the module any more.
     constants: dict[str, Tensor] = field(default_factory=dict)
+    # The output leaves that received gradients, by position, and these gradients.
     outputs: dict[int, Tensor] = field(default_factory=dict)
     output_grads: dict[int, Tensor] = field(default_factory=dict)
 
-    def names(self) -> list[str]:
-        """Return the parameters' names in the module, sorted."""
-        return sorted(name.removeprefix("module.") for name in self.parameters)
-
     def run(
-        self, parameters: Mapping[str, Tensor], leaves: Sequence[Any], masks: Sequence[Tensor]
+        self, parameters: Mapping[str, Tensor], leaves: Sequence[object], masks: Sequence[Tensor]
     ) -> list[Any]:
         """Return the output leaves for these parameters, argument leaves and dropout masks."""
         args, kwargs = pytree.tree_unflatten(list(leaves), self.spec)
@@ -91,133 +160,156 @@ class FallbackCall:
             )
         return pytree.tree_leaves(output)
 
+    def differentiate(self, tape: Tape) -> None:
+        """Capture the gradients of the module's own parameters; free what the call kept.
+
+        Raises: UnsupportedModelError when the module mixes examples, or an input's first dimension
+            is neither the number of examples nor 1.
+        """
+        examples = tape.expected_examples()
+        positions = sorted(self.output_grads)
+
+        def singles(tensor: Tensor) -> Tensor:
+            """Return b batches of one example: (b, ...) as (b, 1, ...), (b * T, d) as (b, T, d)."""
+            split = tape.by_example(self.module, tensor)
+            return split[:, None] if split.shape == tensor.shape else split
+
+        grads = [singles(self.output_grads[position]) for position in positions]
+        tensors = iter(self.tensors)
+        leaves: list[Any] = [next(tensors) if x is _TENSOR else x for x in self.arguments]
+        count = len(leaves)
+        leaves += tensors  # the masks
+        flattened = any(self.output_grads[position].shape[0] != examples for position in positions)
+        # Those with an example dimension lie in a dictionary, by their place among all leaves.
+        mapped = {
+            place: singles(leaf)
+            for place, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) and _has_examples(leaf, tape, flattened, self.expanded)
+        }
+
+        def run(own: dict[str, Tensor], single: dict[int, Tensor]) -> list[Tensor]:
+            here = [single.get(place, leaf) for place, leaf in enumerate(leaves)]
+            produced = self.run(own, here[:count], here[count:])
+            return [produced[position] for position in positions]
+
+        gradients, outputs = _for_each_example(run, mapped, grads, self, tape)
+        for position, alone in zip(positions, outputs, strict=True):
+            _compare(alone, singles(self.outputs[position]), self, tape)
+        self.tensors, self.outputs, self.output_grads, self.constants = (), {}, {}, {}
+        for name in self.parameters:
+            tape.capture(self.module, name.removeprefix("module."), gradients[name])
+
     def keep_values(self, tape: Tape) -> None:
         """Copy the parameters that a sharded module has while its backward runs, and only then."""
         if self.outputs:
             return  # copied with the first output
         every = dict(self.function.named_parameters(remove_duplicate=False))
-        if self.function.of_parameters:
+        if self.of_parameters:
             every = {name: every[name] for name in self.parameters}
         gone = [name for name, parameter in every.items() if isinstance(parameter, DTensor)]
         if gone:
-            raise UnsupportedModelError(
-                f"{tape.describe(self.module)} has no clipping rule, and FSDP2 freed its parameter "
-                f"{gone[0].removeprefix('module.')!r} before its gradient was known. Freeze its "
-                f"parameters {self.names()} (requires_grad_(False)), or set "
-                "reshard_after_backward to False."
+            raise self.refusal(
+                tape,
+                f"and FSDP2 freed its parameter {gone[0].removeprefix('module.')!r} before its "
+                "gradient was known",
+                "set reshard_after_backward to False",
             )
         values = {name: parameter.detach().clone() for name, parameter in every.items()}
         self.parameters = {name: values.pop(name) for name in self.parameters}
         self.constants = values
 
+    def refusal(self, tape: Tape, why: str, instead: str = "") -> UnsupportedModelError:
+        names = [name.removeprefix("module.") for name in self.parameters]
+        return _refusal(tape, self.module, names, why, instead)
 
-class _Method(nn.Module):
-    """A module's method as a module, to which ``torch.func.functional_call`` can give parameters.
 
-    Calling the module itself would apply its forward hooks a second time.
-    """
-
-    def __init__(self, module: nn.Module, method: Callable[..., Any], of_parameters: bool = False):
-        super().__init__()
-        self.module = module
-        self.method = method
-        self.of_parameters = of_parameters  # known to read nothing else
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.method(self.module, *args, **kwargs)
+def _refusal(
+    tape: Tape, module: nn.Module, own: Sequence[str], why: str, instead: str = ""
+) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{tape.describe(module)} has no clipping rule, {why}. Freeze its parameters {sorted(own)} "
+        f"(requires_grad_(False)){f', or {instead}' if instead else ''}."
+    )
 
 
 def fallback_forward(
-    tape: Tape, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
-) -> Any:
-    """Run the forward of a module without a rule; its own parameters' gradients follow later."""
-    if not torch.is_grad_enabled():
-        return original(module, *args, **kwargs)
-    own = own_parameters(module)
-    if not own:  # a module around it has a container of parameters in common with it (Uni-LoRA)
-        return original(module, *args, **kwargs)
-    tape.note_forward(module, *own)
-    with _detached(module, own), DrawnMasks(next(iter(own.values())).device) as masks:
-        output = original(module, *args, **kwargs)
+    tape: Tape,
+    method: Method,
+    shared: Sequence[str],
+    module: nn.Module,
+    *args: object,
+    **kwargs: object,
+) -> object:
+    """Run a module without a rule; its own parameters' gradients follow after backward.
+
+    ``method`` is its own forward, or its shared method, which reads the parameters ``shared``.
+    """
+    with tape.originals() if shared else nullcontext():
+        own = {name: module.get_parameter(name) for name in shared} or own_parameters(module)
+        # A module around it may have a container of parameters in common with it (Uni-LoRA).
+        if not own or not torch.is_grad_enabled():
+            return method(module, *args, **kwargs)
+        tape.note_forward(module, *own)
+        with _detached(module, own), DrawnMasks(next(iter(own.values())).device) as masks:
+            output = method(module, *args, **kwargs)
     if masks.other_draws:
         # To repeat other draws, the whole batch would have to run at once, where 0 * NaN would
         # carry one example's NaN to all others.
-        raise UnsupportedModelError(
-            f"{tape.describe(module)} has no clipping rule and draws random numbers other than by "
-            "dropout, so it cannot be run again example by example. Freeze its parameters "
-            f"{sorted(own)} (requires_grad_(False)), or switch the random part off (attention "
-            "dropout: attn_implementation='eager'; skipped layers: drop_path_rate=0)."
+        raise _refusal(
+            tape,
+            module,
+            list(own),
+            "and draws random numbers other than by dropout, so it cannot be run again example by "
+            "example",
+            "switch the random part off (attention dropout: attn_implementation='eager'; skipped "
+            "layers: drop_path_rate=0)",
         )
-    function = _Method(module, original)
-    return _captured(tape, module, function, own, (args, kwargs), masks.drawn, output)
-
-
-def shared_method(
-    tape: Tape,
-    method: Callable[..., Any],
-    names: Sequence[str],
-    module: nn.Module,
-    *args: Any,
-    **kw: Any,
-) -> Any:
-    """Run a method that computes, from parameters alone, something that all examples share.
-
-    Examples are T5's relative position bias and the prompt of prompt tuning. The result, with a
-    first dimension of 1, is expanded to the batch, so that each example gets its own gradient with
-    respect to it.
-    """
-    with tape.originals():
-        if not torch.is_grad_enabled():
-            return method(module, *args, **kw)
-        parameters = {name: module.get_parameter(name) for name in names}
-        tape.note_forward(module, *names)
-        with (
-            _detached(module, parameters),
-            DrawnMasks(next(iter(parameters.values())).device) as masks,
-        ):
-            output = method(module, *args, **kw)
-    if masks.other_draws or masks.drawn:
-        raise UnsupportedModelError(
-            f"{tape.describe(module)} draws random numbers for what all examples share. Set its "
-            f"dropout to 0, or freeze {sorted(parameters)} (requires_grad_(False))."
-        )
-    function = _Method(module, method, of_parameters=True)
-    return _captured(tape, module, function, parameters, (args, kw), [], output)
+    if shared and masks.drawn:
+        why = "and draws random numbers for what all examples share"
+        raise _refusal(tape, module, list(own), why, "set its dropout to 0")
+    return _captured(tape, module, method, bool(shared), own, (args, kwargs), masks.drawn, output)
 
 
 def _captured(
     tape: Tape,
     module: nn.Module,
-    function: _Method,
+    method: Method,
+    of_parameters: bool,
     own: Mapping[str, nn.Parameter],
-    arguments: Any,
+    arguments: object,
     masks: Sequence[Tensor],
-    output: Any,
-) -> Any:
+    output: object,
+) -> object:
     """Return the output, wrapped so that backward notes its gradients.
 
     What is computed from parameters and indices alone, with a first dimension of 1, is shared by
-    all examples and is expanded to the batch, so that each gets its own gradient.
+    all examples and is expanded to the batch.
     """
     leaves, spec = pytree.tree_flatten(arguments)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     for tensor in tensors:
         tape.refuse_parameter(module, tensor)
     outputs, output_spec = pytree.tree_flatten(output)
-    _refuse_outputs(tape, module, own, outputs)
+    for leaf in (*outputs, *own.values()):
+        if isinstance(leaf, Tensor) and leaf.is_complex():
+            raise _refusal(tape, module, list(own), "and works with complex numbers")
+        if not isinstance(leaf, (Tensor, bool, int, float, str, type(None))):  # may hide tensors
+            why = f"and returns a {type(leaf).__name__}, which the engine cannot inspect"
+            raise _refusal(tape, module, list(own), why)
     anchor = next(iter(own.values()))
     device = anchor.device.type
-    shared = function.of_parameters or not any(leaf.is_floating_point() for leaf in tensors)
+    shared = of_parameters or not any(leaf.is_floating_point() for leaf in tensors)
     call = FallbackCall(
         module,
-        function,
+        _Method(module, method),
         {f"module.{name}": parameter for name, parameter in own.items()},
+        of_parameters,
         spec,
         [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves],
         (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
     )
 
-    def capture(position: int, leaf: Any) -> Any:
+    def capture(position: int, leaf: object) -> object:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             return leaf
         # The shape is (1, T, d) or (1, heads, T, T); a scalar or a vector is more likely meant to
@@ -228,24 +320,6 @@ def _captured(
         return _Capture.apply(leaf, anchor, call, tape, position, *tensors, *masks)
 
     return pytree.tree_unflatten([capture(*each) for each in enumerate(outputs)], output_spec)
-
-
-def _refuse_outputs(
-    tape: Tape, module: nn.Module, own: Mapping[str, nn.Parameter], outputs: Sequence[Any]
-) -> None:
-    """Raise for complex numbers and for outputs that may hide tensors."""
-    if any(leaf.is_complex() for leaf in (*outputs, *own.values()) if isinstance(leaf, Tensor)):
-        raise UnsupportedModelError(
-            f"{tape.describe(module)} has no clipping rule and works with complex numbers. Freeze "
-            f"its parameters {sorted(own)} (requires_grad_(False))."
-        )
-    for leaf in outputs:
-        if not isinstance(leaf, (Tensor, bool, int, float, str, type(None))):
-            raise UnsupportedModelError(
-                f"{tape.describe(module)} has no clipping rule and returns a "
-                f"{type(leaf).__name__}, which the engine cannot inspect, so the gradients of its "
-                f"parameters {sorted(own)} are not known. Freeze them (requires_grad_(False))."
-            )
 
 
 class _Capture(torch.autograd.Function):
@@ -272,78 +346,36 @@ class _Capture(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grad_outputs
         call: FallbackCall = ctx.call
+        tape: Tape = ctx.tape
         output, *tensors = (tensor.detach() for tensor in ctx.saved_tensors)
-        ctx.tape.by_example(call.module, grad)
-        if ctx.tape.sharded:
-            call.keep_values(ctx.tape)
+        tape.by_example(call.module, grad)
+        if tape.sharded:
+            call.keep_values(tape)
         call.tensors = tuple(tensors)
         call.outputs[ctx.position] = output
         call.output_grads[ctx.position] = grad
-        ctx.tape.capture_call(call)
+        if call not in tape.calls:
+            tape.calls.append(call)
         return grad, None, None, None, None, *[None] * len(tensors)
 
 
-def fallback_gradients(call: FallbackCall, tape: Tape) -> None:
-    """Capture the per-example gradients of the module's own parameters; free what the call kept.
-
-    Raises:
-        UnsupportedModelError: the module mixes examples, or an input's first dimension is neither
-            the number of examples nor 1.
-    """
-    examples = tape.expected_examples()
-    positions = sorted(call.output_grads)
-    grads = [_singles(call.output_grads[position], call, tape) for position in positions]
-    tensors = iter(call.tensors)
-    leaves = [next(tensors) if leaf is _TENSOR else leaf for leaf in call.arguments]
-    masks = list(tensors)
-    flattened = any(call.output_grads[position].shape[0] != examples for position in positions)
-    mapped = [_has_examples(each, tape, flattened, call.expanded) for each in (*leaves, *masks)]
-    inputs = [
-        _singles(each, call, tape) if is_mapped else each
-        for each, is_mapped in zip((*leaves, *masks), mapped, strict=True)
-    ]
-
-    def run(own: dict[str, Tensor], single: list[Tensor]) -> list[Tensor]:
-        given = iter(single)
-        here = [
-            next(given) if is_mapped else each
-            for each, is_mapped in zip(inputs, mapped, strict=True)
-        ]
-        produced = call.run(own, here[: len(leaves)], here[len(leaves) :])
-        return [produced[position] for position in positions]
-
-    per_example = [each for each, is_mapped in zip(inputs, mapped, strict=True) if is_mapped]
-    gradients, outputs = _for_each_example(run, per_example, grads, call, tape)
-    for position, alone in zip(positions, outputs, strict=True):
-        _compare(alone, _singles(call.outputs[position], call, tape), call, tape)
-    call.tensors, call.outputs, call.output_grads, call.constants = (), {}, {}, {}
-    for name in call.parameters:
-        tape.capture(call.module, name.removeprefix("module."), gradients[name])
-
-
-def _has_examples(leaf: Any, tape: Tape, flattened: bool, expanded: bool) -> bool:
+def _has_examples(leaf: Tensor, tape: Tape, flattened: bool, expanded: bool) -> bool:
     """Return whether an input has an example dimension, judged by its shape.
 
     The comparison of outputs finds wrong judgments. An input (b * T, d) is believed to have one
     only beside an output like it, and (b,) only beside an output with an example dimension:
     positions (T,) look the same when T is the number of examples.
     """
-    if not isinstance(leaf, Tensor) or leaf.dim() == 0 or (expanded and leaf.dim() == 1):
+    if leaf.dim() == 0 or (expanded and leaf.dim() == 1):
         return False
     return leaf.shape[0] == tape.expected_examples() or (
         flattened and leaf.dim() == 2 and tape.is_flattened(leaf.shape[0])
     )
 
 
-def _singles(tensor: Tensor, call: FallbackCall, tape: Tape) -> Tensor:
-    """Return b batches of one example: (b, ...) as (b, 1, ...), (b * T, d) as (b, T, d)."""
-    split = tape.by_example(call.module, tensor)
-    return split[:, None] if split.shape == tensor.shape else split
-
-
 def _for_each_example(
-    run: Callable[..., list[Tensor]],
-    inputs: list[Tensor],
+    run: Callable[[dict[str, Tensor], dict[int, Tensor]], list[Tensor]],
+    inputs: dict[int, Tensor],
     grads: list[Tensor],
     call: FallbackCall,
     tape: Tape,
@@ -357,7 +389,7 @@ def _for_each_example(
     parameters = {name: parameter.detach() for name, parameter in call.parameters.items()}
 
     def mapped(
-        single: list[Tensor], output_grads: list[Tensor]
+        single: dict[int, Tensor], output_grads: list[Tensor]
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         outputs, pullback, *_ = torch.func.vjp(lambda own: run(own, single), parameters)
         return pullback(output_grads)[0], outputs
@@ -365,16 +397,16 @@ def _for_each_example(
     def alone(index: int) -> tuple[dict[str, Tensor], list[Tensor]]:
         own = {name: parameter.clone().requires_grad_() for name, parameter in parameters.items()}
         with torch.enable_grad():
-            outputs = run(own, [each[index] for each in inputs])
+            outputs = run(own, {place: each[index] for place, each in inputs.items()})
         used = [(o, g[index]) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
         found = torch.autograd.grad(
-            [o for o, _ in used], list(own.values()), [g for _, g in used], allow_unused=True
+            [o for o, _ in used],
+            list(own.values()),
+            [g for _, g in used],
+            allow_unused=True,
+            materialize_grads=True,
         )
-        gradients = {
-            n: torch.zeros_like(p) if g is None else g
-            for (n, p), g in zip(own.items(), found, strict=True)
-        }
-        return gradients, [output.detach() for output in outputs]
+        return dict(zip(own, found, strict=True)), [output.detach() for output in outputs]
 
     try:
         return torch.func.vmap(mapped)(inputs, grads)
@@ -383,11 +415,8 @@ def _for_each_example(
     try:
         each = [alone(index) for index in range(len(grads[0]))]
     except (RuntimeError, ValueError, IndexError) as problem:
-        raise UnsupportedModelError(
-            f"{tape.describe(call.module)} has no clipping rule and cannot be differentiated "
-            f"example by example ({problem}). Freeze its parameters {call.names()} "
-            "(requires_grad_(False))."
-        ) from problem
+        why = f"and cannot be differentiated example by example ({problem})"
+        raise call.refusal(tape, why) from problem
     return pytree.tree_map(lambda *results: torch.stack(results), *each)
 
 
@@ -405,10 +434,10 @@ def _compare(alone: Tensor, together: Tensor, call: FallbackCall, tape: Tape) ->
             tolerance = 5e-2
         if bool((gap.amax(dims) <= tolerance * size.amax(dims).clamp_min(1e-6)).all()):
             return
-    raise UnsupportedModelError(
-        f"{tape.describe(call.module)} has no clipping rule and produces a different output for an "
-        "example alone than in a batch: it mixes examples, or its inputs do not have the examples "
-        f"in their first dimension. Freeze its parameters {call.names()} (requires_grad_(False))."
+    raise call.refusal(
+        tape,
+        "and produces a different output for an example alone than in a batch: it mixes examples, "
+        "or its inputs do not have the examples in their first dimension",
     )
 
 

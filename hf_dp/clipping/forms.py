@@ -1,4 +1,4 @@
-"""Which form of a weight's per-example gradients is cheapest: factors, or the gradients themselves.
+"""How per-example gradients are held: as factors or explicitly, alone or side by side.
 
 The sum over T positions of outer products is a gradient of shape (m, n). Non-private training forms
 the sum of these gradients over all examples in one product, of ``2 T m n`` flops an example. Exact
@@ -15,20 +15,26 @@ in float32 that is ``m n < T (m + n)``, and there it takes less time, too. Beyon
 memory for time: :func:`make_explicit` spends what a budget allows, where it saves the most time for
 its memory. Gram matrices need no budget. In float32 they are used where
 ``T <= m n / (m + n) <= (m + n) / 4``, so ``T^2`` is at most a quarter of what the factors take.
+
+Small explicit gradients (biases, norms) lie side by side in one matrix (:func:`bundled`). A
+transformer has more vectors than matrices, and each vector needs its own few operations on a few
+thousand numbers: on short batches, starting those operations took longer than the arithmetic.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Container, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from hf_dp.clipping.gradients import Dense, OuterProducts, PerExampleGradient
+from hf_dp.clipping.gradients import Dense, OuterProducts, PerExampleGradient, Weights
 from hf_dp.clipping.products import outer_sums
-from hf_dp.clipping.rounding import accumulation_dtype, full_precision
+from hf_dp.clipping.rounding import accumulation_dtype, full_precision, zero_sum
+
+Uses = Mapping[nn.Parameter, Sequence[PerExampleGradient]]
 
 # What each form costs beside the product that both need, as flops of that product take their time.
 # Gram matrices take _GRAM T^2 (m + n) and reading the factors _POSITION T (m + n). A number of an
@@ -39,19 +45,12 @@ _GRAM, _POSITION, _NUMBER = 0.9, 180.0, 80.0
 
 @dataclass(frozen=True)
 class Weight:
-    """The cost of a weight's gradients in one physical batch, in either form.
+    """The cost of a weight's gradients in one physical batch, in either form."""
 
-    Attributes:
-        positions: T, over all uses of the weight together.
-        explicit: numbers of explicit gradients, b m n.
-        factors: numbers of factors, b T (m + n); of a factor that k weights share, the k-th part.
-        more_bytes: what the explicit form takes beyond the factors; factors may be 16 bits wide.
-    """
-
-    positions: int
-    explicit: int
-    factors: float
-    more_bytes: float
+    positions: int  # T, over all uses of the weight together
+    explicit: int  # numbers of explicit gradients, b m n
+    factors: float  # numbers of factors, b T (m + n); where k weights share one, its k-th part
+    more_bytes: float  # of the explicit form beyond the factors, which may be 16 bits wide
 
     @property
     def smaller(self) -> bool:
@@ -69,40 +68,32 @@ def compact(uses: Sequence[PerExampleGradient], shape: torch.Size) -> list[PerEx
 
     A parameter used once is decided as soon as it is seen, by the same function.
     """
-    weight = _weight(uses)
-    if weight is None or not weight.smaller:
-        outer = [use for use in uses if isinstance(use, OuterProducts)]
-        return [*outer, *(use for use in uses if not isinstance(use, OuterProducts))]
-    return made_explicit(uses, shape)
+    outer = _outer(uses)
+    if outer and _weight(outer).smaller:
+        return made_explicit(uses, shape)
+    return [*outer, *(use for use in uses if not isinstance(use, OuterProducts))]
 
 
 def make_explicit(
     uses: MutableMapping[nn.Parameter, list[PerExampleGradient]], spare: float
 ) -> None:
-    """Form gradients explicitly where that saves time, as far as memory allows.
+    """Form gradients explicitly where that saves time, in place, as far as memory allows.
 
-    Args:
-        uses: of each trainable parameter, all of them; changed in place.
-        spare: bytes that explicit gradients may take beyond the factors that they replace.
+    Explicit gradients may take ``spare`` bytes beyond the factors that they replace.
     """
     for parameter in worth_it(uses, spare):
         uses[parameter] = made_explicit(uses[parameter], parameter.shape)
 
 
-def worth_it(
-    uses: Mapping[nn.Parameter, Sequence[PerExampleGradient]], spare: float
-) -> list[nn.Parameter]:
-    """Return the parameters for whose gradients the explicit form is chosen.
-
-    Those come first that save the most time for a byte.
-    """
+def worth_it(uses: Uses, spare: float) -> list[nn.Parameter]:
+    """Return the parameters whose explicit gradients save the most time for a byte, in order."""
     owners = Counter(each.data_ptr() for of_one in uses.values() for each in _factors(of_one))
     faster: list[tuple[float, float, nn.Parameter]] = []
     for parameter, of_one in uses.items():
-        weight = _weight(of_one, owners)
-        if weight is not None and weight.saved > 0:
-            more = weight.more_bytes
-            faster.append((weight.saved / max(1.0, more), more, parameter))
+        outer = _outer(of_one)
+        if outer and (weight := _weight(outer, owners)).saved > 0:
+            rate = weight.saved / max(1.0, weight.more_bytes)
+            faster.append((rate, weight.more_bytes, parameter))
     chosen = []
     for _, more, parameter in sorted(faster, key=lambda each: -each[0]):
         if more <= spare:
@@ -111,34 +102,26 @@ def worth_it(
     return chosen
 
 
-def form_name(uses: Sequence[PerExampleGradient]) -> str:
-    """Return in words which forms the uses of one parameter have, such as "factors, lookups"."""
-    return ", ".join(sorted({use.form for use in uses}))
-
-
-def held_bytes(uses: Mapping[nn.Parameter, Sequence[PerExampleGradient]]) -> int:
+def held_bytes(uses: Uses) -> int:
     """Return the bytes of the inputs and output gradients that outer products hold."""
     held = {each.data_ptr(): each.nbytes for of_one in uses.values() for each in _factors(of_one)}
     return sum(held.values())
 
 
-def _factors(uses: Sequence[PerExampleGradient]) -> Iterator[torch.Tensor]:
-    for use in uses:
-        if isinstance(use, OuterProducts):
-            yield from (use.left, use.right)
+def _outer(uses: Sequence[PerExampleGradient]) -> list[OuterProducts]:
+    return [use for use in uses if isinstance(use, OuterProducts)]
 
 
-def _weight(
-    uses: Sequence[PerExampleGradient], owners: Mapping[int, int] | None = None
-) -> Weight | None:
-    """Return what the outer products among the uses take, None if there are none.
+def _factors(uses: Sequence[PerExampleGradient]) -> Iterator[Tensor]:
+    for use in _outer(uses):
+        yield from (use.left, use.right)
 
-    Args:
-        owners: how many weights share a factor, by its address; by default none is shared.
+
+def _weight(outer: Sequence[OuterProducts], owners: Mapping[int, int] | None = None) -> Weight:
+    """Return what the outer products of one weight take.
+
+    ``owners`` says how many weights share a factor, by its address; by default none is shared.
     """
-    outer = [use for use in uses if isinstance(use, OuterProducts)]
-    if not outer:
-        return None
     (examples, _, height), width = outer[0].left.shape, outer[0].right.shape[2]
     factors = sum(
         each.numel() / (1 if owners is None else owners[each.data_ptr()])
@@ -154,8 +137,8 @@ def made_explicit(
     uses: Sequence[PerExampleGradient], shape: torch.Size
 ) -> list[PerExampleGradient]:
     """Return the uses with their outer products summed to one explicit gradient, which is first."""
-    outer = [use for use in uses if isinstance(use, OuterProducts)]
-    total: torch.Tensor | None = None
+    outer = _outer(uses)
+    total: Tensor | None = None
     with torch.no_grad(), full_precision():
         for use in outer:
             total = outer_sums(use.left, use.right, total)
@@ -163,3 +146,93 @@ def made_explicit(
     first, *others = (use.size() for use in outer)
     explicit = Dense(total.view(-1, *shape), owned=True, of_terms=sum(others, first))
     return [explicit, *(use for use in uses if not isinstance(use, OuterProducts))]
+
+
+# Numbers in one example's gradient; copying a larger one costs more than the operations saved.
+_LARGEST = 2**14
+
+
+@dataclass
+class Bundle:
+    """The per-example gradients of parameters that are clipped together, (b, sum of sizes)."""
+
+    parameters: list[nn.Parameter]
+    gradient: Dense
+
+
+def bundled(
+    uses: dict[nn.Parameter, list[PerExampleGradient]],
+    groups: Mapping[nn.Parameter, int],
+    apart: Container[nn.Parameter],
+) -> list[Bundle]:
+    """Take every parameter with one small dense gradient out of ``uses``, except those ``apart``.
+
+    Return a bundle for each group, dtype and device.
+    """
+    members: dict[tuple[int, torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for parameter, (first, *others) in uses.items():
+        small = not others and parameter.numel() <= _LARGEST and parameter not in apart
+        if isinstance(first, Dense) and small:
+            key = (groups[parameter], first.gradients.dtype, first.gradients.device)
+            members.setdefault(key, []).append(parameter)
+    bundles = []
+    for parameters in members.values():
+        dense = [use for p in parameters for use in uses.pop(p) if isinstance(use, Dense)]
+        gradients = torch.cat([use.gradients.flatten(1) for use in dense], 1)
+        known = any(use.of_terms is not None for use in dense)
+        sizes = [use.size() for use in dense] if known else []
+        size = torch.linalg.vector_norm(torch.stack(sizes), dim=0) if known else None
+        bundles.append(Bundle(parameters, Dense(gradients, owned=True, of_terms=size)))
+    return bundles
+
+
+class RunningSums(dict[nn.Parameter, Tensor]):
+    """The sums of parameters over physical batches, in float64.
+
+    Those of a bundle stay side by side until the end, so that a batch is added by one operation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._side_by_side: dict[tuple[nn.Parameter, ...], Tensor] = {}
+
+    def of(self, parameter: nn.Parameter, device: torch.device) -> Tensor:
+        """Return the running sum of a parameter, to be added to in place; at first zeros."""
+        if parameter not in self:
+            self[parameter] = zero_sum(parameter.shape, device)
+        return self[parameter]
+
+    def add_bundle(self, bundle: Bundle, weights: Weights) -> None:
+        """Add the weighted gradients of a bundle."""
+        key, gradients = tuple(bundle.parameters), bundle.gradient.gradients
+        if key not in self._side_by_side:
+            self._part_with(set(key))
+            self._side_by_side[key] = zero_sum(gradients.shape[1:], gradients.device)
+        bundle.gradient.add_weighted_sum(self._side_by_side[key], weights)
+
+    def by_parameter(self) -> dict[nn.Parameter, Tensor]:
+        """Return every sum under its own parameter; those of bundles are views of one tensor."""
+        sums = dict(self)
+        for parameters, total in self._side_by_side.items():
+            for parameter, part in _split(total, parameters):
+                # A batch of another length may have brought this parameter's gradients otherwise.
+                sums[parameter] = sums[parameter] + part if parameter in sums else part
+        return sums
+
+    def _part_with(self, parameters: set[nn.Parameter]) -> None:
+        """Give bundles that share some of these parameters a sum for each parameter.
+
+        Otherwise a model that uses other parameters in each batch would keep a sum for each batch.
+        """
+        for key in [key for key in self._side_by_side if not parameters.isdisjoint(key)]:
+            for parameter, part in _split(self._side_by_side.pop(key), key):
+                known = self.get(parameter)
+                self[parameter] = part.clone() if known is None else known.add_(part)
+
+
+def _split(
+    total: Tensor, parameters: Sequence[nn.Parameter]
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    parts = total.split([parameter.numel() for parameter in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        yield parameter, part.view(parameter.shape)

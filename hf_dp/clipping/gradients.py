@@ -19,6 +19,7 @@ pair (:mod:`hf_dp.clipping.norms`). Uses that are cheap to join are joined into 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from hf_dp.clipping import tensor_cores
-from hf_dp.clipping.grams import Grams, LastOf, outer_norms
+from hf_dp.clipping.products import Grams, LastOf, outer_norms
 from hf_dp.clipping.rounding import Norms, accumulation_dtype, squared_norms, unit
 from hf_dp.errors import UnsupportedModelError
 
@@ -40,31 +41,22 @@ _TERMS, _THIN, _ADDED = 2**13, 16, 64
 
 
 class Weights:
-    """One weight for each of b examples.
+    """One weight for each of b examples, ``values`` (b,).
 
-    Attributes:
-        values: the weights, (b,).
-        scaled: a function of vectors (b, T, d) and a dtype that returns them in this dtype, each
-            times the weight of its example.
+    ``scaled(vectors, dtype)`` returns vectors (b, T, d), each times the weight of its example.
     """
 
     def __init__(self, values: Tensor):
         self.values = values
-        self._of_vectors = values.view(-1, 1, 1)
-        self.scaled: LastOf[Tensor] = LastOf(self._scale)
-
-    def _scale(self, vectors: Tensor, dtype: torch.dtype) -> Tensor:
-        return vectors.to(dtype) * self._of_vectors.to(dtype)
+        of_vectors = values.view(-1, 1, 1)
+        self.scaled = LastOf(lambda vectors, dtype: vectors.to(dtype) * of_vectors.to(dtype))
 
 
 class PerExampleGradient(ABC):
-    """The gradients that one use of a parameter gives b examples, in one of the three forms.
+    """The gradients that one use of a parameter gives b examples, in one of the three forms."""
 
-    Attributes:
-        form: its name.
-    """
-
-    form: ClassVar[str]
+    form: ClassVar[str]  # its name
+    values: ClassVar[tuple[str, ...]] = ()  # its tensors (b, ...), in each of which it is linear
 
     @abstractmethod
     def fits(self, shape: torch.Size, examples: int) -> bool:
@@ -74,8 +66,7 @@ class PerExampleGradient(ABC):
     def norms(self, grams: Grams | None = None) -> Norms:
         """Return squared norms with their rounding error.
 
-        Args:
-            grams: shared by gradients whose norms are taken one after the other.
+        Gradients whose norms are taken one after the other share ``grams``.
         """
 
     @abstractmethod
@@ -102,42 +93,38 @@ class PerExampleGradient(ABC):
     def block(self, examples: slice, rows: slice, dtype: torch.dtype) -> Tensor:
         """Return some rows of some examples' gradients, formed explicitly.
 
-        The shape is (examples, rows, n), with n the product of the parameter's trailing dimensions.
-
-        Args:
-            examples: with start and stop inside the range.
-            rows: rows of the parameter, with start and stop inside the range.
+        Both slices have start and stop inside their range. The shape is (examples, rows, n), with n
+        the product of the parameter's trailing dimensions.
         """
 
     def example_gradient(
         self, index: int, shape: torch.Size, dtype: torch.dtype = torch.float64
     ) -> Tensor:
-        """Return ``G_index`` of this shape, formed explicitly.
-
-        In float64 this is the slow form in which nothing cancels.
-        """
+        """Return ``G_index``, formed explicitly; in float64 nothing cancels, and it is slow."""
         height = shape[0] if shape else 1
         return self.block(slice(index, index + 1), slice(0, height), dtype).view(shape)
 
-    @abstractmethod
     def fingerprint(self) -> Tensor:
         """Return a number for each example, (b,), by which two captures can be compared."""
+        first, *others = (
+            torch.linalg.vector_norm(getattr(self, name).flatten(1), dim=1) for name in self.values
+        )
+        return math.prod(others, start=first)
 
-    @abstractmethod
     def keep_only(self, keep: Tensor) -> None:
         """Set the gradients of examples with ``keep[i]`` False to zero.
 
         Never by a product: 0 * NaN is NaN.
         """
+        for name in self.values:
+            value = getattr(self, name)
+            removed = ~keep.view(-1, *[1] * (value.dim() - 1))
+            setattr(self, name, value.masked_fill(removed, 0))
 
     def of_units(self, rows: int) -> PerExampleGradient:
-        """Return the gradients of units: the sum over each ``rows`` examples that follow each
-        other.
+        """Return the gradients of units: sums over each ``rows`` examples that follow each other.
 
-        Sums of outer products and of lookups over positions add up by joining the positions, so a
-        unit of k examples of T positions is one example of k T.
-
-        Raises: UnsupportedModelError for a form that cannot be joined.
+        Raises: UnsupportedModelError for a form that cannot be summed so.
         """
         raise UnsupportedModelError(
             f"Gradients in the form {self.form!r} cannot be summed over the rows of a unit. Set "
@@ -146,7 +133,11 @@ class PerExampleGradient(ABC):
 
 
 def of_units(values: Tensor, rows: int) -> Tensor:
-    """Return positions (b, T, ...) of examples as positions (b / rows, rows T, ...) of units."""
+    """Return positions (b, T, ...) of examples as positions (b / rows, rows T, ...) of units.
+
+    Sums of outer products and of lookups over positions add up by joining the positions, so a unit
+    of k examples of T positions is one example of k T.
+    """
     return values.reshape(len(values) // rows, -1, *values.shape[2:])
 
 
@@ -195,31 +186,19 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         some.add_(torch.mm(of_left, right))
 
 
-def _where(keep: Tensor, value: Tensor) -> Tensor:
-    return torch.where(
-        keep.view(-1, *[1] * (value.dim() - 1)),
-        value,
-        torch.zeros((), dtype=value.dtype, device=value.device),
-    )
-
-
 @dataclass
 class OuterProducts(PerExampleGradient):
     """``G_i = sum_t left[i, t] right[i, t]^T``; left (b, T, m), right (b, T, n)."""
 
-    form = "factors"
+    form, values = "factors", ("left", "right")
     left: Tensor
     right: Tensor
 
     def fits(self, shape: torch.Size, examples: int) -> bool:
         left, right = self.left.shape, self.right.shape
         alike = len(left) == len(right) == 3 and left[:2] == right[:2] and left[0] == examples
-        return (
-            alike
-            and len(shape) >= 2
-            and left[2] == shape[0]
-            and left[2] * right[2] == shape.numel()
-        )
+        factored = alike and len(shape) >= 2 and left[2] == shape[0]
+        return factored and left[2] * right[2] == shape.numel()
 
     def norms(self, grams: Grams | None = None) -> Norms:
         return outer_norms([(self.left, self.right)], grams)[0]
@@ -257,13 +236,6 @@ class OuterProducts(PerExampleGradient):
         # For a single strided example, bmm took more than twice as long as mm.
         return torch.mm(left[0], right[0])[None] if len(left) == 1 else torch.bmm(left, right)
 
-    def fingerprint(self) -> Tensor:
-        left = torch.linalg.vector_norm(self.left, dim=(1, 2))
-        return left * torch.linalg.vector_norm(self.right, dim=(1, 2))
-
-    def keep_only(self, keep: Tensor) -> None:
-        self.left, self.right = _where(keep, self.left), _where(keep, self.right)
-
     def of_units(self, rows: int) -> OuterProducts:
         return OuterProducts(of_units(self.left, rows), of_units(self.right, rows))
 
@@ -277,17 +249,13 @@ class Lookups(PerExampleGradient):
         grads: (b, T, n), zero at padding.
     """
 
-    form = "lookups"
+    form, values = "lookups", ("grads",)
     tokens: Tensor
     grads: Tensor
 
     def fits(self, shape: torch.Size, examples: int) -> bool:
-        alike = self.tokens.dim() == 2 and len(self.tokens) == examples
-        return (
-            alike
-            and len(shape) in (1, 2)
-            and self.grads.shape == (*self.tokens.shape, shape[1:].numel())
-        )
+        alike = self.tokens.dim() == 2 and len(self.tokens) == examples and len(shape) in (1, 2)
+        return alike and self.grads.shape == (*self.tokens.shape, shape[1:].numel())
 
     def joined(self, other: Lookups) -> Lookups:
         """Return both uses as one, concatenated along the positions."""
@@ -311,11 +279,8 @@ class Lookups(PerExampleGradient):
         return Norms(squared, 4 * torch.finfo(dtype).eps * squared, self.slack())
 
     def rows(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rows of all ``G_i`` that were looked up.
-
-        Returns:
-            the example of each (r,), the row of the parameter (r,) and its values (r, n).
-        """
+        """Return all rows of ``G_i`` that were looked up: the example of each (r,), the row of the
+        parameter (r,) and its values (r, n)."""
         stride = int(self.tokens.max()) + 1 if self.tokens.numel() else 1
         example = torch.arange(len(self.tokens), device=self.tokens.device)[:, None]
         found, row_of = torch.unique(
@@ -342,12 +307,6 @@ class Lookups(PerExampleGradient):
         block.index_add_(0, (tokens - rows.start + example * height)[inside], grads[inside])
         return block.view(len(tokens), height, -1)
 
-    def fingerprint(self) -> Tensor:
-        return torch.linalg.vector_norm(self.grads, dim=(1, 2))
-
-    def keep_only(self, keep: Tensor) -> None:
-        self.grads = _where(keep, self.grads)
-
     def of_units(self, rows: int) -> Lookups:
         return Lookups(of_units(self.tokens, rows), of_units(self.grads, rows))
 
@@ -362,7 +321,7 @@ class Dense(PerExampleGradient):
             must not depend on the form, which its neighbors help to decide.
     """
 
-    form = "explicit"
+    form, values = "explicit", ("gradients",)
     gradients: Tensor
     owned: bool = False
     of_terms: Tensor | None = None
@@ -399,13 +358,6 @@ class Dense(PerExampleGradient):
         gradients = self.gradients[examples]
         height = gradients.shape[1] if gradients.dim() > 1 else 1
         return gradients.view(len(gradients), height, -1)[:, rows].to(dtype)
-
-    def fingerprint(self) -> Tensor:
-        return torch.linalg.vector_norm(self.gradients.flatten(1), dim=1)
-
-    def keep_only(self, keep: Tensor) -> None:
-        self.gradients = _where(keep, self.gradients)
-        self.owned = False
 
     def of_units(self, rows: int) -> Dense:
         sizes = self.of_terms

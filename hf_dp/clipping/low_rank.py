@@ -16,12 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp._validate import invalid, one_of
-from hf_dp.clipping.bundles import zero_sum
-from hf_dp.clipping.clipped_sum import ClippedSum
+from hf_dp.clipping.clipped_sum import ClippedSum, clip_and_add
 from hf_dp.clipping.engine import ClippingEngine
 from hf_dp.clipping.gradients import Dense, OuterProducts, PerExampleGradient
-from hf_dp.clipping.rounding import accumulation_dtype, full_precision
-from hf_dp.clipping.strategies import clip_and_add
+from hf_dp.clipping.rounding import accumulation_dtype, full_precision, zero_sum
 
 CLIPPINGS = ("flat", "automatic")
 LEFT, RIGHT = ".left_carrier", ".right_carrier"  # what follows a weight's name in the sums

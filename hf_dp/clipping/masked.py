@@ -106,12 +106,8 @@ def _parts(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield examples (k,) and a part of their masked gradients (k, ...), all nonzero parts once.
 
-    The mask is applied by a product; a `where` takes several times as long. Infinity times zero is
-    NaN, which removes the example.
-
-    Args:
-        mask: (m, n).
-        of_examples: (b,); the parts take its dtype and device.
+    The mask (m, n) is applied by a product; a `where` takes several times as long. Infinity times
+    zero is NaN, which removes the example. The parts are of the kind of ``of_examples``, (b,).
     """
     dtype, device, b = of_examples.dtype, of_examples.device, len(of_examples)
     first, *others = uses

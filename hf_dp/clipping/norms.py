@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from hf_dp.clipping.forms import compact
+from hf_dp.clipping.chunked_loss import HeadGradients
+from hf_dp.clipping.forms import Uses, compact
 from hf_dp.clipping.gradients import Dense, Lookups, OuterProducts, PerExampleGradient
-from hf_dp.clipping.grams import Grams, LastOf, gram_blocks, outer_norms
-from hf_dp.clipping.head_gradients import HeadGradients
-from hf_dp.clipping.products import dots
+from hf_dp.clipping.products import Grams, LastOf, dots, gram_blocks, outer_norms
 from hf_dp.clipping.rounding import Norms, accumulation_dtype, full_precision, unit
 from hf_dp.errors import UnsupportedLossError
 
@@ -97,7 +96,7 @@ class ExampleNorms:
 
     @torch.no_grad()
     @full_precision()
-    def add(self, uses: Mapping[nn.Parameter, Sequence[PerExampleGradient]]) -> None:
+    def add(self, uses: Uses) -> None:
         """Add the norms of parameters, given all uses of each."""
         alone = {
             p: first
@@ -115,7 +114,7 @@ class ExampleNorms:
         self._norms[parameter] = norms
 
     @torch.no_grad()
-    def certain(self, uses: Mapping[nn.Parameter, Sequence[PerExampleGradient]]) -> Tensor:
+    def certain(self, uses: Uses) -> Tensor:
         """Return whether :meth:`settle` has nothing to do, a boolean of shape ().
 
         An example is in doubt when the error is large relative to its group's norm so far:
@@ -124,21 +123,21 @@ class ExampleNorms:
         doubts = [group.doubtful for group in self._groups_of(uses)]
         return ~torch.cat(doubts).any() if doubts else torch.ones((), dtype=torch.bool)
 
-    def _groups_of(self, uses: Mapping[nn.Parameter, Sequence[PerExampleGradient]]) -> list[_Group]:
+    def _groups_of(self, uses: Uses) -> list[_Group]:
         groups = sorted({self._groups[parameter] for parameter in uses})
-        return [_Group(self._members(group), self._norms) for group in groups]
+        return [_Group(self._members(group)) for group in groups]
 
     @torch.no_grad()
     @full_precision()
-    def settle(self, uses: Mapping[nn.Parameter, Sequence[PerExampleGradient]]) -> None:
+    def settle(self, uses: Uses) -> None:
         """Compute doubtful norms again, for the parameters whose uses are given."""
         for group in self._groups_of(uses):
             for index in group.doubtful.nonzero().flatten().tolist():
-                squared, error = group.squared[:, index], group.error[:, index]
-                _settle(group.members, uses, squared, error, index)
-            for place, parameter in enumerate(group.members):
-                slack = self._norms[parameter].slack
-                self._norms[parameter] = Norms(group.squared[place], group.error[place], slack)
+                group.settle(uses, index)
+            for place, (parameter, norms) in enumerate(group.members.items()):
+                self._norms[parameter] = Norms(
+                    group.squared[place], group.error[place], norms.slack
+                )
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return norms (K, b), ``inf`` where not finite, and their slack (K, b).
@@ -147,28 +146,18 @@ class ExampleNorms:
         included; weights are computed from it. Where an error remains that could not be settled,
         the norm is the upper end of its interval.
         """
-        results = [self._group(group) for group in sorted(set(self._groups.values()))]
-        return torch.stack([norm for norm, _ in results]), torch.stack(
-            [slack for _, slack in results]
-        )
+        results = []
+        for group in sorted(set(self._groups.values())):
+            if members := self._members(group):
+                results.append(_Group(members).result())
+            else:
+                zeros = torch.zeros(self._examples, device=self._device())
+                results.append((zeros, zeros))
+        norms, slack = zip(*results, strict=True)
+        return torch.stack(norms), torch.stack(slack)
 
-    def _group(self, group: int) -> tuple[Tensor, Tensor]:
-        members = self._members(group)
-        if not members:
-            zeros = torch.zeros(self._examples, device=self._device())
-            return zeros, zeros
-        squared = torch.stack([self._norms[p].squared for p in members]).sum(0)
-        error = torch.stack([self._norms[p].error for p in members]).sum(0)
-        slack = torch.stack([self._norms[p].slack for p in members]).square().sum(0).sqrt()
-        upper = torch.where(error > _TOLERANCE * squared.clamp_min(0), squared + error, squared)
-        # An example with any part that is not finite has no norm and is removed; this includes
-        # -inf and an error too large to judge.
-        usable = torch.isfinite(torch.stack([squared, error, slack])).all(0)
-        norms = torch.where(usable, upper.clamp_min(0).sqrt(), torch.full_like(upper, torch.inf))
-        return norms, slack
-
-    def _members(self, group: int) -> list[nn.Parameter]:
-        return [parameter for parameter in self._norms if self._groups[parameter] == group]
+    def _members(self, group: int) -> dict[nn.Parameter, Norms]:
+        return {p: norms for p, norms in self._norms.items() if self._groups[p] == group}
 
     def _device(self) -> torch.device:
         for norms in self._norms.values():  # a parameter kept on the CPU computes elsewhere
@@ -177,44 +166,47 @@ class ExampleNorms:
 
 
 class _Group:
-    """Norms that are clipped together, side by side.
+    """Norms that are clipped together, side by side: (parameters, b)."""
 
-    Attributes:
-        squared, error: of each member and example, (parameters, b).
-        doubtful: the examples whose error is large beside their norm, (b,).
-    """
-
-    def __init__(self, members: list[nn.Parameter], norms: Mapping[nn.Parameter, Norms]):
+    def __init__(self, members: Mapping[nn.Parameter, Norms]):
         self.members = members
-        self.squared = torch.stack([norms[p].squared for p in members])
-        self.error = torch.stack([norms[p].error for p in members])
-        total, error = self.squared.sum(0), self.error.sum(0)
-        self.doubtful = error > _TOLERANCE * total.clamp_min(0)
-        self.doubtful &= torch.isfinite(total + error)
+        self.squared = torch.stack([norms.squared for norms in members.values()])
+        self.error = torch.stack([norms.error for norms in members.values()])
+        self._total, self._total_error = self.squared.sum(0), self.error.sum(0)
+        self._inexact = self._total_error > _TOLERANCE * self._total.clamp_min(0)
+        # The examples whose error is large beside their norm.
+        self.doubtful = self._inexact & torch.isfinite(self._total + self._total_error)
 
+    def settle(self, uses: Uses, index: int) -> None:
+        """Replace the most doubtful squared norms of one example until the rest's error is small.
 
-def _settle(
-    members: Sequence[nn.Parameter],
-    uses: Mapping[nn.Parameter, Sequence[PerExampleGradient]],
-    squared: Tensor,
-    error: Tensor,
-    index: int,
-) -> None:
-    """Replace the most doubtful squared norms of one example until the remaining error is small.
+        One norm is replaced at a time: a large error can make the total look large, and a smaller
+        error harmless beside it.
+        """
+        squared, error = self.squared[:, index], self.error[:, index]
+        members = list(self.members)
+        known = torch.tensor([p in uses for p in members], device=error.device)
+        open_error = torch.where(known, error, torch.zeros_like(error))
+        while bool(error.sum() > _TOLERANCE * squared.sum().clamp_min(0)) and bool(
+            open_error.any()
+        ):
+            place = int(open_error.argmax())
+            parameter = members[place]
+            gradient = sum(use.example_gradient(index, parameter.shape) for use in uses[parameter])
+            assert isinstance(gradient, Tensor)
+            squared[place] = gradient.square().sum().to(squared.dtype)
+            error[place] = open_error[place] = 0
 
-    Changes ``squared`` and ``error``. One norm is replaced at a time: a large error can make the
-    total look large, and a smaller error harmless beside it.
-    """
-    open_error = torch.stack(
-        [e if p in uses else torch.zeros_like(e) for p, e in zip(members, error, strict=True)]
-    )
-    while bool(error.sum() > _TOLERANCE * squared.sum().clamp_min(0)) and bool(open_error.any()):
-        place = int(open_error.argmax())
-        parameter = members[place]
-        gradient = sum(use.example_gradient(index, parameter.shape) for use in uses[parameter])
-        assert isinstance(gradient, Tensor)
-        squared[place] = gradient.square().sum().to(squared.dtype)
-        error[place] = open_error[place] = 0
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Return norms and slack of each example, (b,)."""
+        slack = torch.stack([norms.slack for norms in self.members.values()])
+        slack = slack.square().sum(0).sqrt()
+        upper = torch.where(self._inexact, self._total + self._total_error, self._total)
+        # An example with any part that is not finite has no norm and is removed; this includes
+        # -inf and an error too large to judge.
+        usable = torch.isfinite(torch.stack([self._total, self._total_error, slack])).all(0)
+        norms = torch.where(usable, upper.clamp_min(0).sqrt(), torch.full_like(upper, torch.inf))
+        return norms, slack
 
 
 def norms_of(uses: Sequence[PerExampleGradient], grams: Grams | None = None) -> Norms:
@@ -234,20 +226,17 @@ def norms_of(uses: Sequence[PerExampleGradient], grams: Grams | None = None) -> 
 
 
 def gathered(uses: Sequence[PerExampleGradient], shape: torch.Size) -> list[PerExampleGradient]:
-    """Return all uses of one parameter, with those of one form joined where that is cheaper.
-
-    Args:
-        uses: each as the tape captured it.
-    """
+    """Return all uses of one parameter, with those of one form joined where that is cheaper."""
     if len(uses) == 1:
         return list(uses)
     joined: list[PerExampleGradient] = []
     for use in compact(uses, shape):
         for position, known in enumerate(joined):
-            if (isinstance(use, Dense) and isinstance(known, Dense)) or (
-                isinstance(use, Lookups) and isinstance(known, Lookups)
-            ):
-                joined[position] = known.joined(use)  # type: ignore[arg-type]
+            if isinstance(use, Dense) and isinstance(known, Dense):
+                joined[position] = known.joined(use)
+                break
+            if isinstance(use, Lookups) and isinstance(known, Lookups):
+                joined[position] = known.joined(use)
                 break
         else:
             joined.append(use)

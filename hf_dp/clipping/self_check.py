@@ -13,16 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_dp.clipping.draws import refuse_shared_draws
+from hf_dp.clipping.draws import Batch, PerExampleLoss, refuse_shared_draws
 from hf_dp.clipping.dropout import no_dropout
 from hf_dp.clipping.engine import ClippingEngine
-from hf_dp.clipping.per_example import per_example_gradients
 from hf_dp.clipping.rounding import squared_norms
 from hf_dp.clipping.sharding import (
     averaged_gradients,
@@ -38,12 +36,32 @@ from hf_dp.clipping.sharding import (
 from hf_dp.clipping.weights import clipping_weights
 from hf_dp.errors import HfDpError, SelfCheckError
 
-Batch = Any  # a mapping of inputs
-PerExampleLoss = Callable[[nn.Module, Batch], Tensor]
-
 # For 16-bit forwards, whose products have three digits.
 AUTOCAST_TOLERANCE = 5e-2
 _MOVE = 0.01  # about as much as an initial weight
+
+
+def per_example_gradients(
+    losses: Tensor, parameters: Mapping[str, nn.Parameter]
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the gradient of each loss in turn, ``{name: tensor like the parameter}``.
+
+    This is the oracle: each takes one backward pass of plain autograd, which keeps the graph.
+    Unused parameters get zeros. All passes share one graph, so an example that is not finite spoils
+    the others (0 * NaN is NaN): this is not fit for training.
+
+    Args:
+        losses: (b,), of a forward that ran without the engine.
+    """
+    for loss in losses:
+        gradients = torch.autograd.grad(
+            loss,
+            list(parameters.values()),
+            retain_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        yield dict(zip(parameters, gradients, strict=True))
 
 
 def self_check(
@@ -79,10 +97,6 @@ def self_check(
         prepare_shards(model)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     per_example_loss = loss = _OnCopies(per_example_loss)
-
-    def engine(clipping_norm: float) -> ClippingEngine:
-        return ClippingEngine(model, clipping_norm, clipping=clipping, strategy=strategy)
-
     with _named_failures(loss), in_training(model), _moved(model, trainable):
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         versions = {name: parameter._version for name, parameter in model.named_parameters()}
@@ -93,7 +107,8 @@ def self_check(
             rtol = _tolerance(model, trainable) if rtol is None else rtol
             # Below every norm, so that every example is clipped.
             clipping_norm = min(example.norm for example in expected) / 2 or 1.0
-            with engine(clipping_norm) as running:
+            engine = ClippingEngine(model, clipping_norm, clipping, strategy)
+            with engine as running:
                 losses = per_example_loss(model, padded)
                 norms = running.backward(losses)
                 sums = running.collect()
@@ -104,11 +119,11 @@ def self_check(
             _compare_norms(norms.double(), expected, rtol)
             _compare_sums(sums, expected, groups, clipping, clipping_norm, rtol)
             for batch, order in _arrangements(padded, len(alone)):
-                with engine(clipping_norm) as running:
+                with engine as running:
                     norms = running.backward(per_example_loss(model, batch))
                     _compare_norms(norms.double(), [expected[each] for each in order], rtol)
                     _compare_one(running, partial(per_example_loss, model, batch), len(order))
-        with engine(clipping_norm) as running:  # and once with dropout on, as in training
+        with engine as running:  # and once with dropout on, as in training
             running.backward(per_example_loss(model, padded))
         _refuse_changes(model, buffers, versions)
 
@@ -121,15 +136,10 @@ def refuse_notice_of_length(
     *,
     rtol: float | None = None,
 ) -> None:
-    """Compare loss and gradient of a short example alone with those beside a long one.
+    """Compare loss and gradient of a short example ``alone`` with those ``beside`` a longer one.
 
     The examples of :func:`self_check` are short, and some models do something else from a length
     on: Llama 4 scales attention by places in the padded row, from 8,192 on.
-
-    Args:
-        alone: a batch of one.
-        beside: this example and a longer one, padded.
-        rtol: relative tolerance, as in :func:`self_check`.
 
     Raises: SelfCheckError when they differ.
     """
@@ -138,13 +148,10 @@ def refuse_notice_of_length(
     with _named_failures(loss), in_training(model), _moved(model, trainable), no_dropout():
         one, other = (_alone(model, loss, each, trainable) for each in (alone, beside))
         rtol = _tolerance(model, trainable) if rtol is None else rtol
-    squares = [
-        _squared_norm(other.gradients[name] - gradient) for name, gradient in one.gradients.items()
-    ]
-    apart = float(torch.stack(squares).sum().sqrt())
-    if not (
-        abs(other.loss - one.loss) <= rtol * max(abs(one.loss), 1.0) and apart <= rtol * one.norm
-    ):
+    pairs = ((other.gradients[name], gradient) for name, gradient in one.gradients.items())
+    apart = float(torch.stack([_squared_norm(a - b) for a, b in pairs]).sum().sqrt())
+    alike = abs(other.loss - one.loss) <= rtol * max(abs(one.loss), 1.0)
+    if not (alike and apart <= rtol * one.norm):
         raise SelfCheckError(
             f"A short made-up example has the loss {one.loss:.6g} and the gradient norm "
             f"{one.norm:.6g} alone; beside one as long as the longest row the loss is "
@@ -155,7 +162,7 @@ def refuse_notice_of_length(
 
 
 class _OnCopies:
-    """The loss of a copy of each batch, which it may change. Attributes: tried: the last batch."""
+    """The loss of a copy of each batch, which it may change; notes which it tried last."""
 
     def __init__(self, per_example_loss: PerExampleLoss):
         self._loss, self.tried = per_example_loss, None
@@ -175,10 +182,12 @@ def _named_failures(loss: _OnCopies) -> Iterator[None]:
         raise
     except Exception as problem:
         said = next(iter(str(problem).splitlines()), "")
+        tried: Mapping[str, object] = loss.tried if isinstance(loss.tried, Mapping) else {}
+        shapes = {n: tuple(each.shape) for n, each in tried.items() if isinstance(each, Tensor)}
         if "memory" in said.lower() or "alloc" in said.lower():  # a lack of it
             raise
         raise SelfCheckError(
-            f"Model, loss or clipping engine fail on made-up examples of {_shapes(loss.tried)} "
+            f"Model, loss or clipping engine fail on made-up examples of shapes {shapes} "
             f"({type(problem).__name__}: {said}). If the model runs with them in eval mode, a "
             "layer is used in a way that its clipping rule does not cover: the first dimension of "
             "its input is not the examples, say, but windows of images. Freeze parts of the model "
@@ -186,12 +195,6 @@ def _named_failures(loss: _OnCopies) -> Iterator[None]:
             "with one of them alone only, it takes rows that have something in common: make the "
             "rows alike, or choose another model."
         ) from problem
-
-
-def _shapes(batch: Batch) -> str:
-    parts = batch.items() if isinstance(batch, Mapping) else enumerate(batch or ())
-    shapes = [f"{n} {tuple(each.shape)}" for n, each in parts if isinstance(each, Tensor)]
-    return ", ".join(shapes) or "unknown shape"
 
 
 def _arrangements(padded: Batch, count: int) -> Iterator[tuple[Batch, list[int]]]:
@@ -203,24 +206,20 @@ def _arrangements(padded: Batch, count: int) -> Iterator[tuple[Batch, list[int]]
     tokens = padded.get("input_ids") if isinstance(padded, Mapping) else None
     if isinstance(tokens, Tensor) and tokens.dim() == 2 and tokens.shape[1] != count:
         order = [position % count for position in range(tokens.shape[1])]
-        yield {name: _in_order(value, order, count) for name, value in padded.items()}, order
 
+        def arranged(value: object) -> object:
+            if isinstance(value, Tensor):
+                return value[order]
+            of_examples = isinstance(value, list) and len(value) == count
+            return [value[place] for place in order] if of_examples else value  # type: ignore[index]
 
-def _in_order(value: Any, order: list[int], count: int) -> Any:
-    if isinstance(value, Tensor):
-        return value[order]
-    return (
-        [value[place] for place in order]
-        if isinstance(value, list) and len(value) == count
-        else value
-    )
+        yield {name: arranged(value) for name, value in padded.items()}, order
 
 
 def _compare_one(engine: ClippingEngine, losses: Callable[[], Tensor], examples: int) -> None:
     """Back-propagate one example's loss alone; raise if any other example gets a gradient.
 
-    The first example is not used: something that all share and that is mistaken for its own would
-    go unnoticed.
+    Not the first: what all share and is mistaken for its own would go unnoticed.
     """
     for index in sorted({examples // 2, examples - 1} - {0}):
         values = losses()
@@ -340,9 +339,8 @@ def _compare_sums(
             exact.add_(example.gradients[name], alpha=float(weights[groups[name], column]))
         error = float(_squared_norm(of_one_process(total) - exact).sqrt())
         # Relative to this parameter's own sum: a small one must not hide behind the others.
-        if not error <= rtol * len(expected) * max(
-            min(float(_squared_norm(exact).sqrt()), clipping_norm), 1e-2 * clipping_norm
-        ):
+        size = min(float(_squared_norm(exact).sqrt()), clipping_norm)
+        if not error <= rtol * len(expected) * max(size, 1e-2 * clipping_norm):
             raise SelfCheckError(
                 f"The clipped sum of {name!r} differs from the sum of clipped one-by-one gradients "
                 f"by {error:.3g} (clipping norm {clipping_norm:.3g}). Freeze this parameter, or "
@@ -354,13 +352,11 @@ def _refuse_changes(
     model: nn.Module, buffers: Mapping[str, Tensor], versions: Mapping[str, int]
 ) -> None:
     changed = [
-        n
-        for n, buffer in model.named_buffers()
-        if n in buffers and not torch.equal(buffer, buffers[n])
+        name
+        for name, buffer in model.named_buffers()
+        if name in buffers and not torch.equal(buffer, buffers[name])
     ]
-    changed += [
-        name for name, parameter in model.named_parameters() if parameter._version != versions[name]
-    ]
+    changed += [name for name, p in model.named_parameters() if p._version != versions[name]]
     if changed:
         raise SelfCheckError(
             f"A training forward changed the buffer or parameter {changed[0]!r}: it stores "
@@ -371,9 +367,8 @@ def _refuse_changes(
 
 def _tolerance(model: nn.Module, trainable: Mapping[str, nn.Parameter]) -> float:
     dtypes = {p.dtype for p in trainable.values()} | computing_dtypes(model)
-    if dtypes & {torch.bfloat16, torch.float16} or any(
-        torch.is_autocast_enabled(p.device.type) for p in trainable.values()
-    ):
+    autocast = any(torch.is_autocast_enabled(p.device.type) for p in trainable.values())
+    if autocast or dtypes & {torch.bfloat16, torch.float16}:
         return AUTOCAST_TOLERANCE
     return 1e-7 if dtypes == {torch.float64} else 1e-3
 

@@ -1,7 +1,7 @@
 """Running sums over all processes of parameters that FSDP2 shards, each process keeping its shard.
 
 A weighted sum is formed from this process's examples at full size. It is added to those of other
-processes, and to the running sum, in float64 (:func:`hf_dp.clipping.bundles.zero_sum`). Two kinds
+processes, and to the running sum, in float64 (:func:`hf_dp.clipping.rounding.zero_sum`). Two kinds
 of parameters differ in when it is reduced over the processes:
 
 * *scattered*: after every physical batch, few at a time, so that a process holds about a bucket of
@@ -26,8 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 
-from hf_dp.clipping.bundles import zero_sum
-from hf_dp.clipping.rounding import accumulation_dtype
+from hf_dp.clipping.rounding import accumulation_dtype, zero_sum
 from hf_dp.distributed.sums import bucket_numbers, reduce_scatter
 
 
@@ -98,11 +97,7 @@ _WHOLE = 2**25
 
 
 class ShardedSums:
-    """The sums of sharded parameters; sums of the others and of whole ones are kept elsewhere.
-
-    Args:
-        parameters: the trainable ones, in the model's order.
-    """
+    """The sums of sharded parameters; sums of the others and of whole ones are kept elsewhere."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]):
         self._sharded = [p for p in parameters if isinstance(p, DTensor)]
@@ -119,11 +114,7 @@ class ShardedSums:
         return parameter in self._scattered
 
     def expect(self, used: Collection[nn.Parameter], device: torch.device) -> list[nn.Parameter]:
-        """Agree which scattered parameters any process adds to now; return them, in order.
-
-        Args:
-            used: those that this process's examples used.
-        """
+        """Agree which scattered parameters any process adds to now; return them, in order."""
         self._device = device
         self._due, self._held, self._bucket, self._alike = {}, {}, {}, True
         if self._scattered:
@@ -132,9 +123,8 @@ class ShardedSums:
             _reduce(either, self._mesh(), dist.ReduceOp.MAX)
             anywhere, not_everywhere = either.bool().tolist()
             self._due = {p: None for p, yes in zip(self._scattered, anywhere, strict=True) if yes}
-            self._alike = not any(
-                yes and no for yes, no in zip(anywhere, not_everywhere, strict=True)
-            )
+            pairs = zip(anywhere, not_everywhere, strict=True)
+            self._alike = not any(yes and no for yes, no in pairs)
         return list(self._due)
 
     def add(self, parameter: nn.Parameter, total: Tensor | None) -> None:
@@ -184,8 +174,7 @@ class ShardedSums:
     def collect(self, local: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
         """Return the sums of all sharded parameters as DTensors placed as they are; reset.
 
-        Args:
-            local: this process's sums of whole parameters.
+        ``local`` holds this process's sums of whole parameters.
         """
         sums, self._sums = self._sums, {}
         if self._device is not None:  # else no process has run anything

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from hf_dp.errors import SelfCheckError, UnsupportedModelError
@@ -72,7 +72,9 @@ def passed_on(output: Tensor, module: nn.Module) -> Tensor:
 
 def reset_shards(model: nn.Module) -> None:
     """Let a model start again after an error within its forward or backward."""
-    inner = {each for module in managed_modules(model) for each in list(_modules_of(module))[1:]}
+    inner = {
+        each for outer in managed_modules(model) for each in list(_module(outer).modules())[1:]
+    }
     for module in managed_modules(model):
         if module not in inner and hasattr(module, "reset_iter_state"):  # torch >= 2.13
             module.reset_iter_state()
@@ -80,47 +82,65 @@ def reset_shards(model: nn.Module) -> None:
 
 
 def refuse_parallelism(model: nn.Module) -> None:
-    """Raise for parameters spread over processes in any way but FSDP2's.
-
-    Raises:
-        UnsupportedModelError: names the way, and what to use instead.
-    """
-    classes: dict[type, str] = {}
-    placed: dict[str, nn.Parameter] = {}  # found in one traversal, which every step takes
-    for name, module in model.named_modules():
-        classes.setdefault(type(module), name)
-        for key, parameter in module._parameters.items():
-            if isinstance(parameter, DTensor) or hasattr(parameter, "ds_id"):
-                placed[f"{name}.{key}" if name else key] = parameter
-    for module_class, name in classes.items():
-        if issubclass(module_class, FullyShardedDataParallel):
-            raise UnsupportedModelError(
-                f"{_named('The model', name)} is wrapped in FullyShardedDataParallel (FSDP1). It "
-                "joins parameters of many layers in one flat tensor, so no layer sees its own. Use "
-                "FSDP2: torch.distributed.fsdp.fully_shard, or fsdp_version: 2 in accelerate's "
-                "configuration."
-            )
-        if any(base.__name__ == "DeepSpeedEngine" for base in module_class.__mro__):
-            raise _deepspeed(_named("The model", name))
-    managed = {
-        id(parameter)
-        for outer in (managed_modules(model) if placed else ())
-        for module in _modules_of(outer)
-        for parameter in module.parameters(recurse=False)
-    }
+    """Raise for parameters spread over processes in any way but FSDP2's, which it names."""
+    managed = {id(p) for outer in managed_modules(model) for p in _module(outer).parameters()}
+    seen: set[type] = set()
     meshes: dict[object, str] = {}
-    for name, parameter in placed.items():
-        if hasattr(parameter, "ds_id"):
-            raise _deepspeed(f"Parameter {name!r}")
-        if isinstance(parameter, DTensor):
-            _refuse_placement(name, parameter, managed=id(parameter) in managed)
-            meshes.setdefault(parameter.device_mesh, name)
+    for name, module in model.named_modules():
+        if type(module) not in seen:  # once for each class: every step asks
+            seen.add(type(module))
+            bases = {base.__name__ for base in type(module).__mro__}
+            for wrapper, why in _WRAPPERS.items():
+                if wrapper in bases:
+                    raise _refusal(f"`{name}`" if name else "The model", why)
+        for key, parameter in module._parameters.items():
+            whole = f"{name}.{key}" if name else key
+            if hasattr(parameter, "ds_id"):
+                raise _refusal(repr(whole), _WRAPPERS["DeepSpeedEngine"])
+            if isinstance(parameter, DTensor):
+                _refuse_placement(whole, parameter, managed=id(parameter) in managed)
+                meshes.setdefault(parameter.device_mesh, whole)
     if len(meshes) > 1:
         first, second, *_ = meshes.values()
-        raise UnsupportedModelError(
-            f"{first!r} and {second!r} are sharded over different meshes (expert parallelism?), so "
-            "their processes see different examples. Call fully_shard with one mesh for all."
+        raise _refusal(
+            f"{first!r} and {second!r}",
+            "are sharded over different meshes (expert parallelism?), so their processes see "
+            "different examples",
         )
+
+
+_WRAPPERS = {
+    "FullyShardedDataParallel": "is wrapped in FullyShardedDataParallel (FSDP1), which joins "
+    "parameters of many layers in one flat tensor, so no layer sees its own",
+    "DeepSpeedEngine": "belongs to DeepSpeed, whose own backward reduces gradients over processes "
+    "before any example's is clipped",
+}
+
+
+def _refusal(what: str, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{what} {why}. Use FSDP2 alone, which shards as ZeRO-3 does: "
+        "torch.distributed.fsdp.fully_shard, or fsdp_version: 2 in accelerate's configuration, "
+        "with one mesh over all processes, or one of two dimensions (replicate, shard)."
+    )
+
+
+def _refuse_placement(name: str, parameter: DTensor, managed: bool) -> None:
+    mesh, (*before, last) = parameter.device_mesh, parameter.placements
+    # FSDP2 has one dimension that shards, after one that replicates (HSDP). A second one that
+    # shards, or a strided shard, is tensor parallelism.
+    of_fsdp = type(last) is Shard and all(each.is_replicate() for each in before)
+    if not (managed and of_fsdp):
+        why = (
+            f"is a DTensor placed as {parameter.placements} on a mesh of shape "
+            f"{tuple(mesh.shape)}, which is not how fully_shard places data-parallel parameters: "
+            "with tensor, sequence, expert or pipeline parallelism a process sees only a part of "
+            "each example's gradient, so its norm is not known"
+        )
+        raise _refusal(repr(name), why)
+    if mesh.size() != dist.get_world_size():
+        over = f"over {mesh.size()} of {dist.get_world_size()} processes"
+        raise _refusal(repr(name), f"is sharded {over}, so no sum over all processes is formed")
 
 
 def refuse_shards_within(
@@ -128,11 +148,8 @@ def refuse_shards_within(
 ) -> None:
     """Raise for a module to be run again by example that contains modules sharded by themselves.
 
-    Each run would gather them, for as many examples as this process happens to have.
-
-    Args:
-        own: the names of the trainable parameters in question.
-        only_own: whether the run reads no others.
+    Each run would gather them, for as many examples as this process happens to have. ``own`` names
+    the trainable parameters in question; ``only_own`` says that the run reads no others.
     """
     inside = [
         name
@@ -149,42 +166,9 @@ def refuse_shards_within(
         )
 
 
-def _modules_of(module: FSDPModule) -> Iterator[nn.Module]:
+def _module(module: FSDPModule) -> nn.Module:
     assert isinstance(module, nn.Module)
-    return module.modules()
-
-
-def _refuse_placement(name: str, parameter: DTensor, managed: bool) -> None:
-    mesh, (*before, last) = parameter.device_mesh, parameter.placements
-    # FSDP2 has one dimension that shards, after one that replicates (HSDP). A second one that
-    # shards, or a strided shard, is tensor parallelism.
-    of_fsdp = type(last) is Shard and all(each.is_replicate() for each in before)
-    if not (managed and of_fsdp):
-        raise UnsupportedModelError(
-            f"{name!r} is a DTensor placed as {parameter.placements} on a mesh of shape "
-            f"{tuple(mesh.shape)}, which is not how fully_shard places data-parallel parameters. "
-            "With tensor, sequence, expert or pipeline parallelism a process sees only a part of "
-            "each example's gradient, so its norm is not known. Use fully_shard alone, on one mesh "
-            "over all processes, or on a mesh (replicate, shard)."
-        )
-    if mesh.size() != dist.get_world_size():
-        raise UnsupportedModelError(
-            f"{name!r} is sharded over {mesh.size()} of {dist.get_world_size()} processes, so no "
-            "sum over all processes is formed. Call fully_shard with a mesh over all of them; to "
-            "replicate shards, with one of two dimensions (replicate, shard)."
-        )
-
-
-def _deepspeed(what: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{what} belongs to DeepSpeed, whose own backward reduces gradients over processes before "
-        "any example's is clipped. Use FSDP2 (torch.distributed.fsdp.fully_shard, or fsdp_version: "
-        "2 in accelerate's configuration), which shards as ZeRO-3 does."
-    )
-
-
-def _named(whole: str, name: str) -> str:
-    return f"`{name}`" if name else whole
+    return module
 
 
 def averaged_gradients(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -227,18 +211,14 @@ def computing_dtypes(model: nn.Module) -> set[torch.dtype]:
     """Return the dtypes of the parameters that FSDP2 gathers (its MixedPrecisionPolicy)."""
     found = set()
     for module in managed_modules(model):
-        assert isinstance(module, nn.Module)
         module.unshard()
-        found |= {p.dtype for p in module.parameters() if not isinstance(p, DTensor)}
+        found |= {p.dtype for p in _module(module).parameters() if not isinstance(p, DTensor)}
         module.reshard()
     return found
 
 
 def refuse_different_examples(losses: Sequence[float], device: torch.device) -> None:
-    """Raise unless all processes computed the same losses.
-
-    Raises: SelfCheckError.
-    """
+    """Raise SelfCheckError unless all processes computed the same losses."""
     least = torch.tensor(losses, dtype=torch.float32, device=device)
     most = least.clone()
     dist.all_reduce(least, dist.ReduceOp.MIN)

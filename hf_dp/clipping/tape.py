@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,15 @@ from hf_dp.clipping.rounding import accumulation_dtype
 from hf_dp.errors import UnaccountedGradientError, UnsupportedModelError
 
 Sink = Callable[[nn.Parameter, PerExampleGradient], None]
+
+
+class Call(Protocol):
+    """One forward of a module without a rule, differentiated by example after backward."""
+
+    output_grads: dict[int, Tensor]
+
+    def differentiate(self, tape: Tape) -> None:
+        """Capture the gradients of the module's own parameters; free what the call kept."""
 
 
 def tape_of(module: nn.Module) -> Tape | None:
@@ -37,29 +46,21 @@ class Tape:
     """Hands each use of a parameter to a sink while a backward pass runs.
 
     What all examples share (position ids of shape (1, T)) is expanded to ``examples``, so that each
-    example gets its own gradient.
-
-    Attributes:
-        examples: the batch size that the model's own forward saw; None before it ran.
-        bypassed: True while modules run their own forwards, to differentiate one without a rule.
-        calls: forwards of modules without a rule that received output gradients.
-        sharded: whether a parameter is whole only while its module runs (FSDP2), as another object
-            than outside.
-        rows_per_unit: k; each k examples that follow each other are one unit, whose gradients are
-            handed over as one.
+    example gets its own gradient. Where ``sharded`` (FSDP2), a parameter is whole only while its
+    module runs, as another object than outside.
     """
 
     def __init__(self, names: Mapping[nn.Module, str] | None = None, sharded: bool = False) -> None:
-        self.examples: int | None = None
-        self.bypassed = False
-        self.calls: list[Any] = []
+        self.examples: int | None = None  # the batch size that the model's own forward saw
+        self.bypassed = False  # while modules run their own forwards
+        self.calls: list[Call] = []  # those that received output gradients
         self._forwards: list[nn.Parameter | None] = []  # what the forward used, once for each use
         self._batches: set[tuple[int, int]] = set()  # first dimension and positions it worked on
         self.sharded = sharded
         self._names = names or {}
         self._slots: dict[tuple[nn.Module, str], nn.Parameter] = {}
         self._constants: dict[nn.Parameter, Tensor] = {}
-        self.rows_per_unit = 1
+        self.rows_per_unit = 1  # examples whose gradients are handed over as one
         self._open_for: int | None = None
         self._sink: Sink | None = None
 
@@ -104,7 +105,7 @@ class Tape:
         if self._open_for is None and torch.is_grad_enabled():
             self._forwards += [self._slots.get((module, name)) for name in names]
 
-    def note_positions(self, tensors: Iterable[Any]) -> None:
+    def note_positions(self, tensors: Iterable[object]) -> None:
         """Note how many positions tokens (b, T) and tensors (b, ..., d) among these have."""
         for tensor in tensors if torch.is_grad_enabled() else ():
             if isinstance(tensor, Tensor):
@@ -123,17 +124,10 @@ class Tape:
         self._forwards.clear()
         self._batches.clear()
 
-    def capture_call(self, call: Any) -> None:
-        """Note a call of a module without a rule, to be differentiated after the backward pass."""
-        self.expected_examples()
-        if not any(call is known for known in self.calls):
-            self.calls.append(call)
-
     def expected_examples(self) -> int:
         """Return how many examples this backward pass has.
 
-        Raises:
-            UnaccountedGradientError: outside ``engine.backward``.
+        Raises: UnaccountedGradientError outside ``engine.backward``.
         """
         if self._open_for is None:
             raise UnaccountedGradientError(
@@ -151,9 +145,7 @@ class Tape:
         as those of masked tokens, are ordered by example but not equally many for each: T must be a
         number of positions that the forward had.
 
-        Raises:
-            UnaccountedGradientError: outside ``ClippingEngine.backward``.
-            UnsupportedModelError: for any other shape.
+        Raises: UnsupportedModelError for any other shape.
         """
         examples = self.expected_examples()
         if tensor.dim() >= 1 and tensor.shape[0] == examples:
@@ -191,21 +183,13 @@ class Tape:
         return f"{type(module).__name__} `{name}`" if name else type(module).__name__
 
     def capture(
-        self,
-        module: nn.Module,
-        name: str,
-        use: PerExampleGradient | Tensor,
-        by_unit: bool = False,
+        self, module: nn.Module, name: str, use: PerExampleGradient | Tensor, by_unit: bool = False
     ) -> None:
         """Hand over what one use by ``module`` gave its parameter of this name.
 
         Args:
             use: a tensor is the per-example gradient itself, (b, *parameter.shape).
             by_unit: whether ``use`` holds one gradient a unit already, and not one an example.
-
-        Raises:
-            UnsupportedModelError: the shape is not that of this parameter's per-example gradients.
-            UnaccountedGradientError: the parameter did not train when the engine was entered.
         """
         parameter = self._slots.get((module, name))
         if parameter is None:
@@ -221,14 +205,10 @@ class Tape:
             use = Dense(gradients, use.owned, use.of_terms)
         examples, rows = self.expected_examples(), self.rows_per_unit
         if not use.fits(parameter.shape, examples // rows if by_unit else examples):
-            shapes = {
-                name: tuple(value.shape)
-                for name, value in vars(use).items()
-                if isinstance(value, Tensor)
-            }
+            shapes = {n: tuple(v.shape) for n, v in vars(use).items() if isinstance(v, Tensor)}
             raise UnsupportedModelError(
                 f"The clipping rule of {self.describe(module)} gave {type(use).__name__} of shapes "
-                f"{shapes} for a parameter of shape {tuple(parameter.shape)} and {self._open_for} "
+                f"{shapes} for a parameter of shape {tuple(parameter.shape)} and {examples} "
                 "examples. Correct the rule's gradients function."
             )
         if rows > 1 and not by_unit:

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_dp.clipping import register_rule
-from hf_dp.clipping.gradients import Lookups, PerExampleGradient, positions
+from hf_dp.clipping.gradients import Lookups, positions
 from hf_dp.clipping.products import outer_sums
 from hf_dp.clipping.rounding import accumulation_dtype
+from hf_dp.clipping.rules.rule import Found, Use
 
 
 class LabelWordProjection(nn.Module):
@@ -43,9 +44,8 @@ class LabelWordProjection(nn.Module):
         return f"vocabulary={len(self.weight)}, ids={self.ids}"
 
 
-def _gradients(
-    module: LabelWordProjection, kept: tuple[Tensor, ...], output_grad: Tensor
-) -> dict[str, Tensor | PerExampleGradient]:
+@register_rule(LabelWordProjection)
+def _gradients(use: Use, kept: Sequence[Tensor], output_grad: Tensor) -> Found:
     """Return the gradients of weight and bias as lookups.
 
     Row ``ids[k]`` of the weight's gradient is ``sum_t g_tk a_t``, and of the bias's ``sum_t g_tk``;
@@ -55,12 +55,8 @@ def _gradients(
     """
     activations, grads = positions(kept[0]), positions(output_grad)
     dtype = accumulation_dtype(grads.dtype)
-    ids = torch.tensor(module.ids, device=grads.device).expand(len(grads), -1)
-    rows = outer_sums(grads, activations)
-    found: dict[str, Tensor | PerExampleGradient] = {"weight": Lookups(ids, rows)}
-    if module.bias is not None:
+    ids = torch.tensor(use.module.ids, device=grads.device).expand(len(grads), -1)
+    found = {"weight": Lookups(ids, outer_sums(grads, activations))}
+    if use.module.bias is not None:
         found["bias"] = Lookups(ids, grads.sum(1, dtype=dtype)[..., None])
     return found
-
-
-register_rule(LabelWordProjection, keep=lambda module, input: (input,), gradients=_gradients)

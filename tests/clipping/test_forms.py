@@ -8,8 +8,7 @@ from forms import FORMS, force
 from torch import nn
 
 from hf_dp.clipping import ClippingEngine, forms
-from hf_dp.clipping.bundles import Bundle, RunningSums
-from hf_dp.clipping.forms import held_bytes, make_explicit, worth_it
+from hf_dp.clipping.forms import Bundle, RunningSums, held_bytes, make_explicit, worth_it
 from hf_dp.clipping.gradients import Dense, Lookups, OuterProducts, Weights
 from hf_dp.errors import InvalidArgumentError
 

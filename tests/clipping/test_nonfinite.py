@@ -16,43 +16,15 @@ from models import (
 )
 from torch import Tensor, nn
 
-from hf_dp.clipping import ClippingEngine, rules, self_check
+from hf_dp.clipping import ClippingEngine, self_check
 from hf_dp.clipping.engine import STRATEGIES
+from hf_dp.clipping.gradients import OuterProducts, PerExampleGradient
+from hf_dp.clipping.rules.rule import RULES, Rule
 from hf_dp.errors import SelfCheckError
 from hf_dp.losses import per_example_loss
 
 LENGTHS = (6, 3, 6, 2)
 OTHERS = [0, 2, 3]
-
-
-class Poisoned(nn.Module):
-    """A model that spoils one example's activations after the embeddings, for every layer above."""
-
-    def __init__(self, model: nn.Module, value: float, position: int):
-        super().__init__()
-        self.value, self.position = value, position
-        self.handle = model.get_input_embeddings().register_forward_hook(self.spoil)
-
-    def spoil(self, module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
-        keep = torch.arange(len(output)) != self.position
-        return torch.where(keep[:, None, None], output, torch.full_like(output, self.value))
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("name", BUILDERS)
-def test_a_spoiled_activation_removes_its_example_only(name, value):
-    model = BUILDERS[name]()
-    batch = batch_for(model, LENGTHS)
-    expected_norms, expected = engine_result(model, rows(batch, OTHERS), 0.5)
-    poison = Poisoned(model, value, 1)
-    norms, sums = engine_result(model, batch, 0.5)
-    poison.handle.remove()
-    assert norms[1] == torch.inf
-    # llama normalises in float32 also in a float64 model, and the row's place in a batch may change
-    # its last bit
-    rtol = 1e-6 if name == "llama" else 1e-12
-    torch.testing.assert_close(norms[OTHERS], expected_norms, rtol=rtol, atol=0)
-    assert_same_sums(sums, expected, atol=rtol)
 
 
 class Scale(nn.Module):
@@ -77,10 +49,8 @@ NO_ARCHITECTURE_HAS = {
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", NO_ARCHITECTURE_HAS)
 def test_rules_that_no_architecture_uses(name, strategy, value, monkeypatch):
-    monkeypatch.setattr(rules, "_RULES", dict(rules._RULES))
-    rules.register_rule(
-        Scale, lambda module, x: (x,), lambda module, kept, grad: {"scale": (kept[0] * grad).sum(1)}
-    )
+    rule = Rule(lambda use, kept, grad: {"scale": (kept[0] * grad).sum(1)})
+    monkeypatch.setitem(RULES, Scale, rule)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), NO_ARCHITECTURE_HAS[name](), nn.Linear(4, 2))
     x = torch.randn(3, 4, 3)  # also as (examples, channels, positions)
@@ -183,10 +153,17 @@ def test_a_squared_norm_of_minus_infinity_is_not_a_small_one():
     """Products that overflow can sum to -inf; clamped to 0, the example would be unclipped."""
     left = torch.tensor([[[1e20, 1.0], [-1e20, 1.0]], [[1.0, 2.0], [0.5, 0.1]]])
     right = torch.tensor([[[1.0, 1e20], [1.0, 1e20]], [[1.0, 1.0], [1.0, 2.0]]])
-    from hf_dp.clipping.gradients import OuterProducts
-
     norms, _ = example_norms(
         {torch.nn.Parameter(torch.zeros(2, 2)): [OuterProducts(left, right)]}, 2
     )
     assert torch.isinf(norms[0])
     assert torch.isfinite(norms[1])
+
+
+def test_planted_product_with_a_nan_is_seen(monkeypatch):
+    monkeypatch.setattr(PerExampleGradient, "keep_only", lambda self, keep: None)
+    model, factor = bert(), torch.tensor([1.0, torch.nan, 1.0, 1.0], dtype=torch.float64)
+    _, sums = engine_result(
+        model, batch_for(model, LENGTHS), 0.1, loss=lambda m, i: per_example_loss(m, i) * factor
+    )
+    assert any(torch.isnan(total).any() for total in sums.values())

@@ -187,16 +187,16 @@ def result(
 # -- exact ---
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", EXACT)
-def test_exact(name, strategy):
+def test_exact(name):
     case = EXACT[name]
     model = case.build()
     for lengths in LENGTHS:
         with case.architecture.precision():
             expected = expectation(case, model, lengths)
-            found = result(case, model, lengths, expected.clipping_norm, strategy)
-        assert_equal(*found, expected)
+            for strategy in STRATEGIES if lengths == LENGTHS[0] else STRATEGIES[::2]:
+                found = result(case, model, lengths, expected.clipping_norm, strategy)
+                assert_equal(*found, expected)
 
 
 @pytest.mark.parametrize(
@@ -252,18 +252,18 @@ def test_lora_dropout_with_fixed_masks(name, strategy):
     )
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     "name", ["LoRA on Linear, and the classifier", "LoRA on Conv1D", "IA3 on Conv1D"]
 )
-def test_gradient_checkpointing_of_a_frozen_base(name, strategy):
+def test_gradient_checkpointing_of_a_frozen_base(name):
     """The embedding's output requires gradients; otherwise none reach the adapters."""
     case = EXACT[name]
     model = case.build()
     expected = expectation(case, model, (5, 1, 3))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.enable_input_require_grads()
-    assert_equal(*result(case, model, (5, 1, 3), expected.clipping_norm, strategy), expected)
+    for strategy in STRATEGIES:
+        assert_equal(*result(case, model, (5, 1, 3), expected.clipping_norm, strategy), expected)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -1,4 +1,4 @@
-"""A rule for a layer of one's own: two functions."""
+"""A rule for a layer of one's own: a decorated function."""
 
 from __future__ import annotations
 
@@ -43,32 +43,30 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def no_rule_stays(monkeypatch):
-    monkeypatch.setattr(rules, "_RULES", dict(rules._RULES))
+    for kind in (Scale, Mixing):
+        monkeypatch.setitem(rules.RULES, kind, None)
+        del rules.RULES[kind]
 
 
-def keep_scale(module, x, *, factor=1.0):
-    return (x,)
-
-
-def scale_gradients(module, kept, grad):
-    inner = grad * (1 - torch.tanh(kept[0] * module.scale + module.shift).square())
+def scale_gradients(use, kept, grad):
+    inner = grad * (1 - torch.tanh(kept[0] * use.module.scale + use.module.shift).square())
     return {"scale": (inner * kept[0]).flatten(1, -2).sum(1), "shift": inner.flatten(1, -2).sum(1)}
 
 
-def outer_products(module, kept, grad):
+def outer_products(use, kept, grad):
     return {"matrix": OuterProducts(kept[0], grad)}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
-    ("middle", "keep", "gradients"),
-    [(Scale, keep_scale, scale_gradients), (Mixing, lambda module, x: (x,), outer_products)],
+    ("middle", "gradients"),
+    [(Scale, scale_gradients), (Mixing, outer_products)],
     ids=["dense", "outer products"],
 )
-def test_a_registered_rule_is_exact(middle, keep, gradients, strategy):
+def test_a_registered_rule_is_exact(middle, gradients, strategy):
     torch.manual_seed(0)
     called = []
-    register_rule(middle, keep, lambda *args: called.append(1) or gradients(*args))
+    register_rule(middle)(lambda *args: called.append(1) or gradients(*args))
     model, x = Net(middle()).double(), torch.randn(5, 3, 3).double()
     expected = [
         torch.stack([g.square().sum() for g in one.values()]).sum().sqrt()
@@ -85,30 +83,30 @@ def test_a_registered_rule_is_exact(middle, keep, gradients, strategy):
     ("gradients", "message"),
     [
         (
-            lambda m, kept, grad: {"scale": grad.sum((0, 1)), "shift": grad.sum(1)},
+            lambda use, kept, grad: {"scale": grad.sum((0, 1)), "shift": grad.sum(1)},
             r"Scale `middle` gave Dense .*\(4,\)",
         ),
         (
-            lambda m, kept, grad: {"scale": grad, "shift": grad.sum(1)},
+            lambda use, kept, grad: {"scale": grad, "shift": grad.sum(1)},
             r"Scale `middle` gave Dense .*\(5, 3, 4\)",
         ),
         (
-            lambda m, kept, grad: {"scale": OuterProducts(grad, grad), "shift": grad.sum(1)},
+            lambda use, kept, grad: {"scale": OuterProducts(grad, grad), "shift": grad.sum(1)},
             "gave OuterProducts",
         ),
-        (lambda m, kept, grad: {"scale": grad.sum(1)}, r"none for its trainable \['shift'\]"),
+        (lambda use, kept, grad: {"scale": grad.sum(1)}, r"none for its trainable \['shift'\]"),
     ],
     ids=["summed over examples", "not summed over positions", "another form", "a name is missing"],
 )
 def test_wrong_shapes_are_refused(gradients, message):
-    register_rule(Scale, keep_scale, gradients)
+    register_rule(Scale)(gradients)
     model = Net(Scale())
     with ClippingEngine(model, 0.1) as engine, pytest.raises(UnsupportedModelError, match=message):
         engine.backward(model(torch.randn(5, 3, 3)))
 
 
 def test_frozen_parameters_need_no_gradient():
-    register_rule(Scale, keep_scale, lambda *args: {"shift": scale_gradients(*args)["shift"]})
+    register_rule(Scale)(lambda *args: {"shift": scale_gradients(*args)["shift"]})
     model = Net(Scale())
     model.middle.scale.requires_grad_(False)
     with ClippingEngine(model, 0.1) as engine:
@@ -116,26 +114,18 @@ def test_frozen_parameters_need_no_gradient():
         assert "middle.scale" not in engine.collect()
 
 
-@pytest.mark.parametrize("value", [nn.Linear(2, 2), "Linear", int])
-def test_what_is_no_module_class(value):
-    with pytest.raises(
-        InvalidArgumentError, match="`module_class` to be a subclass of torch.nn.Module"
-    ):
-        register_rule(value, keep_scale, scale_gradients)
+@pytest.mark.parametrize("value", [nn.Linear(2, 2), "Linear", int, nn.Linear, Scale])
+def test_what_is_no_module_class_or_has_a_rule_is_refused(value):
+    register_rule(Scale)(scale_gradients)
+    with pytest.raises(InvalidArgumentError, match="torch.nn.Module that have no rule yet"):
+        register_rule(value)(scale_gradients)
 
 
-@pytest.mark.parametrize("known", [nn.Linear, Scale])
-def test_a_second_rule_for_a_class_is_refused(known):
-    if known is Scale:
-        register_rule(Scale, keep_scale, scale_gradients)
-    with pytest.raises(InvalidArgumentError, match="to have no rule yet"):
-        register_rule(known, keep_scale, scale_gradients)
-
-
-def test_a_subclass_does_not_inherit_a_rule():
+def test_a_subclass_does_not_inherit_a_rule_and_a_rule_may_leave_modules_out():
     class Doubled(Scale):
         def forward(self, x: Tensor, *, factor: float = 1.0) -> Tensor:
             return 2 * super().forward(x)
 
-    register_rule(Scale, keep_scale, scale_gradients)
-    assert rules.find_rule(Scale()) is not None and rules.find_rule(Doubled()) is None
+    register_rule(Scale, serves=lambda module: module.training)(scale_gradients)
+    assert rules.find_rule(Scale()) is not None
+    assert rules.find_rule(Scale().eval()) is None and rules.find_rule(Doubled()) is None

@@ -16,7 +16,7 @@ from models import DEVICES, batch_for, on, rows
 from torch import Tensor
 
 from hf_dp.batches.loader import physical_batches
-from hf_dp.clipping import ClippingEngine, bundles
+from hf_dp.clipping import ClippingEngine, forms
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.losses import per_example_loss
 from hf_dp.plans.rounding import ROUNDING_MARGIN, clipping_share
@@ -171,6 +171,6 @@ def test_which_batches_follow_which_does_not_matter():
 
 def test_planted_float32_sums_over_batches_are_seen(monkeypatch):
     monkeypatch.setattr(
-        bundles, "zero_sum", lambda shape, device: torch.zeros(tuple(shape), device=device)
+        forms, "zero_sum", lambda shape, device: torch.zeros(tuple(shape), device=device)
     )
     assert moved_by_small_products() > 1.3

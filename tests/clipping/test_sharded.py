@@ -6,9 +6,11 @@ is a loop over single examples by plain autograd on the whole model.
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import peft
@@ -20,6 +22,7 @@ from architectures import (
     Architecture,
     Expected,
     assert_equal,
+    base_of,
     collate,
     loop,
     poison,
@@ -114,37 +117,6 @@ def expected_of(architecture: Architecture, lengths: Sequence[int] = LENGTHS) ->
         return loop(model, architecture.examples(model, lengths))
 
 
-# -- exact ---
-
-
-@pytest.mark.parametrize(
-    ("name", "processes"),
-    [("bert", 2), ("albert", 2), ("llama", 2), ("gpt2_tied", 3)]
-    + [
-        pytest.param(name, processes, marks=pytest.mark.slow)
-        for name, processes in [("gpt2_tied", 2), ("t5", 2), ("vit", 2), ("gemma3", 2), ("bert", 3)]
-    ],
-)
-def test_equals_the_loop(name, processes):
-    architecture = ARCHITECTURES[name]
-    expected = expected_of(architecture)
-
-    def run() -> list[Result]:
-        found = []
-        for strategy, sharded_sums._WHOLE in CASES:
-            model = architecture.build()
-            examples = architecture.examples(model, LENGTHS)
-            sharded(model)
-            with architecture.precision():
-                norms, sums = result(model, examples, expected.clipping_norm, strategy=strategy)
-            assert_placed(model, sums)
-            found.append((norms, whole(sums)))
-        return found
-
-    for results in zip(*on_processes(processes, run), strict=True):
-        assert_equal(*of_all(results), expected)
-
-
 def assert_placed(model: nn.Module, sums: dict[str, Tensor]) -> None:
     """Sums lie as their parameters do, rows of padding left out, and nothing has a gradient."""
     parameters = dict(model.named_parameters())
@@ -162,28 +134,69 @@ def assert_placed(model: nn.Module, sums: dict[str, Tensor]) -> None:
             assert not isinstance(total, DTensor)
 
 
+def results(
+    processes: int,
+    architecture: Architecture,
+    clipping_norm: float,
+    cases: Sequence[tuple[str, int]] = CASES,
+    *,
+    build: Callable[[], Any] | None = None,
+    spoil: Callable[[Any, list[Batch]], None] = lambda model, examples: None,
+    shard: Callable[[Any], Any] = sharded,
+    **options: Any,
+) -> Iterator[Result]:
+    """What all ranks together make of the logical batch, for each strategy and limit of
+    ``sharded_sums``."""
+
+    def run() -> list[Result]:
+        found = []
+        for strategy, sharded_sums._WHOLE in cases:
+            model = (build or architecture.build)()
+            examples = architecture.examples(base_of(model), LENGTHS)
+            spoil(model, examples)
+            shard(model)
+            with architecture.precision():
+                norms, sums = result(model, examples, clipping_norm, strategy=strategy, **options)
+            assert_placed(model, sums)
+            for total in sums.values():  # of an adapter that is not sharded, each rank's own
+                if not isinstance(total, DTensor):
+                    dist.all_reduce(total)
+            found.append((norms, whole(sums)))
+        return found
+
+    return (of_all(each) for each in zip(*on_processes(processes, run), strict=True))
+
+
+# -- exact ---
+
+
+@pytest.mark.parametrize(
+    ("name", "processes"),
+    [("bert", 2), ("albert", 2), ("llama", 2), ("gpt2_tied", 3)]
+    + [
+        pytest.param(name, processes, marks=pytest.mark.slow)
+        for name, processes in [("gpt2_tied", 2), ("t5", 2), ("vit", 2), ("gemma3", 2), ("bert", 3)]
+    ],
+)
+def test_equals_the_loop(name, processes):
+    architecture = ARCHITECTURES[name]
+    expected = expected_of(architecture)
+    for found in results(processes, architecture, expected.clipping_norm):
+        assert_equal(*found, expected)
+
+
 @pytest.mark.parametrize("clipping", ["flat", "automatic", "per_layer"])
 @pytest.mark.parametrize("name", ["bert", pytest.param("gpt2_tied", marks=pytest.mark.slow)])
 def test_equals_one_process_in_float32(name, clipping):
     architecture = ARCHITECTURES[name]
-    model = architecture.build(dtype=torch.float32)
-    examples = architecture.examples(model, LENGTHS)
-    clipping_norm = expected_of(architecture).clipping_norm
+    build = partial(architecture.build, dtype=torch.float32)
+    model, clipping_norm = build(), expected_of(architecture).clipping_norm
     with ClippingEngine(model, clipping_norm, clipping) as engine:
-        norms = engine.backward(together(model, collate(model, examples)))
+        batch = collate(model, architecture.examples(model, LENGTHS))
+        norms = engine.backward(together(model, batch))
         sums = engine.collect()
-
-    def run() -> list[Result]:
-        found = []
-        for sharded_sums._WHOLE in (ALL, NONE):
-            model = sharded(architecture.build(dtype=torch.float32))
-            own, sums = result(model, examples, clipping_norm, clipping=clipping)
-            assert_placed(model, sums)
-            found.append((own, whole(sums)))
-        return found
-
-    for results in zip(*on_processes(2, run), strict=True):
-        got_norms, got = of_all(results)
+    found = results(2, architecture, clipping_norm, CASES[:2], build=build, clipping=clipping)
+    for got_norms, got in found:
         torch.testing.assert_close(got_norms, norms, rtol=1e-4, atol=0)
         assert_same_sums(got, sums, atol=1e-4 * clipping_norm)
 
@@ -193,20 +206,11 @@ def test_replicated_shards():
     architecture = ARCHITECTURES["gpt2_tied"]
     expected = expected_of(architecture)
 
-    def run() -> list[Result]:
-        found = []
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        for strategy, sharded_sums._WHOLE in CASES[:3]:
-            model = architecture.build()
-            examples = architecture.examples(model, LENGTHS)
-            sharded(model, mesh)
-            own, sums = result(model, examples, expected.clipping_norm, strategy=strategy)
-            assert_placed(model, sums)
-            found.append((own, whole(sums)))
-        return found
+    def shard(model: Any) -> None:
+        sharded(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
-    for results in zip(*on_processes(4, run), strict=True):
-        assert_equal(*of_all(results), expected)
+    for found in results(4, architecture, expected.clipping_norm, CASES[:3], shard=shard):
+        assert_equal(*found, expected)
 
 
 @pytest.mark.parametrize(
@@ -215,19 +219,10 @@ def test_replicated_shards():
 def test_when_parameters_are_resharded(reshard, processes):
     architecture = ARCHITECTURES["bert"]
     expected = expected_of(architecture)
-
-    def run() -> list[Result]:
-        found = []
-        for strategy in STRATEGIES:
-            model = architecture.build()
-            examples = architecture.examples(model, LENGTHS)
-            sharded(model, reshard_after_forward=reshard)
-            norms, sums = result(model, examples, expected.clipping_norm, strategy=strategy)
-            found.append((norms, whole(sums)))
-        return found
-
-    for results in zip(*on_processes(processes, run), strict=True):
-        assert_equal(*of_all(results), expected)
+    shard = partial(sharded, reshard_after_forward=reshard)
+    cases = [(strategy, ALL) for strategy in STRATEGIES]
+    for found in results(processes, architecture, expected.clipping_norm, cases, shard=shard):
+        assert_equal(*found, expected)
 
 
 def test_layers_that_fully_shard_was_called_on_keep_their_rules():
@@ -235,20 +230,17 @@ def test_layers_that_fully_shard_was_called_on_keep_their_rules():
     architecture = ARCHITECTURES["gpt2_tied"]
     expected = expected_of(architecture)
 
-    def run() -> Result:
-        model = architecture.build()
-        examples = architecture.examples(model, LENGTHS)
-        fully_shard([model.transformer.wte, model.lm_head])
+    def shard(model: Any) -> None:
+        tied = [model.transformer.wte, model.lm_head]
+        fully_shard(tied)
         for module in model.modules():
-            if not list(module.children()) and list(module.parameters()):
-                if module not in (model.transformer.wte, model.lm_head):
-                    fully_shard(module)
+            if not list(module.children()) and list(module.parameters()) and module not in tied:
+                fully_shard(module)
         fully_shard(model)
         assert all(find_rule(m) for m in model.modules() if list(m.parameters(recurse=False)))
-        norms, sums = result(model, examples, expected.clipping_norm)
-        return norms, whole(sums)
 
-    assert_equal(*of_all(on_processes(2, run)), expected)
+    (found,) = results(2, architecture, expected.clipping_norm, CASES[:1], shard=shard)
+    assert_equal(*found, expected)
 
 
 # -- examples that do not count, and those that are removed ---
@@ -262,50 +254,40 @@ def test_layers_that_fully_shard_was_called_on_keep_their_rules():
         pytest.param(torch.inf, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_made_up_examples_add_exactly_nothing(strategy, value):
+def test_made_up_examples_add_exactly_nothing(value):
     architecture = ARCHITECTURES["bert"]
 
-    def run() -> tuple[list[int], bool]:
-        lengths = []
+    def run() -> tuple[set[int], bool]:
+        lengths = set()
         zero = True
-        for sharded_sums._WHOLE in (ALL, NONE):
+        for strategy, sharded_sums._WHOLE in itertools.product(STRATEGIES, (ALL, NONE)):
             model = architecture.build()
             examples = architecture.examples(model, LENGTHS)
             poison(model, examples, 1, value)
             sharded(model)
             with ClippingEngine(model, 1.0, strategy=strategy) as engine:
                 losses = together(model, collate(model, examples))
-                lengths.append(len(engine.backward(losses, counted=False)))
+                lengths.add(len(engine.backward(losses, counted=False)))
                 sums = whole(engine.collect())
             zero &= all(not bool(total.any()) for total in sums.values())
         return lengths, zero
 
-    assert on_processes(2, run) == [([0, 0], True)] * 2
+    assert on_processes(2, run) == [({0}, True)] * 2
 
 
 @pytest.mark.parametrize("value", [pytest.param(torch.nan, marks=pytest.mark.slow), torch.inf])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_example_that_is_not_finite_is_removed_on_its_rank(strategy, value):
+def test_an_example_that_is_not_finite_is_removed_on_its_rank(value):
     architecture = ARCHITECTURES["bert"]
+
+    def spoil(model: Any, examples: list[Batch]) -> None:
+        poison(model, examples, 1, value)
+
     model = architecture.build()
     examples = architecture.examples(model, LENGTHS)
-    poison(model, examples, 1, value)
+    spoil(model, examples)
     expected = loop(model, [e for place, e in enumerate(examples) if place != 1], clipping_norm=2.0)
-
-    def run() -> list[Result]:
-        found = []
-        for sharded_sums._WHOLE in (ALL, NONE):
-            model = architecture.build()
-            examples = architecture.examples(model, LENGTHS)
-            poison(model, examples, 1, value)
-            sharded(model)
-            norms, sums = result(model, examples, 2.0, strategy=strategy)
-            found.append((norms, whole(sums)))
-        return found
-
-    for results in zip(*on_processes(2, run), strict=True):
-        norms, sums = of_all(results)
+    cases = list(itertools.product(STRATEGIES, (ALL, NONE)))
+    for norms, sums in results(2, architecture, 2.0, cases, spoil=spoil):
         assert norms[1] == torch.inf
         assert_equal(norms[torch.arange(5) != 1], sums, expected)
 
@@ -323,8 +305,7 @@ class Experts(nn.Module):
         return self.last(torch.tanh(self.experts[expert](torch.tanh(self.first(input)))))[:, 0]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_ranks_may_use_different_parameters(strategy):
+def test_ranks_may_use_different_parameters():
     """All still make the same reductions in the same order."""
 
     def build() -> Experts:
@@ -341,7 +322,7 @@ def test_ranks_may_use_different_parameters(strategy):
     def run() -> list[dict[str, Tensor]]:
         found = []
         rank = dist.get_rank()
-        for sharded_sums._WHOLE in (ALL, NONE):
+        for strategy, sharded_sums._WHOLE in itertools.product(STRATEGIES, (ALL, NONE)):
             model = fully_shard(build())
             with ClippingEngine(model, 0.5, strategy=strategy) as engine:
                 engine.backward(model(x[2 * rank : 2 * rank + 2], rank).square())
@@ -352,9 +333,6 @@ def test_ranks_may_use_different_parameters(strategy):
         assert bool(expected["experts.1.weight"].any()) and not bool(sums[0]["unused.bias"].any())
         for each in sums:
             assert_same_sums(each, expected, atol=1e-12)
-
-
-# -- parameter-efficient tuning ---
 
 
 def adapted() -> Any:
@@ -378,38 +356,22 @@ def adapted() -> Any:
 @pytest.mark.parametrize("adapters", ["sharded", "replicated"])
 def test_lora_on_a_sharded_base(adapters):
     """Sums of an adapter that is not sharded are each rank's own."""
-    architecture = ARCHITECTURES["llama"]
-    model = adapted()
+    architecture, model = ARCHITECTURES["llama"], adapted()
     with architecture.precision():
-        examples = architecture.examples(model.get_base_model(), LENGTHS)
-        expected = loop(model, examples)
+        expected = loop(model, architecture.examples(model.get_base_model(), LENGTHS))
 
-    def run() -> list[Result]:
-        found = []
-        for strategy, sharded_sums._WHOLE in CASES:
-            model = adapted()
-            of_adapters = {p for p in model.parameters() if p.requires_grad}
-            options = {} if adapters == "sharded" else {"ignored_params": of_adapters}
-            sharded(model, **options)
-            with architecture.precision():
-                own, sums = result(model, examples, expected.clipping_norm, strategy=strategy)
-            assert_placed(model, sums)
-            assert all(isinstance(s, DTensor) == (adapters == "sharded") for s in sums.values())
-            if adapters == "replicated":
-                for total in sums.values():
-                    dist.all_reduce(total)
-            found.append((own, whole(sums)))
-        return found
+    def shard(model: Any) -> None:
+        trained = {p for p in model.parameters() if p.requires_grad}
+        sharded(model, **({} if adapters == "sharded" else {"ignored_params": trained}))
+        of_adapters = [p for p in model.parameters() if p.requires_grad]
+        assert all(isinstance(p, DTensor) == (adapters == "sharded") for p in of_adapters)
 
-    for results in zip(*on_processes(2, run), strict=True):
-        assert_equal(*of_all(results), expected)
+    found = results(2, architecture, expected.clipping_norm, build=adapted, shard=shard)
+    for each in found:
+        assert_equal(*each, expected)
 
 
-# -- mixed precision and checkpointing ---
-
-
-@pytest.mark.parametrize("strategy", ["book_keeping", "two_pass"])
-def test_bfloat16_with_float32_shards(strategy):
+def test_bfloat16_with_float32_shards():
     """Sums and norms are those of the same forward in one process, with float32 parameters that
     are rounded where they are used."""
     architecture = ARCHITECTURES["gpt2_tied"]
@@ -423,37 +385,32 @@ def test_bfloat16_with_float32_shards(strategy):
             norms.append(engine.backward(together(rounded, mine)))
         sums = engine.collect()
 
-    def run() -> Result:
+    def shard(model: Any) -> None:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        sharded_sums._WHOLE = VECTORS
-        model = sharded(architecture.build(dtype=torch.float32), mp_policy=policy)
-        own, sums = result(model, examples, clipping_norm, strategy=strategy)
-        assert_placed(model, sums)
-        assert {total.dtype for total in sums.values()} == {torch.float64}
+        sharded(model, mp_policy=policy)
         assert {p.dtype for p in model.parameters()} == {torch.float32}
-        return own, whole(sums)
 
-    got_norms, got = of_all(on_processes(2, run))
-    torch.testing.assert_close(got_norms, torch.cat(norms), rtol=1e-4, atol=0)
-    assert_same_sums(got, sums, atol=1e-4 * clipping_norm)
+    build = partial(architecture.build, dtype=torch.float32)
+    cases = [("book_keeping", VECTORS), ("two_pass", VECTORS)]
+    for got_norms, got in results(2, architecture, clipping_norm, cases, build=build, shard=shard):
+        assert {total.dtype for total in got.values()} == {torch.float64}
+        torch.testing.assert_close(got_norms, torch.cat(norms), rtol=1e-4, atol=0)
+        assert_same_sums(got, sums, atol=1e-4 * clipping_norm)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("strategy", ["book_keeping", "two_pass"])
-def test_gradient_checkpointing(strategy, reentrant):
+def test_gradient_checkpointing(reentrant):
     architecture = ARCHITECTURES["bert"]
     expected = expected_of(architecture)
 
-    def run() -> Result:
-        sharded_sums._WHOLE = NONE
+    def build() -> Any:
         model = architecture.build()
-        examples = architecture.examples(model, LENGTHS)
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        sharded(model)
-        norms, sums = result(model, examples, expected.clipping_norm, strategy=strategy)
-        return norms, whole(sums)
+        return model
 
-    assert_equal(*of_all(on_processes(2, run)), expected)
+    cases = [("book_keeping", NONE), ("two_pass", NONE)]
+    for found in results(2, architecture, expected.clipping_norm, cases, build=build):
+        assert_equal(*found, expected)
 
 
 # -- several steps ---
@@ -557,9 +514,6 @@ def test_a_scattered_sum_is_placed_as_its_parameter(shape, dimension, bucket, mo
     for found in on_processes(3, run):
         for total in found:
             assert torch.equal(total, 6 * torch.arange(total.numel()).double().view(total.shape))
-
-
-# -- refused ---
 
 
 def message(count: int, build: Callable[[], Any], use: Callable[[Any], object]) -> str:
@@ -707,9 +661,6 @@ def zero_3() -> nn.Module:
 def test_other_parallelism_is_refused(build, count, says):
     found = message(count, build, enter)
     assert says in found and "fully_shard" in found
-
-
-# -- the self-check ---
 
 
 def check(model: Any, architecture: Architecture, loss: Any = together, seed: int = 0) -> None:

@@ -236,7 +236,7 @@ def test_a_head_that_is_not_a_linear_map_is_refused():
 def test_a_planted_bug_in_the_projections_rule_is_seen(monkeypatch, lost):
     architecture = INFILLING["bert"]
     model = architecture.build()
-    rule = rules._RULES[LabelWordProjection]
+    rule = rules.RULES[LabelWordProjection]
 
     def broken(module, kept, grad):
         found = dict(rule.gradients(module, kept, grad))
@@ -249,7 +249,7 @@ def test_a_planted_bug_in_the_projections_rule_is_seen(monkeypatch, lost):
         return found
 
     monkeypatch.setitem(
-        rules._RULES, LabelWordProjection, dataclasses.replace(rule, gradients=broken)
+        rules.RULES, LabelWordProjection, dataclasses.replace(rule, gradients=broken)
     )
     with pytest.raises(AssertionError):
         assert_exact(architecture, model, architecture.examples(model, (9, 7)))

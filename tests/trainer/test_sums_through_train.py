@@ -17,7 +17,7 @@ from coupled import Coupled
 from torch import Tensor, nn
 
 from hf_dp.batches import loader
-from hf_dp.clipping import bundles
+from hf_dp.clipping import forms
 from hf_dp.plans.rounding import rounding_margin
 from hf_dp.run.gate import Release
 from hf_dp.trainer.trainer import DPTrainer
@@ -184,9 +184,7 @@ def test_planted_full_batches_regroup_most(tmp_path, monkeypatch):
 
 
 def float32_sums(patch):
-    patch.setattr(
-        bundles, "zero_sum", lambda shape, device: torch.zeros(tuple(shape), device=device)
-    )
+    patch.setattr(forms, "zero_sum", lambda shape, device: torch.zeros(tuple(shape), device=device))
 
 
 def full_batches(patch):

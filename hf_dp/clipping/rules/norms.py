@@ -12,15 +12,15 @@ import functools
 import inspect
 import logging
 import textwrap
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_dp.clipping.gradients import Dense, positions, summed
+from hf_dp.clipping.gradients import positions, summed
 from hf_dp.clipping.rounding import accumulation_dtype
-from hf_dp.clipping.rules.rule import Kept, Rule, Use, as_it_is
+from hf_dp.clipping.rules.rule import Found, Kept, Use, owns_weight, register_rule
 from hf_dp.clipping.sharding import plain_class
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,8 @@ def _run_layer_norm(use: Use, x: Tensor) -> tuple[Tensor, Kept]:
     return output, (x, mean, rstd) if "weight" in use.own else ()
 
 
-def _layer_norm_gradients(use: Use, kept: Any, grad: Tensor) -> dict[str, Dense]:
+@register_rule(nn.LayerNorm, run=_run_layer_norm, serves=owns_weight, is_fresh=True)
+def _layer_norm(use: Use, kept: Sequence[Tensor], grad: Tensor) -> Found:
     dims, dtype = len(use.module.normalized_shape), accumulation_dtype(grad.dtype)
     terms = {}
     if "weight" in use.own:
@@ -51,7 +52,14 @@ def _layer_norm_gradients(use: Use, kept: Any, grad: Tensor) -> dict[str, Dense]
     return found
 
 
-def _rms_norm_gradients(use: Use, kept: tuple[Tensor], grad: Tensor) -> dict[str, Dense]:
+@register_rule(
+    nn.RMSNorm,
+    serves=lambda module: (
+        set(module._parameters) == {"weight"} and owns_weight(module) and module.weight.dim() == 1
+    ),
+    is_fresh=True,
+)
+def _rms_norm(use: Use, kept: Sequence[Tensor], grad: Tensor) -> Found:
     """Return the weight's gradients, which are the same for Gemma's ``(1 + w) x_hat``."""
     (x,), module = kept, use.module
     eps = getattr(module, "variance_epsilon", None)
@@ -69,7 +77,8 @@ def _rms_norm_gradients(use: Use, kept: tuple[Tensor], grad: Tensor) -> dict[str
     return {"weight": summed(products, products.dtype)}
 
 
-def _group_norm_gradients(use: Use, kept: tuple[Tensor], grad: Tensor) -> dict[str, Dense]:
+@register_rule(nn.GroupNorm, serves=owns_weight, flattens=False, is_fresh=True)
+def _group_norm(use: Use, kept: Sequence[Tensor], grad: Tensor) -> Found:
     module, dtype = use.module, accumulation_dtype(grad.dtype)
     x_hat = F.group_norm(kept[0].to(dtype), module.num_groups, eps=module.eps)
     g = grad.to(dtype).reshape(len(grad), module.num_channels, -1)  # (b, channels, T)
@@ -77,14 +86,9 @@ def _group_norm_gradients(use: Use, kept: tuple[Tensor], grad: Tensor) -> dict[s
     return {"weight": summed(g * x_hat, dtype, 2), "bias": summed(g, dtype, 2)}
 
 
-layer_norm = Rule(_run_layer_norm, _layer_norm_gradients)
-rms_norm = Rule(as_it_is, _rms_norm_gradients)
-group_norm = Rule(as_it_is, _group_norm_gradients, flattens=False)
-
-
-def _keeps_dtype(module_class: Any) -> bool:
+def _keeps_dtype(module_class: type[nn.Module]) -> bool:
     """Return whether only the variance is computed in float32, as in T5."""
-    return _body(module_class.forward) == _normal(ast.parse(textwrap.dedent(_T5_FORWARD)).body)
+    return _body(module_class.forward) == _statements(_T5_FORWARD)
 
 
 # The forwards of about 190 classes named RMSNorm in transformers 5. A class is recognized only if
@@ -128,10 +132,9 @@ _RMS_NORM_HELPER = "return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + sel
 def is_rms_norm(module_class: type) -> bool:
     """Return whether the class, by its source, computes a root-mean-square norm with a weight."""
     body = _body(getattr(module_class, "forward", None))
-    known = {_normal(ast.parse(textwrap.dedent(each)).body) for each in _RMS_NORM_FORWARDS}
-    helper = _body(getattr(module_class, "_norm", None))
-    found = body in known and (
-        "_norm" not in body or helper == _normal(ast.parse(_RMS_NORM_HELPER).body)
+    found = body in map(_statements, _RMS_NORM_FORWARDS) and (
+        "_norm" not in body
+        or _body(getattr(module_class, "_norm", None)) == _statements(_RMS_NORM_HELPER)
     )
     if not found and module_class.__name__.endswith("RMSNorm"):
         logger.warning(
@@ -144,7 +147,7 @@ def is_rms_norm(module_class: type) -> bool:
 
 
 @functools.cache
-def _body(function: Any) -> str:
+def _body(function: Callable[..., object] | None) -> str:
     """Return a function's statements without docstring and comments.
 
     Return an empty string if it has no source, or a decorator.
@@ -152,20 +155,14 @@ def _body(function: Any) -> str:
     if hasattr(function, "__wrapped__"):  # the source would be the wrapped function's
         return ""
     try:
-        source = textwrap.dedent(inspect.getsource(function))  # type: ignore[arg-type]
-        definition = ast.parse(source).body[0]
+        definition = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]  # type: ignore[arg-type]
     except (TypeError, OSError, SyntaxError):
         return ""
-    plain = isinstance(definition, ast.FunctionDef) and not definition.decorator_list
-    statements = definition.body if isinstance(definition, ast.FunctionDef) and plain else []
-    if (
-        statements
-        and isinstance(statements[0], ast.Expr)
-        and isinstance(statements[0].value, ast.Constant)
-    ):
-        statements = statements[1:]
-    return _normal(statements)
+    if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
+        return ""
+    documented = ast.get_docstring(definition) is not None
+    return "\n".join(map(ast.unparse, definition.body[documented:]))
 
 
-def _normal(statements: list[ast.stmt]) -> str:
-    return "\n".join(ast.unparse(statement) for statement in statements)
+def _statements(source: str) -> str:
+    return "\n".join(map(ast.unparse, ast.parse(textwrap.dedent(source)).body))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_dp._validate import invalid
 from hf_dp.clipping.gradients import PerExampleGradient
 from hf_dp.clipping.sharding import passed_on
 from hf_dp.clipping.tape import Tape
@@ -20,42 +21,45 @@ Found = Mapping[str, Tensor | PerExampleGradient]
 
 @dataclass(frozen=True)
 class Use:
-    """One forward of a module that has a rule.
-
-    Attributes:
-        own: the names of its parameters that train.
-    """
+    """One forward of a module that has a rule."""
 
     tape: Tape
     module: Any
-    own: tuple[str, ...]
+    own: tuple[str, ...]  # the names of its parameters that train
+
+
+Run = Callable[..., tuple[Tensor, Kept]]
+Gradients = Callable[[Use, Any, Tensor], Found]
+
+
+def keep_input(use: Use, input: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Kept]:
+    """Run the module's own forward; keep its first argument."""
+    return type(use.module).forward(use.module, input, *args, **kwargs), (input,)
+
+
+def owns_weight(module: nn.Module) -> bool:
+    """Return whether the weight is a parameter, and not computed again before each forward.
+
+    ``torch.nn.utils.weight_norm`` does that.
+    """
+    return isinstance(module._parameters.get("weight"), nn.Parameter)
 
 
 @dataclass(frozen=True)
 class Rule:
     """The module runs on detached parameters, so autograd computes the gradients of its inputs.
 
-    An identity after it keeps what the parameters' gradients need, and forms them in backward.
-
-    Args:
-        run: ``(use, *args, **kwargs) -> (output, kept)``, with the forward's arguments. Each kept
-            tensor has the examples in its first dimension.
-        gradients: ``(use, kept, output_grad) -> {parameter name: per-example gradient}`` for at
-            least ``use.own``. A gradient is a tensor (b, *shape) or a
-            :class:`~hf_dp.clipping.gradients.PerExampleGradient`. The tensors passed in have the
-            examples in their first dimension, even if the module worked on flattened (b * T, d)
-            inputs.
-        flattens: whether an input (b * T, d) means the same as (b, T, d).
-        is_fresh: whether the output has memory of its own that nothing reads in backward, so that
-            a model may change it in place (Longformer does).
+    An identity after it keeps what the parameters' gradients need, and forms them in backward. The
+    fields are the arguments of :func:`register_rule`.
     """
 
-    run: Callable[..., tuple[Tensor, Kept]]
-    gradients: Callable[[Use, Any, Tensor], Found]
+    gradients: Gradients
+    run: Run = keep_input
+    serves: Callable[[Any], bool] = lambda module: True
     flattens: bool = True
-    is_fresh: bool = True
+    is_fresh: bool = False
 
-    def __call__(self, tape: Tape, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, tape: Tape, module: nn.Module, *args: object, **kwargs: object) -> Tensor:
         parameters = module._parameters
         own = {name: p for name, p in parameters.items() if p is not None and p.requires_grad}
         use = Use(tape, module, tuple(own))
@@ -76,7 +80,8 @@ class Rule:
                 "example by example."
             )
         tape.note_forward(module, *own)
-        return _Kept.apply(output, next(iter(own.values())), self, use, *kept)
+        kept_output: Tensor = _Kept.apply(output, next(iter(own.values())), self, use, *kept)
+        return kept_output
 
 
 class _Kept(torch.autograd.Function):
@@ -115,6 +120,57 @@ class _Kept(torch.autograd.Function):
         return grad, None, None, None, *[None] * len(saved)
 
 
-def as_it_is(use: Use, input: Tensor) -> tuple[Tensor, tuple[Tensor]]:
-    """Run the module's own forward; keep its input."""
-    return type(use.module).forward(use.module, input), (input,)
+RULES: dict[type[nn.Module], Rule] = {}
+
+
+def register_rule(
+    *classes: type[nn.Module],
+    run: Run = keep_input,
+    serves: Callable[[Any], bool] = lambda module: True,
+    flattens: bool = True,
+    is_fresh: bool = False,
+) -> Callable[[Gradients], Gradients]:
+    """Register the decorated function: the per-example gradients of module classes.
+
+    It is called as ``gradients(use, kept, output_grad)`` and returns ``{parameter name: gradient}``
+    with an entry for at least each of ``use.own``, the parameters of ``use.module`` that train. A
+    gradient is a tensor (b, *parameter.shape), or, where that is large,
+    :class:`~hf_dp.clipping.gradients.OuterProducts` or :class:`~hf_dp.clipping.gradients.Lookups`.
+    It must not mix examples. The tensors passed in have the examples in their first dimension, even
+    if the module worked on flattened (b * T, d) inputs.
+
+    The rule serves these classes and not their subclasses. :func:`hf_dp.clipping.self_check` checks
+    it on synthetic examples, as it does all rules. A module without a rule also works, but more
+    slowly: it is differentiated example by example.
+
+    Args:
+        run: ``run(use, *args, **kwargs) -> (output, kept)``, called with the forward's arguments;
+            by default the module's own forward, of which the first argument is kept. The output is
+            one tensor; it and each kept tensor have the examples in their first dimension.
+        serves: whether the rule covers a module of these classes, by its settings.
+        flattens: whether an input (b * T, d) means the same as (b, T, d).
+        is_fresh: whether the output has memory of its own that nothing reads in backward, so that
+            a model may change it in place (Longformer does).
+
+    Raises: InvalidArgumentError for what is no module class, or has a rule already.
+
+    A learned scale of each feature, for example::
+
+        @register_rule(Scale)
+        def gradients(use, kept, output_grad):
+            return {"scale": (kept[0] * output_grad).flatten(1, -2).sum(1)}
+    """
+    for each in classes:
+        if not (isinstance(each, type) and issubclass(each, nn.Module)) or each in RULES:
+            raise invalid(
+                "classes",
+                each,
+                "to be subclasses of torch.nn.Module that have no rule yet",
+                "Pass the class itself; derive one of your own from a class that has a rule.",
+            )
+
+    def register(gradients: Gradients) -> Gradients:
+        RULES.update(dict.fromkeys(classes, Rule(gradients, run, serves, flattens, is_fresh)))
+        return gradients
+
+    return register

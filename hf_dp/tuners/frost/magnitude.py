@@ -39,10 +39,9 @@ from torch import Tensor, nn
 
 from hf_dp._validate import invalid, one_of
 from hf_dp.clipping import ClippingEngine
-from hf_dp.clipping.bundles import zero_sum
 from hf_dp.clipping.clipped_sum import ClippedSum
 from hf_dp.clipping.gradients import Lookups, PerExampleGradient
-from hf_dp.clipping.rounding import accumulation_dtype, full_precision
+from hf_dp.clipping.rounding import accumulation_dtype, full_precision, zero_sum
 from hf_dp.distributed.processes import Processes
 from hf_dp.plans.rounding import ROUNDING_MARGIN
 from hf_dp.plans.selection import MAGNITUDES
