@@ -91,6 +91,18 @@ def test_a_subclass_of_an_observer_of_ours_is_from_outside():
     assert Mine.__module__.partition(".")[0] != "hf_dp"
 
 
+def test_a_feature_that_fails_as_it_leaves_keeps_no_lock(tmp_path, registered):
+    class Fails(hf_dp.features.Feature):
+        def leave(self, seen):
+            raise RuntimeError("left badly")
+
+    registered(Fails)
+    made = trainer(tmp_path)
+    with pytest.raises(RuntimeError, match="left badly"):
+        made.train()
+    assert made.run.book._lock is None
+
+
 def test_private_training_replaces_each_of_trainers_seams():
     """What it inherited would be Trainer's own, which is not private."""
     seams = {

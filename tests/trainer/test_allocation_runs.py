@@ -187,7 +187,7 @@ def test_workers_draw_nothing_ahead_of_the_ledger(tmp_path):
 
 def test_an_audit_refutes_allocations_without_noise(tmp_path, monkeypatch):
     """The planted bug is in the noise; a right run is not refuted (above 99.9 % by chance)."""
-    audited = {"audit_canaries": 60, "max_steps": 20, "expected_batch_size": 20}
+    audited = {"audit_canaries": 60, "max_steps": 10, "expected_batch_size": 20}
     audited |= {"noise_multiplier": 2.0, "target_delta": 1e-3}
     trainer = tiny.trainer(tmp_path / "right", **ALLOCATED, **audited)
     trainer.train()

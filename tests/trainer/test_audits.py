@@ -210,7 +210,7 @@ def test_planted_far_too_little_noise_is_an_error_and_the_card_claims_nothing(
         SecretRandomness, "gaussian_like", lambda self, *args: honest(self, *args) * 0.02
     )
     made = trainer(
-        tmp_path, audit_canaries=200, max_steps=30, expected_batch_size=60, noise_multiplier=4.0
+        tmp_path, audit_canaries=200, max_steps=15, expected_batch_size=60, noise_multiplier=4.0
     )
     with pytest.raises(AuditError, match="not as private as it claims.*privacy.json"):
         made.train()
@@ -234,7 +234,7 @@ def test_planted_rows_drawn_too_often_are_an_error(tmp_path, monkeypatch):
         audit_canaries=200,
         expected_batch_size=12,
         noise_multiplier=1.5,
-        max_steps=30,
+        max_steps=18,
         target_delta=1e-6,
     )
     with pytest.raises(AuditError):
