@@ -228,6 +228,6 @@ def planted(name: str) -> Iterator[None]:
     """Plant a fault; without the check of the first batch, which would see some."""
     with _Patch() as patch:
         for check in ("self_check", "refuse_notice_of_length"):
-            patch.setattr(f"hf_dp.run.private_run.{check}", lambda *args, **kwargs: None)
+            patch.setattr(f"hf_dp.run.engine_check.{check}", lambda *args, **kwargs: None)
         FAULTS[name](patch)
         yield

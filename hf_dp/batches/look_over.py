@@ -43,13 +43,12 @@ _FEW = 20  # nothing is concluded from fewer rows
 
 @dataclass
 class LookedOver:
-    """What was found: the layout, the index of the row with the most tokens, how many rows have
-    that many, and how many have labels that are all -100, which train nothing."""
+    """What was found: the layout, the index of the row with the most tokens, and how many rows have
+    that many."""
 
     layout: Layout
     longest: int = 0
     at_full_length: int = 0
-    without_target: int = 0
 
     def look_like_chunks(self, rows: int) -> bool:
         """Return whether nearly all rows are as long as the longest, as chunks of documents are."""
@@ -81,7 +80,6 @@ def look_over(
             raise DataError(
                 f"Row {index} of the training set cannot be trained on: {problem}"
             ) from problem
-        found.without_target += _has_no_target(example)
         length = tokens_of(example)
         if length > most:
             found.longest, most, found.at_full_length = index, length, 0
@@ -96,11 +94,6 @@ def _all(examples: Examples, workers: int) -> Iterator[Example]:
     return iter(
         DataLoader(examples, batch_size=None, sampler=range(len(examples)), num_workers=workers)
     )
-
-
-def _has_no_target(example: Example) -> bool:
-    labels = example.get("labels") if isinstance(example, dict) else None
-    return isinstance(labels, Tensor) and bool((labels == IGNORED_LABEL).all())
 
 
 def tokens_of(example: Example) -> int:

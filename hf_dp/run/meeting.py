@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from hf_dp.batches.structure import Rows
 from hf_dp.errors import DataError
 from hf_dp.overlap import UNSTEADY, columns_of, digests, parts_of
-from hf_dp.run.facts import PACKAGES
 from hf_dp.run.options import Run
+from hf_dp.run.precision import PACKAGES
 
 
 def meet(run: Run) -> None:

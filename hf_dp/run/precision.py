@@ -1,10 +1,14 @@
-"""The precision of forward and backward passes, read from what runs, never from the request."""
+"""The precision of forward and backward passes, read from what runs, never from the request; and
+what else a statement says of a run that its ledger does not know."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dp._borrowed.models import forward_without_autocast
 from hf_dp._validate import invalid
+from hf_dp._version import __version__
 from hf_dp.clipping.rounding import full_precision, product_precision
 from hf_dp.errors import UnsupportedArgumentError
+from hf_dp.statement.facts import RunFacts, Weaknesses
 
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "dp-accounting", "prv-accountant")
 _FULL = ("float32", "float64")
 
 
@@ -133,3 +140,31 @@ def computes_in_full(model: nn.Module, losses: Callable[[], Tensor]) -> bool:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def run_facts(
+    device: torch.device,
+    precision: Precision,
+    weaknesses: Weaknesses,
+    trained: str,
+    **found: Any,
+) -> RunFacts:
+    """Return the facts of a run. Args: trained: which parameters, in words. found: what observers
+    inside the run found."""
+    noise = f"PyTorch's {device.type} generator seeded with 63 bits"
+    if device.type == "cpu":
+        noise = "NumPy SFC64 seeded with 128 bits"
+    return RunFacts(
+        trained=trained,
+        precision=precision.words(),
+        noise_generator=f"{noise} by the operating system (not cryptographic)",
+        sampling_generator="the operating system's cryptographic generator",
+        **vars(weaknesses),
+        **found,
+        versions={"hf_dp": __version__, **_versions()},
+    )
+
+
+@cache  # what is imported stays as it is, and to parse a package's metadata takes milliseconds
+def _versions() -> dict[str, str]:
+    return {name: metadata.version(name) for name in PACKAGES}

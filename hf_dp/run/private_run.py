@@ -55,14 +55,13 @@ from hf_dp.run.checks import (
 from hf_dp.run.clock import Clock
 from hf_dp.run.earlier import earlier_claims, earlier_entries, same_users
 from hf_dp.run.engine_check import EngineCheck
-from hf_dp.run.facts import run_facts
 from hf_dp.run.gate import Gate, IndependentNoise, NothingReleased, Observer, Release
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.meeting import meet
 from hf_dp.run.options import RunOptions
 from hf_dp.run.other_training import OtherTraining, note_training, pay_for_step
 from hf_dp.run.outlook import of_repeated_rows
-from hf_dp.run.precision import Precision
+from hf_dp.run.precision import Precision, run_facts
 from hf_dp.run.training_data import TrainingData
 from hf_dp.statement.facts import EVALUATION_ON_TRAINING_ROWS, Flags, RunFacts
 from hf_dp.statement.statement import PrivacyStatement
@@ -342,8 +341,8 @@ class PrivateRun:
         )
         refuse_rows_in_code(data.examples.reached, self.training_rows())
         data.check(self.model, self.losses, needs_labels=not self.has_own_loss)
-        may_be_chunks = not self.options.rows_are_chunks and bool(limits.ignorable)
-        data.warn(of_chunks=may_be_chunks and users is None)
+        if not self.options.rows_are_chunks and limits.ignorable and users is None:
+            data.warn_of_chunks()
         adds_rows = any(each.adds_rows for each in self.inside)
         if users is None and not adds_rows and self.processes.is_main:
             most, compared = self.training_rows().repeats()

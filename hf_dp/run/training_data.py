@@ -139,19 +139,9 @@ class TrainingData:
             "truncate them."
         )
 
-    def warn(self, *, of_chunks: bool) -> None:
-        """Warn on the local console when most rows have nothing to learn, so that noise trains; and
-        when the rows look like chunks of longer documents."""
-        without, rows = self.looked_over.without_target, len(self.examples)
-        if 2 * without > rows:
-            logger.warning(
-                "In %s of %s rows every label is -100. These train nothing, and most of what the "
-                "steps add is noise. Look at the rows: prompts may fill all of max_length, or the "
-                "template may mark nothing as the answer.",
-                f"{without:,}",
-                f"{rows:,}",
-            )
-        if of_chunks and self.looked_over.look_like_chunks(rows):
+    def warn_of_chunks(self) -> None:
+        """Warn on the local console when the rows look like chunks of longer documents."""
+        if self.looked_over.look_like_chunks(len(self.examples)):
             logger.warning(
                 "Nearly all rows have the same number of tokens, as chunks of longer documents do. "
                 "If they are chunks, one chunk is protected, and a document of k chunks is "

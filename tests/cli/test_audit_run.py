@@ -69,7 +69,7 @@ def test_planted_missing_clipping_is_an_error_of_leave_one_out(task, capsys, mon
         clipped_sum, "clipping_weights", lambda *args: torch.ones_like(honest(*args))
     )
     for check in ("self_check", "refuse_notice_of_length"):
-        monkeypatch.setattr(f"hf_dp.run.private_run.{check}", lambda *args, **kwargs: None)
+        monkeypatch.setattr(f"hf_dp.run.engine_check.{check}", lambda *args, **kwargs: None)
     words = ["--runs", "24", "--max_steps", "1", "--per_example_max_grad_norm", "1e-4"]
     words += ["--target_epsilon", "0.2", "--target_delta", "1e-6", "--expected_batch_size", "41"]
     assert main(["audit", "leave-one-out", "--config", str(task), *words]) == 2

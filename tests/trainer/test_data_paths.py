@@ -160,7 +160,7 @@ def collate_together_and_predict(patch):
 
 def no_self_check(patch):
     for check in ("self_check", "refuse_notice_of_length"):
-        patch.setattr(f"hf_dp.run.private_run.{check}", lambda *args, **kwargs: None)
+        patch.setattr(f"hf_dp.run.engine_check.{check}", lambda *args, **kwargs: None)
 
 
 PLANTED = {
