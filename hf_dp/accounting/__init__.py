@@ -11,19 +11,17 @@ from hf_dp.accounting.events import (
     BestOfRandomRuns,
     Gaussian,
     PoissonSampledGaussian,
+    PublishedForwardNoise,
     RandomAllocationGaussian,
+    RandomizedResponse,
+    RecordRelease,
+    SampledRecordRelease,
+    SumAndRows,
     TruncatedPoissonSampledGaussian,
     UserRowsGaussian,
 )
 from hf_dp.accounting.knows import ACCOUNTANTS, BOUNDS
 from hf_dp.accounting.ledger import EARLIER, RELEASE, SELECTION, TRAINING, Ledger, LedgerEntry
-from hf_dp.accounting.record_events import (
-    PublishedForwardNoise,
-    RandomizedResponse,
-    RecordRelease,
-    SampledRecordRelease,
-    SumAndRows,
-)
 from hf_dp.accounting.value import Epsilon, round_up
 
 __all__ = [

@@ -1,18 +1,21 @@
-"""The accountants, and the question that each answers: what epsilon did these events cost?"""
+"""The accountants, and the questions that each answers: what did these events cost, and what do
+others say about them?"""
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
 from hf_dp._validate import in_unit_interval, one_of
-from hf_dp.accounting.composition import Composition, compose
-from hf_dp.accounting.event import Event
+from hf_dp.accounting.composition import Composition, Range, compose
+from hf_dp.accounting.event import Event, as_events
 from hf_dp.accounting.knows import ACCOUNTANTS, note_accountant
-from hf_dp.accounting.ranges import Range
 from hf_dp.accounting.value import Epsilon
+from hf_dp.errors import AccountingRangeError, UnsupportedEventError
 
 RELATIONS: tuple[str, ...] = ("zero_out", "add_remove", "replace_one")
 """What a neighboring data set is.
@@ -21,6 +24,12 @@ RELATIONS: tuple[str, ...] = ("zero_out", "add_remove", "replace_one")
 examples public. "add_remove": one example more or less; the epsilon is the same, but then nothing
 in the run may depend on the number of examples. "replace_one": one example replaced by another.
 """
+
+PAPERS_FIGURE = (
+    "{:.3f} is the paper's own figure, under assumptions that do not hold for what ran; it is no "
+    "epsilon of this run."
+)
+ABOVE_A_BOUND = "its estimate is above a bound, which says more"
 
 
 class Accountant(Protocol):
@@ -97,3 +106,59 @@ def epsilon(
 def _epsilon(accountant: str, composition: Composition, delta: float, relation: str) -> Epsilon:
     composition.refuse(accountant, relation)
     return load(accountant).epsilon(composition, delta, relation)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one accountant says.
+
+    Attributes:
+        accountant: its name.
+        epsilon: with its kind, or None.
+        note: why epsilon is None; otherwise empty.
+    """
+
+    accountant: str
+    epsilon: Epsilon | None
+    note: str = ""
+
+
+def compare(
+    events: Event | Iterable[Event],
+    delta: float,
+    accountants: Sequence[str] = ACCOUNTANTS,
+    relation: str = "zero_out",
+) -> tuple[Answer, ...]:
+    """Return one answer for each accountant.
+
+    Arguments and errors are those of :func:`epsilon`, with one exception: an accountant that is out
+    of its range, or cannot describe an event, gives an answer without epsilon. So does DP-FP as
+    published; the note then has the paper's figure. An estimate above one of the bounds is left
+    out: a bound says more.
+    """
+    events = as_events(events)
+    answers = []
+    for name in accountants:
+        try:
+            value = epsilon(events, delta, name, relation)
+        except (AccountingRangeError, UnsupportedEventError) as error:
+            answers.append(Answer(name, None, str(error)))
+        else:
+            if value.kind == "not established":
+                answers.append(Answer(name, None, PAPERS_FIGURE.format(value.rounded_up())))
+            else:
+                answers.append(Answer(name, value))
+    values = [answer.epsilon for answer in answers if answer.epsilon is not None]
+    least = min((value.value for value in values if value.kind == "bound"), default=math.inf)
+    return tuple(_without_estimate_above(least, answer) for answer in answers)
+
+
+def _without_estimate_above(bound: float, answer: Answer) -> Answer:
+    value = answer.epsilon
+    if value is None:
+        return answer
+    if value.kind == "estimate" and value.value > bound:
+        return Answer(answer.accountant, None, ABOVE_A_BOUND)
+    if value.estimate is not None and value.estimate > bound:
+        return replace(answer, epsilon=replace(value, estimate=None))
+    return answer

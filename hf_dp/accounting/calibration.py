@@ -28,7 +28,44 @@ Point = tuple[float, float]  # a noise multiplier and its gap
 Gap = Callable[[float], float]
 MakeEvent = Callable[[float, int], Event]
 
+_RATE_HINT = "It is expected_batch_size / num_examples."
 _CLT_HINT = "Calibration needs a bound; 'gdp_clt' is an estimate and would give too little noise."
+
+
+class _Goal:
+    """Everything together, prior events included, costs at most ``target`` at ``delta``."""
+
+    def __init__(self, target: float, delta: float, accountant: str, prior_events: Iterable[Event]):
+        self.name = one_of("accountant", accountant, BOUNDS, _CLT_HINT)
+        self.target = positive("target_epsilon", target)
+        self.delta = in_unit_interval("target_delta", delta)
+        self.prior = as_events(prior_events)
+        self.limits = load(self.name).RANGE
+
+    def gap(self, event: Event | None, *, least: bool = False) -> float:
+        """Return log(epsilon / target), where positive means that ``event`` costs too much.
+
+        Epsilon can exceed what the accountant covers: also too much. But where nothing costs less,
+        ``least``, the cause is another argument, and the caller must be told.
+        """
+        events = self.prior if event is None else (*self.prior, event)
+        try:
+            value = epsilon(events, self.delta, self.name).value
+        except AccountingRangeError:
+            if least:
+                raise
+            return math.inf
+        return math.log(value / self.target) or value - self.target if value > 0 else -math.inf
+
+    def start(self, by_rdp: Callable[[], float], otherwise: float) -> float:
+        """Return where to begin the search: at RDP's answer, if it has one.
+
+        RDP takes milliseconds and is close to the other accountants.
+        """
+        try:
+            return otherwise if self.name == "rdp" else by_rdp()
+        except (AccountingRangeError, CalibrationError, UnsupportedEventError):
+            return otherwise
 
 
 def calibrate_noise_multiplier(
@@ -63,52 +100,41 @@ def calibrate_noise_multiplier(
             accountant covers.
         AccountingRangeError: the accountant does not cover delta, sample_rate or steps.
     """
-    target, delta, name, prior = _checked(target_epsilon, target_delta, accountant, prior_events)
-    sample_rate = in_unit_interval(
-        "sample_rate", sample_rate, "It is expected_batch_size / num_examples.", one=True
-    )
-    steps = integer("steps", steps, 1)
-    spent = epsilon(prior, delta, name).value
-    if spent > target:
+    goal = _Goal(target_epsilon, target_delta, accountant, prior_events)
+    rate = in_unit_interval("sample_rate", sample_rate, _RATE_HINT, one=True)
+    count = integer("steps", steps, 1)
+    if (spent := goal.gap(None, least=True)) > 0:
         raise CalibrationError(
-            f"The prior events alone cost epsilon {spent:.6g} > target_epsilon {target:.6g} at "
-            f"delta {delta:.6g}. Raise `target_epsilon`."
+            f"The prior events alone cost epsilon {goal.target * math.exp(spent):.6g} > "
+            f"target_epsilon {goal.target:.6g} at delta {goal.delta:.6g}. Raise `target_epsilon`."
         )
-
-    limits = load(name).RANGE
-    make = event or (lambda sigma, count: PoissonSampledGaussian(sigma, sample_rate, count))
+    make = event or (lambda sigma, count: PoissonSampledGaussian(sigma, rate, count))
+    smallest, largest = goal.limits.min_noise_multiplier, goal.limits.max_noise_multiplier
 
     def gap(sigma: float) -> float:
-        """Return log(epsilon / target); positive means too little noise."""
-        try:
-            value = epsilon((*prior, make(sigma, steps)), delta, name).value
-        except AccountingRangeError:
-            # With little noise epsilon can exceed what the accountant covers: too little. With the
-            # most noise the cause is another argument, and the caller must be told.
-            if sigma >= limits.max_noise_multiplier:
-                raise
-            return math.inf
-        return math.log(value / target) if value > 0 else -math.inf
+        return goal.gap(make(sigma, count), least=sigma >= largest)
 
     # This comes first because it also refuses a delta, rate or number of steps that the accountant
     # does not cover.
-    if (least := gap(limits.max_noise_multiplier)) > 0:
+    if (most := gap(largest)) > 0:
         raise CalibrationError(
-            f"target_epsilon {target:.6g} is not met even at noise multiplier "
-            f"{limits.max_noise_multiplier}, the most that accountant {name!r} covers (epsilon "
-            f"{target * math.exp(least):.6g}). Raise `target_epsilon`, or lower `steps` or "
+            f"target_epsilon {goal.target:.6g} is not met even at noise multiplier {largest}, the "
+            f"most that accountant {goal.name!r} covers (epsilon "
+            f"{goal.target * math.exp(most):.6g}). Raise `target_epsilon`, or lower `steps` or "
             "`sample_rate`."
         )
-    smallest, largest = limits.min_noise_multiplier, limits.max_noise_multiplier
-    start = _start(target, delta, sample_rate, steps, prior, name)
-    bracket = _bracket(gap, start, smallest, largest)
-    if bracket is None:
+    start = goal.start(
+        lambda: calibrate_noise_multiplier(goal.target, goal.delta, rate, count, "rdp", goal.prior),
+        1.0,
+    )
+    found = _smallest(gap, min(max(start, smallest), largest), smallest, largest)
+    if found is None:
         raise CalibrationError(
-            f"target_epsilon {target:.6g} is met even at noise multiplier {smallest}, the least "
-            f"that accountant {name!r} covers. Lower `target_epsilon`, or set `noise_multiplier` "
-            "yourself."
+            f"target_epsilon {goal.target:.6g} is met even at noise multiplier {smallest}, the "
+            f"least that accountant {goal.name!r} covers. Lower `target_epsilon`, or set "
+            "`noise_multiplier` yourself."
         )
-    return _narrow(gap, *bracket)
+    return found
 
 
 def calibrate_steps(
@@ -132,33 +158,30 @@ def calibrate_steps(
     Raises:
         CalibrationError: the target is not reached within the steps that the accountant covers.
     """
-    target, delta, name, prior = _checked(target_epsilon, target_delta, accountant, prior_events)
+    goal = _Goal(target_epsilon, target_delta, accountant, prior_events)
     sigma = non_negative("noise_multiplier", noise_multiplier)
-    sample_rate = in_unit_interval("sample_rate", sample_rate, zero=True, one=True)
-
-    make = event or (lambda noise, count: PoissonSampledGaussian(noise, sample_rate, count))
+    rate = in_unit_interval("sample_rate", sample_rate, zero=True, one=True)
+    make = event or (lambda noise, count: PoissonSampledGaussian(noise, rate, count))
 
     def fits(count: int) -> bool:
-        return epsilon((*prior, make(sigma, count)), delta, name).value <= target
+        return goal.gap(make(sigma, count), least=count < 2) <= 0
 
     if not fits(0) or not fits(1):
         return 0
-    most = load(name).RANGE.max_steps - sum(event.steps for event in prior)
+    most = goal.limits.max_steps - sum(event.steps for event in goal.prior)
     good, bad = 1, min(2, most)
-    while _within_range(fits, bad):
+    while fits(bad):
         if bad == most:
             raise CalibrationError(
-                f"All the {most} steps that accountant {name!r} covers stay inside target_epsilon "
-                f"{target:.6g} at noise multiplier {sigma:.6g} and sample rate {sample_rate:.6g}. "
-                "Choose the number of steps yourself, or calibrate the noise multiplier."
+                f"All the {most} steps that accountant {goal.name!r} covers stay inside "
+                f"target_epsilon {goal.target:.6g} at noise multiplier {sigma:.6g} and sample rate "
+                f"{rate:.6g}. Choose the number of steps yourself, or calibrate the noise "
+                "multiplier."
             )
         good, bad = bad, min(2 * bad, most)
     while bad - good > 1:
         middle = (good + bad) // 2
-        if _within_range(fits, middle):
-            good = middle
-        else:
-            bad = middle
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
     return good
 
 
@@ -172,128 +195,63 @@ def calibrate_sample_rate(
 ) -> float:
     """Return the largest sample rate with which ``steps`` Poisson-sampled steps meet the target.
 
-    The steps come on top of the prior events.
-
-    Arguments and errors as for :func:`calibrate_noise_multiplier`.
+    The steps come on top of the prior events. Arguments and errors as for
+    :func:`calibrate_noise_multiplier`.
 
     Returns:
         q in (0, 1] with SIGNIFICANT_DIGITS digits, such that epsilon(prior_events + steps) <=
         target_epsilon, at most TOLERANCE (relative) below the largest such number.
     """
-    target, delta, name, prior = _checked(target_epsilon, target_delta, accountant, prior_events)
-    sigma = positive(
-        "noise_multiplier", noise_multiplier, "Without noise no sample rate is private."
-    )
-    steps = integer("steps", steps, 1)
-
-    smallest = load(name).RANGE.min_sample_rate
+    goal = _Goal(target_epsilon, target_delta, accountant, prior_events)
+    hint = "Without noise no sample rate is private."
+    sigma, count = positive("noise_multiplier", noise_multiplier, hint), integer("steps", steps, 1)
+    smallest = goal.limits.min_sample_rate
     try:
-        epsilon((*prior, PoissonSampledGaussian(sigma, smallest, steps)), delta, name)
+        goal.gap(PoissonSampledGaussian(sigma, smallest, count), least=True)
     except AccountingRangeError:
         smallest = 1e-5  # the least that pld covers beside events of other kinds
 
     def gap(inverse: float) -> float:  # in 1 / rate, which like noise makes epsilon fall
         rate = max(1 / inverse, smallest)
-        try:
-            value = epsilon((*prior, PoissonSampledGaussian(sigma, rate, steps)), delta, name).value
-        except AccountingRangeError:
-            if rate <= smallest:  # the cause is another argument, and the caller must be told
-                raise
-            return math.inf  # epsilon beyond what the accountant covers
-        return math.log(value / target) if value > 0 else -math.inf
+        return goal.gap(PoissonSampledGaussian(sigma, rate, count), least=rate <= smallest)
 
     if gap(1 / smallest) > 0:
         raise CalibrationError(
-            f"target_epsilon {target:.6g} is not met even at sample rate {smallest}, the least "
-            f"that accountant {name!r} covers, with noise multiplier {sigma:.6g} and {steps} "
-            "steps. Raise `noise_multiplier` or `target_epsilon`."
+            f"target_epsilon {goal.target:.6g} is not met even at sample rate {smallest}, the "
+            f"least that accountant {goal.name!r} covers, with noise multiplier {sigma:.6g} and "
+            f"{count} steps. Raise `noise_multiplier` or `target_epsilon`."
         )
-    bracket = _bracket(
-        gap, _start_inverse(target, delta, sigma, steps, prior, name, smallest), 1.0, 1 / smallest
+    start = goal.start(
+        lambda: 1 / calibrate_sample_rate(goal.target, goal.delta, sigma, count, "rdp", goal.prior),
+        100.0,
     )
-    if bracket is None:
+    found = _smallest(gap, min(start, 1 / smallest), 1.0, 1 / smallest)
+    if found is None:
         return 1.0
-    rate = _significant(1 / _narrow(gap, *bracket), ROUND_FLOOR)
+    rate = _significant(1 / found, ROUND_FLOOR)
     # The search ran over 1 / rate; only the epsilon of the rate that is returned counts.
     while rate > smallest and gap(1 / rate) > 0:
         rate = _significant(rate * (1 - TOLERANCE / 3), ROUND_FLOOR)
     return max(rate, smallest)
 
 
-def _checked(
-    target_epsilon: float, target_delta: float, accountant: str, prior_events: Iterable[Event]
-) -> tuple[float, float, str, tuple[Event, ...]]:
-    name = one_of("accountant", accountant, BOUNDS, _CLT_HINT)
-    return (
-        positive("target_epsilon", target_epsilon),
-        in_unit_interval("target_delta", target_delta),
-        name,
-        as_events(prior_events),
-    )
+def _smallest(gap: Gap, start: float, smallest: float, largest: float) -> float | None:
+    """Return the smallest point with gap <= 0, rounded up; None if ``smallest`` is one.
 
-
-def _within_range(fits: Callable[[int], bool], count: int) -> bool:
-    """Return whether ``count`` steps fit; they do not if their epsilon leaves the range."""
-    try:
-        return fits(count)
-    except AccountingRangeError:
-        return False
-
-
-def _start(
-    target: float, delta: float, sample_rate: float, steps: int, prior: tuple[Event, ...], name: str
-) -> float:
-    """Return where to begin the search: at RDP's answer, or at 1 if it has none.
-
-    RDP takes milliseconds and is close to the other accountants.
-    """
-    if name == "rdp":
-        return 1.0
-    limits = load(name).RANGE
-    try:
-        sigma = calibrate_noise_multiplier(target, delta, sample_rate, steps, "rdp", prior)
-    except (AccountingRangeError, CalibrationError, UnsupportedEventError):
-        return 1.0
-    return min(max(sigma, limits.min_noise_multiplier), limits.max_noise_multiplier)
-
-
-def _start_inverse(
-    target: float,
-    delta: float,
-    sigma: float,
-    steps: int,
-    prior: tuple[Event, ...],
-    name: str,
-    smallest: float,
-) -> float:
-    """Return where to begin the search for a sample rate, as 1 / rate (see :func:`_start`)."""
-    if name == "rdp":
-        return min(100.0, 1 / smallest)
-    try:
-        return min(
-            1 / calibrate_sample_rate(target, delta, sigma, steps, "rdp", prior), 1 / smallest
-        )
-    except (AccountingRangeError, CalibrationError, UnsupportedEventError):
-        return 1 / smallest
-
-
-def _bracket(gap: Gap, start: float, smallest: float, largest: float) -> tuple[Point, Point] | None:
-    """Search from ``start`` for a point with gap > 0 (too little noise) and one with gap <= 0.
-
-    ``largest`` is known to be enough. Return None if ``smallest`` is also enough.
+    It is searched for from ``start``; ``largest`` is known to be enough.
     """
     point, factor = (start, gap(start)), 1.1
     while point[1] <= 0:
         if point[0] <= smallest:
             return None
-        sigma = max(point[0] / factor, smallest)
-        point, above, factor = (sigma, gap(sigma)), point, factor**2
+        lower = max(point[0] / factor, smallest)
+        point, above, factor = (lower, gap(lower)), point, factor**2
         if point[1] > 0:
-            return point, above
+            return _narrow(gap, point, above)
     while point[1] > 0:
-        sigma = min(point[0] * factor, largest)
-        point, below, factor = (sigma, gap(sigma)), point, factor**2
-    return below, point
+        higher = min(point[0] * factor, largest)
+        point, below, factor = (higher, gap(higher)), point, factor**2
+    return _narrow(gap, below, point)
 
 
 def _narrow(gap: Gap, low: Point, high: Point) -> float:
@@ -308,11 +266,9 @@ def _narrow(gap: Gap, low: Point, high: Point) -> float:
     last, rounds = "", 0
     while round_sigma_up(right) / left - 1 > TOLERANCE:
         rounds += 1
-        share = (
-            left_gap / (left_gap - right_gap)
-            if math.isfinite(left_gap - right_gap) and rounds < 20
-            else 0.5
-        )
+        share = 0.5
+        if math.isfinite(left_gap - right_gap) and rounds < 20:
+            share = left_gap / (left_gap - right_gap)
         root = left * (right / left) ** min(max(share, 0.0), 1.0)
         probe = root * (1 - aim) if last == "right" else root * (1 + aim)
         if not left * (1 + aim / 2) < probe < right / (1 + aim / 2):

@@ -12,117 +12,59 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hf_dp.accounting import knows
-from hf_dp.accounting.event import EVENT_TYPES, Event, NoisedSum, as_events
+from hf_dp.accounting.event import Event, NoisedSum, as_events, refuse_stranger
 from hf_dp.accounting.events import (
     BestOfRandomRuns,
-    RandomAllocationGaussian,
-    TruncatedPoissonSampledGaussian,
-    UserRowsGaussian,
-)
-from hf_dp.accounting.record_events import (
     PublishedForwardNoise,
+    RandomAllocationGaussian,
     RandomizedResponse,
     RecordRelease,
     SampledRecordRelease,
     SumAndRows,
+    TruncatedPoissonSampledGaussian,
+    UserRowsGaussian,
 )
-from hf_dp.errors import UnsupportedEventError
+from hf_dp.errors import AccountingRangeError, UnsupportedEventError
+
+if TYPE_CHECKING:
+    from dp_accounting.dp_event import DpEvent
 
 _NO_CUT = 1e-300
 
 
-class SampledTerm(NamedTuple):
-    """A Poisson-sampled Gaussian with 0 < sample_rate < 1, noise_multiplier > 0 and steps > 0."""
+class Term(NamedTuple):
+    """Gaussian noise on what examples add that take part with some probability.
 
-    noise_multiplier: float
-    sample_rate: float
-    steps: int
-
-
-class TruncatedTerm(NamedTuple):
-    """A truncated one with 0 < sample_rate <= 1, noise_multiplier > 0 and steps > 0.
-
-    Truncation can happen; otherwise it is a :class:`SampledTerm`.
+    Attributes:
+        kind: who takes part, or what is released of each, as :mod:`hf_dp.accounting.knows` has it.
+        noise_multiplier: > 0.
+        sample_rate: in (0, 1].
+        sizes: (num_examples, max_batch_size) of truncated samples, where truncation can happen;
+            (max_rows,) above 1 of sampled rows; (steps_per_allocation,) of random allocation.
+        steps: how many, > 0; each micro-batch that is released counts as one.
     """
 
+    kind: str
     noise_multiplier: float
     sample_rate: float
-    steps: int
-    num_examples: int
-    max_batch_size: int
-
-
-class UserRowsTerm(NamedTuple):
-    """Sampled rows, up to ``max_rows`` > 1 of one user, with 0 < sample_rate < 1,
-    noise_multiplier > 0 and steps > 0."""
-
-    noise_multiplier: float
-    sample_rate: float
-    steps: int
-    max_rows: int
-
-
-class AllocatedTerm(NamedTuple):
-    """Random allocations of ``steps_per_allocation`` steps each, with noise_multiplier > 0 and
-    ``allocations`` > 0."""
-
-    noise_multiplier: float
-    steps_per_allocation: int
-    allocations: int
-
-    @property
-    def steps(self) -> int:
-        """Those of all allocations."""
-        return self.steps_per_allocation * self.allocations
-
-    @property
-    def sample_rate(self) -> float:
-        """The probability with which an example takes part in a given step."""
-        return 1 / self.steps_per_allocation
-
-
-class VisibleTerm(NamedTuple):
-    """A Gaussian in which an example visibly takes part with probability ``sample_rate``.
-
-    There are ``steps`` samples, with 0 < sample_rate <= 1.
-    """
-
-    noise_multiplier: float
-    sample_rate: float
-    steps: int
-
-
-class ResponseTerm(NamedTuple):
-    """A randomized response among ``num_classes``, run ``steps`` times."""
-
-    epsilon: float
-    num_classes: int
-    steps: int
-
-
-class PublishedTerm(NamedTuple):
-    """DP-FP as published, for which no bound is known; ``steps`` counts micro-batches."""
-
-    noise_multiplier: float
-    sample_rate: float
+    sizes: tuple[int, ...]
     steps: int
 
 
 class OutsideTerm(NamedTuple):
     """An event from outside hf_dp, as dp-accounting's own of one step, and how many times."""
 
-    dp_event: Any
+    dp_event: DpEvent
+    noise_multipliers: tuple[float, ...]
     steps: int
 
 
 class SearchTerm(NamedTuple):
-    """The best of randomly many runs.
-
-    ``shape`` is that of the truncated negative binomial, or None for Poisson.
-    """
+    """The best of randomly many runs; ``shape`` is that of the truncated negative binomial, or None
+    for Poisson."""
 
     run: Composition
     mean_runs: float
@@ -134,26 +76,7 @@ class SearchTerm(NamedTuple):
         return self.run.steps
 
 
-_FIELDS: dict[type, str] = {
-    SampledTerm: "sampled",
-    TruncatedTerm: "truncated",
-    UserRowsTerm: "user_rows",
-    AllocatedTerm: "allocated",
-    VisibleTerm: "visible",
-    ResponseTerm: "responses",
-    PublishedTerm: "published",
-}
-_KINDS = {
-    "sampled": knows.POISSON,
-    "truncated": knows.TRUNCATED,
-    "user_rows": knows.USER_ROWS,
-    "allocated": knows.ALLOCATION,
-    "visible": knows.VISIBLE,
-    "responses": knows.RESPONSE,
-    "published": knows.PUBLISHED,
-    "outside": knows.OUTSIDE,
-    "searches": knows.SEARCH,
-}
+Restriction = tuple[str, tuple[str, ...], str]
 
 
 @dataclass(frozen=True)
@@ -161,43 +84,69 @@ class Composition:
     """The canonical form of a list of events.
 
     Attributes:
-        gaussian_mu: sensitivity / standard deviation of the one Gaussian that all unsampled ones
-            compose to, sqrt(sum steps / noise_multiplier^2) (Dong, Roth, Su 2019, Corollary 3.3); 0
-            if there are none.
         noiseless: an example entered some step without noise, so no finite epsilon holds.
-        noise_multipliers, sample_rates, steps: what ran, for range checks; unsampled mechanisms are
-            included with rate 1, and a search with those of one run.
-        sampled, truncated, user_rows, allocated: the distinct mechanisms on secret samples, sorted,
-            with their total steps.
-        visible, responses, published: mechanisms that release something about each example by
-            itself.
-        outside, searches: the others; not every accountant can describe them.
+        terms: the distinct mechanisms with noise, sorted, with their total steps.
+        responses, outside, searches: the others; not every accountant can describe them.
         restricted: name, relations and reason for each kind of event restricted to some relations.
     """
 
-    gaussian_mu: float = 0.0
     noiseless: bool = False
-    noise_multipliers: tuple[float, ...] = ()
-    sample_rates: tuple[float, ...] = ()
-    steps: int = 0
-    sampled: tuple[SampledTerm, ...] = ()
-    truncated: tuple[TruncatedTerm, ...] = ()
-    user_rows: tuple[UserRowsTerm, ...] = ()
-    allocated: tuple[AllocatedTerm, ...] = ()
-    visible: tuple[VisibleTerm, ...] = ()
-    responses: tuple[ResponseTerm, ...] = ()
-    published: tuple[PublishedTerm, ...] = ()
+    terms: tuple[Term, ...] = ()
+    responses: tuple[RandomizedResponse, ...] = ()
     outside: tuple[OutsideTerm, ...] = ()
     searches: tuple[SearchTerm, ...] = ()
-    restricted: tuple[tuple[str, tuple[str, ...], str], ...] = ()
+    restricted: tuple[Restriction, ...] = ()
+
+    def of(self, *kinds: str) -> tuple[Term, ...]:
+        """Return the terms of these kinds."""
+        return tuple(term for term in self.terms if term.kind in kinds)
+
+    @property
+    def sampled(self) -> tuple[Term, ...]:
+        """The Gaussians on Poisson samples at rates below 1."""
+        return tuple(term for term in self.of(knows.POISSON) if term.sample_rate < 1)
+
+    @property
+    def gaussian_mu(self) -> float:
+        """Sensitivity / standard deviation of the one Gaussian that all unsampled ones compose to,
+        sqrt(sum steps / noise_multiplier^2) (Dong, Roth, Su 2019, Corollary 3.3); 0 if there are
+        none."""
+        plain = (term for term in self.of(knows.POISSON) if term.sample_rate == 1)
+        return math.sqrt(math.fsum(term.steps / term.noise_multiplier**2 for term in plain))
+
+    @property
+    def noise_multipliers(self) -> tuple[float, ...]:
+        """All that ran, those of one run of a search included."""
+        return (
+            *(term.noise_multiplier for term in self.terms),
+            *(sigma for term in self.outside for sigma in term.noise_multipliers),
+            *(sigma for search in self.searches for sigma in search.run.noise_multipliers),
+        )
+
+    @property
+    def sample_rates(self) -> tuple[float, ...]:
+        """All that ran, 1 for unsampled mechanisms, those of one run of a search included."""
+        return (
+            *(term.sample_rate for term in self.terms),
+            *(rate for search in self.searches for rate in search.run.sample_rates),
+        )
+
+    @property
+    def steps(self) -> int:
+        """All steps that ran, of a search those of one run."""
+        every = (*self.terms, *self.responses, *self.outside, *self.searches)
+        return sum(term.steps for term in every)
 
     @property
     def kinds(self) -> frozenset[str]:
         """What ran with noise, as :mod:`hf_dp.accounting.knows` names it, runs of searches
         included."""
-        found = {kind for name, kind in _KINDS.items() if getattr(self, name)}
-        if self.gaussian_mu > 0:
-            found.add(knows.POISSON)
+        others = {
+            knows.RESPONSE: self.responses,
+            knows.OUTSIDE: self.outside,
+            knows.SEARCH: self.searches,
+        }
+        found = {term.kind for term in self.terms} | {kind for kind in others if others[kind]}
         return frozenset(found).union(*(search.run.kinds for search in self.searches))
 
     @property
@@ -218,6 +167,50 @@ class Composition:
         knows.refuse_unknown(accountant, self.kinds | replaced)
 
 
+@dataclass(frozen=True)
+class Range:
+    """The limits, both ends included, within which an accountant is known to be right.
+
+    Args:
+        accountant: its name, for messages.
+        min_noise_multiplier, max_noise_multiplier: noise standard deviation / clipping norm, of
+            every event.
+        min_sample_rate: Poisson probability, of every event.
+        max_steps: steps of all events together.
+        min_delta: delta.
+        next_move: what a message advises.
+    """
+
+    accountant: str
+    min_noise_multiplier: float
+    max_noise_multiplier: float
+    min_sample_rate: float
+    max_steps: int
+    min_delta: float
+    next_move: str
+
+    def check(self, composition: Composition, delta: float) -> None:
+        """Raise AccountingRangeError, with value, limit and next move, for anything outside."""
+        for sigma in composition.noise_multipliers:
+            if not self.min_noise_multiplier <= sigma <= self.max_noise_multiplier:
+                limits = f"[{self.min_noise_multiplier}, {self.max_noise_multiplier}]"
+                raise self.error(f"`noise_multiplier` in {limits}, got {sigma!r}")
+        for rate in composition.sample_rates:
+            if rate < self.min_sample_rate:
+                raise self.error(f"`sample_rate` >= {self.min_sample_rate}, got {rate!r}")
+        if composition.steps > self.max_steps:
+            raise self.error(f"at most {self.max_steps} `steps`, got {composition.steps}")
+        if delta < self.min_delta:
+            raise self.error(f"`delta` >= {self.min_delta}, got {delta!r}")
+
+    def error(self, what: str, next_move: str = "") -> AccountingRangeError:
+        """Return the error for one violated limit; the caller raises it."""
+        return AccountingRangeError(
+            f"Accountant {self.accountant!r} is known to be right for {what}. "
+            f"{next_move or self.next_move}"
+        )
+
+
 def compose(events: Event | Iterable[Event]) -> Composition:
     """Merge one event or several into their canonical form.
 
@@ -227,12 +220,7 @@ def compose(events: Event | Iterable[Event]) -> Composition:
     """
     events = as_events(events)
     for event in events:
-        # Exact classes: a subclass could mean another mechanism.
-        if type(event) not in EVENT_TYPES.values():
-            raise UnsupportedEventError(
-                f"Expected events of types {list(EVENT_TYPES)}, got {event!r} of type "
-                f"{type(event)}."
-            )
+        refuse_stranger(event)
     restricted = _restrictions(events)
     if restricted and not set.intersection(*(set(relations) for _, relations, _ in restricted)):
         shown = "; ".join(f"{name}: {', '.join(relations)}" for name, relations, _ in restricted)
@@ -244,18 +232,89 @@ def compose(events: Event | Iterable[Event]) -> Composition:
     )
 
 
-def _restrictions(events: Iterable[Event]) -> tuple[tuple[str, tuple[str, ...], str], ...]:
+def _restrictions(events: Iterable[Event]) -> tuple[Restriction, ...]:
     """Return name, relations and reason for each kind of event restricted to some relations.
 
     Events that never ran are included.
     """
-    kinds: dict[str, tuple[str, tuple[str, ...], str]] = {}
+    kinds: set[Restriction] = set()
     for event in events:
         for each in event.run if isinstance(event, BestOfRandomRuns) else (event,):
-            cls = type(each)
-            if cls.restriction:
-                kinds[cls.__name__] = (cls.__name__, cls.relations, cls.restriction)
-    return tuple(kinds[name] for name in sorted(kinds))
+            if each.restriction:
+                kinds.add((type(each).__name__, each.relations, each.restriction))
+    return tuple(sorted(kinds))
+
+
+def _composition(events: Iterable[Event]) -> Composition:
+    """Return the canonical form of events that ran."""
+    counts: Counter[Term] = Counter()
+    responses: Counter[tuple[float, int]] = Counter()
+    outside, searches = [], []
+    for event in events:
+        if isinstance(event, BestOfRandomRuns):
+            if not (run := compose(event.run)).empty:
+                searches.append(SearchTerm(run, event.mean_runs, event.shape))
+        elif isinstance(event, RandomizedResponse):
+            responses[event.epsilon, event.num_classes] += event.steps
+        elif (dp_event := event.dp_event()) is not None:
+            times = event.steps // event.with_steps(1).steps
+            outside.append(OutsideTerm(dp_event, tuple(event.noise_multipliers.values()), times))
+        else:
+            for term in _terms(event):
+                if term.sample_rate > 0:  # else nobody takes part
+                    counts[term._replace(steps=0)] += term.steps
+    return Composition(
+        noiseless=any(term.noise_multiplier == 0 for term in counts)
+        or any(0 in term.noise_multipliers for term in outside)
+        or any(search.run.noiseless for search in searches),
+        terms=tuple(
+            sorted(
+                term._replace(steps=count)
+                for term, count in counts.items()
+                if term.noise_multiplier > 0
+            )
+        ),
+        responses=tuple(RandomizedResponse(*key, responses[key]) for key in sorted(responses)),
+        outside=tuple(outside),
+        searches=tuple(searches),
+    )
+
+
+def _terms(event: Event) -> Iterator[Term]:
+    """Yield what an event that ran is made of."""
+    match event:
+        case RecordRelease():
+            yield Term(knows.POISSON, event.noise_multiplier, 1.0, (), event.steps)
+        case SumAndRows(one_draw=True):
+            joint = event.joint_noise_multiplier
+            yield Term(knows.VISIBLE, joint, event.sample_rate, (), event.steps)
+        case SumAndRows():
+            rate, steps = event.sample_rate, event.steps
+            yield Term(knows.POISSON, event.noise_multiplier, rate, (), steps)
+            yield Term(knows.VISIBLE, event.record_noise_multiplier, rate, (), steps)
+        case SampledRecordRelease() | PublishedForwardNoise():
+            visible = isinstance(event, SampledRecordRelease)
+            kind = knows.VISIBLE if visible else knows.PUBLISHED
+            draws = event.steps * event.num_micro_batches
+            yield Term(kind, event.noise_multiplier, event.sample_rate, (), draws)
+        case NoisedSum():
+            yield _of_a_sum(event)
+
+
+def _of_a_sum(event: NoisedSum) -> Term:
+    sigma, rate = event.joint_noise_multiplier, getattr(event, "sample_rate", 1.0)
+    kind: str = knows.POISSON
+    sizes: tuple[int, ...] = ()
+    match event:
+        case RandomAllocationGaussian():
+            kind, sizes = knows.ALLOCATION, (event.steps_per_allocation,)
+        case TruncatedPoissonSampledGaussian() if rate > 0 and _cuts(event):
+            kind, sizes = knows.TRUNCATED, (event.num_examples, event.max_batch_size)
+        case UserRowsGaussian() if rate == 1:
+            sigma /= event.max_rows
+        case UserRowsGaussian() if event.max_rows > 1:
+            kind, sizes = knows.USER_ROWS, (event.max_rows,)
+    return Term(kind, sigma, rate, sizes, event.steps)
 
 
 def _cuts(event: TruncatedPoissonSampledGaussian) -> bool:
@@ -273,97 +332,3 @@ def _cuts(event: TruncatedPoissonSampledGaussian) -> bool:
 
     # P(K >= max)
     return bool(bdtrc(event.max_batch_size - 1, event.num_examples, event.sample_rate) > _NO_CUT)
-
-
-# A term without its count, and how many times it ran.
-_Counted = tuple[type, tuple[Any, ...], int]
-
-
-def _counted(event: Event) -> Iterator[_Counted]:
-    """Yield the terms of an event that ran, each as its class, its fields but the count, and the
-    count."""
-    match event:
-        case RandomizedResponse():
-            yield ResponseTerm, (event.epsilon, event.num_classes), event.steps
-        case RecordRelease():
-            yield SampledTerm, (event.noise_multiplier, 1.0), event.steps
-        case SumAndRows(one_draw=True):
-            yield VisibleTerm, (event.joint_noise_multiplier, event.sample_rate), event.steps
-        case SumAndRows():
-            yield SampledTerm, (event.noise_multiplier, event.sample_rate), event.steps
-            yield VisibleTerm, (event.record_noise_multiplier, event.sample_rate), event.steps
-        case SampledRecordRelease() | PublishedForwardNoise():
-            kind = VisibleTerm if isinstance(event, SampledRecordRelease) else PublishedTerm
-            draws = event.steps * event.num_micro_batches
-            yield kind, (event.noise_multiplier, event.sample_rate), draws
-        case NoisedSum():
-            yield _of_a_sum(event)
-
-
-def _of_a_sum(event: NoisedSum) -> _Counted:
-    sigma, rate = event.joint_noise_multiplier, getattr(event, "sample_rate", 1.0)
-    match event:
-        case RandomAllocationGaussian():
-            of_one = event.steps_per_allocation
-            return AllocatedTerm, (sigma, of_one), event.steps // of_one
-        case TruncatedPoissonSampledGaussian() if rate > 0 and _cuts(event):
-            return (
-                TruncatedTerm,
-                (sigma, rate, event.num_examples, event.max_batch_size),
-                event.steps,
-            )
-        case UserRowsGaussian() if rate == 1:
-            return SampledTerm, (sigma / event.max_rows, 1.0), event.steps
-        case UserRowsGaussian() if event.max_rows > 1:
-            return UserRowsTerm, (sigma, rate, event.max_rows), event.steps
-        case _:
-            return SampledTerm, (sigma, rate), event.steps
-
-
-def _composition(events: Iterable[Event]) -> Composition:
-    """Return the canonical form of events that ran."""
-    counts: Counter[tuple[type, tuple[Any, ...]]] = Counter()
-    outside, searches = [], []
-    for event in events:
-        if isinstance(event, BestOfRandomRuns):
-            if not (run := compose(event.run)).empty:
-                searches.append(SearchTerm(run, event.mean_runs, event.shape))
-        elif (dp_event := event.dp_event()) is not None:
-            times = event.steps // event.with_steps(1).steps
-            outside.append((OutsideTerm(dp_event, times), event.noise_multipliers))
-        else:
-            for cls, key, count in _counted(event):
-                counts[cls, key] += count if key[1] else 0  # at rate 0 nobody takes part
-    terms: dict[type, list[Any]] = {cls: [] for cls in _FIELDS}
-    for (cls, key), count in sorted(counts.items(), key=lambda item: item[0][1]):
-        if count and key[0] > 0:
-            terms[cls].append(cls(*key[:2], count, *key[2:]))
-    drawn = [term for cls, found in terms.items() if cls is not ResponseTerm for term in found]
-    runs = [search.run for search in searches]
-    sampled = terms.pop(SampledTerm)
-    return Composition(
-        gaussian_mu=math.sqrt(
-            math.fsum(steps / sigma**2 for sigma, rate, steps in sampled if rate == 1)
-        ),
-        noiseless=any(count and key[0] == 0 for (_, key), count in counts.items())
-        or any(0 in sigmas.values() for _, sigmas in outside)
-        or any(run.noiseless for run in runs),
-        noise_multipliers=(
-            *(term.noise_multiplier for term in drawn),
-            *(sigma for _, sigmas in outside for sigma in sigmas.values()),
-            *(sigma for run in runs for sigma in run.noise_multipliers),
-        ),
-        sample_rates=(
-            *(term.sample_rate for term in drawn),
-            *(rate for run in runs for rate in run.sample_rates),
-        ),
-        steps=sum(
-            term.steps
-            for found in (*terms.values(), sampled, [term for term, _ in outside], searches)
-            for term in found
-        ),
-        sampled=tuple(term for term in sampled if term.sample_rate < 1),
-        outside=tuple(term for term, _ in outside),
-        searches=tuple(searches),
-        **{_FIELDS[cls]: tuple(sorted(found)) for cls, found in terms.items()},
-    )

@@ -1,7 +1,7 @@
 """What every event has: a description to read back, and the relations that it holds for.
 
 To add one, from here or from outside: a frozen dataclass that subclasses :class:`Event`, decorated
-by :func:`register_event`.
+by :func:`register_event`. Fields that are named as those of hf_dp are checked as they are.
 """
 
 from __future__ import annotations
@@ -10,14 +10,30 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from hf_dp._validate import in_unit_interval, integer, invalid, non_negative
 from hf_dp.errors import ConfigError, InvalidArgumentError, UnsupportedEventError
 
+if TYPE_CHECKING:
+    from dp_accounting.dp_event import DpEvent
+
+Description = dict[str, Any]  # of an event, ready for JSON
+
 # What an event releases with noise: a sum over examples, vectors of one example each, or the sum of
 # the examples' losses.
 SUM, VECTORS, LOSS = "sum", "vectors", "loss"
+
+# The least value of fields that are whole numbers.
+_LEAST = {
+    "steps": 0,
+    "num_examples": 1,
+    "max_batch_size": 1,
+    "max_rows": 1,
+    "num_micro_batches": 1,
+    "steps_per_allocation": 2,
+    "num_classes": 2,
+}
 
 
 class Event:
@@ -33,6 +49,8 @@ class Event:
         unestablished: how a sentence names it then.
         several_forwards: whether one step noises vectors in several forward passes.
         paid_ahead: whether it is recorded before the first of several steps, which it all pays for.
+        parts: what it releases with Gaussian noise, such as :data:`SUM`, :data:`VECTORS` and
+            :data:`LOSS`, and which field is the noise multiplier of each.
     """
 
     steps: int
@@ -43,6 +61,19 @@ class Event:
     unestablished: ClassVar[str] = ""
     several_forwards: ClassVar[bool] = False
     paid_ahead: ClassVar[bool] = False
+    parts: ClassVar[Mapping[str, str]] = {}
+
+    def __post_init__(self) -> None:
+        for name in _field_names(type(self)):
+            value = getattr(self, name)
+            if name.endswith("noise_multiplier"):
+                value = non_negative(name, value)
+            elif name == "sample_rate":
+                hint = "It is expected_batch_size / num_examples."
+                value = in_unit_interval(name, value, hint, zero=True, one=True)
+            elif name in _LEAST:
+                value = integer(name, value, _LEAST[name])
+            object.__setattr__(self, name, value)
 
     @property
     def established(self) -> bool:
@@ -51,11 +82,15 @@ class Event:
 
     @property
     def noise_multipliers(self) -> dict[str, float]:
-        """The noise multiplier of each part that is released with Gaussian noise, such as
-        :data:`SUM`, :data:`VECTORS` and :data:`LOSS`."""
-        return {}
+        """The noise multiplier of each part."""
+        return {part: getattr(self, name) for part, name in self.parts.items()}
 
-    def dp_event(self) -> Any:
+    @property
+    def joint_noise_multiplier(self) -> float:
+        """That of all parts together, as one Gaussian mechanism."""
+        return joint_noise_multiplier(*self.noise_multipliers.values())
+
+    def dp_event(self) -> DpEvent | None:
         """Return one step (what ``with_steps(1)`` is) as a ``dp_accounting.DpEvent``, with tuples,
         so that it has a hash: for an event from outside hf_dp. None for those of hf_dp, which the
         accountants know themselves."""
@@ -66,28 +101,14 @@ class Event:
         that have them."""
         return dataclasses.replace(self, steps=steps)  # type: ignore[type-var]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Description:
         """Return a JSON-ready description that :func:`event_from_dict` reads."""
         return {"type": type(self).__name__, **dataclasses.asdict(self)}  # type: ignore[call-overload]
 
     @classmethod
-    def from_fields(cls, values: Mapping[str, Any]) -> Self:
+    def from_fields(cls, values: Description) -> Self:
         """Return the event with these fields, as :meth:`to_dict` has them."""
         return cls(**values)
-
-    def _check(self, *, whole: Mapping[str, int] | None = None) -> None:
-        """Check the fields that events have in common, and those of ``whole`` numbers, by name and
-        least value. Raises: InvalidArgumentError."""
-        for item in dataclasses.fields(self):  # type: ignore[arg-type]
-            name, value = item.name, getattr(self, item.name)
-            if name.endswith("noise_multiplier"):
-                value = non_negative(name, value)
-            elif name == "sample_rate":
-                hint = "It is expected_batch_size / num_examples."
-                value = in_unit_interval(name, value, hint, zero=True, one=True)
-            elif (least := {"steps": 0, **(whole or {})}.get(name)) is not None:
-                value = integer(name, value, least)
-            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True)
@@ -106,8 +127,10 @@ class NoisedSum(Event):
 
     beside: Mapping[str, float] | tuple[tuple[str, float], ...] = field(default=(), kw_only=True)
 
-    def _check(self, *, whole: Mapping[str, int] | None = None) -> None:
-        super()._check(whole=whole)
+    parts: ClassVar[Mapping[str, str]] = {SUM: "noise_multiplier"}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         own = dict(self.beside)
         if SUM in own or not all(isinstance(part, str) for part in own):
             raise invalid("beside", own, f"to name parts other than {SUM!r}")
@@ -116,14 +139,9 @@ class NoisedSum(Event):
 
     @property
     def noise_multipliers(self) -> dict[str, float]:
-        return {SUM: self.noise_multiplier, **dict(self.beside)}  # type: ignore[attr-defined]
+        return {**super().noise_multipliers, **dict(self.beside)}
 
-    @property
-    def joint_noise_multiplier(self) -> float:
-        """That of all parts together, as one sum."""
-        return joint_noise_multiplier(*self.noise_multipliers.values())
-
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Description:
         described = super().to_dict()
         del described["beside"]
         return {**described, "beside": dict(self.beside)} if self.beside else described
@@ -155,12 +173,23 @@ def register_event(cls: type[_E]) -> type[_E]:
     return cls
 
 
+def refuse_stranger(event: object) -> None:
+    """Raise UnsupportedEventError for what is not a registered event.
+
+    Exact classes: a subclass could mean another mechanism.
+    """
+    if type(event) not in EVENT_TYPES.values():
+        raise UnsupportedEventError(
+            f"Expected an event, one of {sorted(EVENT_TYPES)}, got {event!r} of {type(event)}."
+        )
+
+
 def as_events(events: Event | Iterable[Event]) -> tuple[Event, ...]:
     """Return one event, or several, as a tuple."""
     return (events,) if isinstance(events, Event) else tuple(events)
 
 
-def event_from_dict(data: Mapping[str, Any]) -> Event:
+def event_from_dict(data: Mapping[str, object]) -> Event:
     """Return the event that ``to_dict`` described.
 
     Nothing is guessed: an unknown type, an unknown field, a missing field or a bad value is
@@ -178,8 +207,8 @@ def event_from_dict(data: Mapping[str, Any]) -> Event:
             "Read it with the version that wrote it, or import the module that registers it."
         )
     cls = EVENT_TYPES[name]
-    known = [item.name for item in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    values: dict[str, Any] = {key: value for key, value in data.items() if key != "type"}
+    known = _field_names(cls)
+    values = {key: value for key, value in data.items() if key != "type"}
     unknown = sorted(set(values) - set(known))
     missing = sorted(set(known) - set(values) - {"beside"})  # which most events have none of
     if unknown or missing:
@@ -191,3 +220,7 @@ def event_from_dict(data: Mapping[str, Any]) -> Event:
         return cls.from_fields(values)
     except InvalidArgumentError as error:
         raise UnsupportedEventError(f"Event {name} cannot be read: {error}") from error
+
+
+def _field_names(cls: type[Event]) -> list[str]:
+    return [item.name for item in dataclasses.fields(cls)]  # type: ignore[arg-type]

@@ -1,67 +1,66 @@
 """What ran, as frozen data: the mechanisms that a run applied to the private examples.
 
-An event says nothing about epsilon; the accountants do. In every event ``noise_multiplier`` is the
-standard deviation of the Gaussian noise divided by the clipping norm, with the noise added once to
-the *sum* of the clipped contributions. The accountant is told what a neighboring data set is
-(``hf_dp.accounting.RELATIONS``).
+An event says nothing about epsilon; the accountants do, and they are told what a neighboring data
+set is (``hf_dp.accounting.RELATIONS``). Fields that several events have mean the same in all:
+
+- ``noise_multiplier`` is the standard deviation of the Gaussian noise divided by the clipping norm,
+  with the noise added once to the *sum* of the clipped contributions, or to each single vector;
+  0 means no noise and epsilon infinity.
+- ``sample_rate`` is the probability, in [0, 1], with which each example joins a step, independently
+  of everything else. Shuffled or fixed-size batches are another mechanism and must not be described
+  by these events.
+- ``steps`` is how many times it ran, adaptively, empty samples included.
+
+A value that is out of range or not a number raises InvalidArgumentError.
+
+Some events release something about each example by itself, and not a sum. What is released shows
+how many examples there are and which of them took part. So none of these holds under
+``add_remove``: one example more is one released vector more, which no noise hides. Sampling hides
+nothing either: an adversary who knows the other examples sees whether this one took part. (Du and
+Mi 2021, equation 10, claims otherwise: :class:`PublishedForwardNoise`.) Under ``zero_out`` the
+vector of an absent example is still released, and holds only noise.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
-from hf_dp._validate import invalid, non_negative, one_of, real
-from hf_dp.accounting.event import Event, NoisedSum, event_from_dict, register_event
+from hf_dp._validate import invalid, non_negative, one_of, positive, real
+from hf_dp.accounting.event import (
+    SUM,
+    VECTORS,
+    Description,
+    Event,
+    NoisedSum,
+    event_from_dict,
+    register_event,
+)
 from hf_dp.errors import InvalidArgumentError
+
+RUN_DISTRIBUTIONS = ("truncated_negative_binomial", "poisson")
 
 
 @register_event
 @dataclass(frozen=True)
 class Gaussian(NoisedSum):
-    """The Gaussian mechanism on all examples (no sampling), run ``steps`` times, adaptively.
-
-    Args:
-        noise_multiplier: noise standard deviation / clipping norm, >= 0; 0 means no noise and
-            epsilon infinity.
-        steps: how many times it ran, >= 0.
-
-    Raises:
-        InvalidArgumentError: a value is out of range or not a number.
-    """
+    """The Gaussian mechanism on all examples, without sampling."""
 
     noise_multiplier: float
     steps: int = 1
-
-    def __post_init__(self) -> None:
-        self._check()
 
 
 @register_event
 @dataclass(frozen=True)
 class PoissonSampledGaussian(NoisedSum):
-    """The Gaussian mechanism on a fresh Poisson sample, run ``steps`` times, adaptively.
-
-    Args:
-        noise_multiplier: noise standard deviation / clipping norm, >= 0; 0 means no noise and
-            epsilon infinity.
-        sample_rate: the probability, in [0, 1], with which each example joins a step, independently
-            of everything else. Shuffled or fixed-size batches are another mechanism and must not be
-            described by this event.
-        steps: how many times it ran, empty samples included, >= 0.
-
-    Raises:
-        InvalidArgumentError: a value is out of range or not a number.
-    """
+    """The Gaussian mechanism on a fresh Poisson sample in each step."""
 
     noise_multiplier: float
     sample_rate: float
     steps: int
-
-    def __post_init__(self) -> None:
-        self._check()
 
 
 @register_event
@@ -74,13 +73,9 @@ class TruncatedPoissonSampledGaussian(NoisedSum):
     (arXiv 2508.15089).
 
     Args:
-        noise_multiplier, sample_rate, steps: as there; ``sample_rate`` is that of the sample before
-            it is truncated.
+        sample_rate: that of the sample before it is truncated.
         num_examples: N, the examples drawn from, >= 1.
         max_batch_size: the maximum number of examples per step, >= 1.
-
-    Raises:
-        InvalidArgumentError: a value is out of range or not a number.
     """
 
     noise_multiplier: float
@@ -94,9 +89,6 @@ class TruncatedPoissonSampledGaussian(NoisedSum):
         "Samples are truncated to a maximum size: with one example more, which a neighbor has, "
         "other examples would be left out."
     )
-
-    def __post_init__(self) -> None:
-        self._check(whole={"num_examples": 1, "max_batch_size": 1})
 
 
 @register_event
@@ -112,14 +104,8 @@ class UserRowsGaussian(NoisedSum):
     Users with fewer rows lose less, since K grows with the number of rows.
 
     Args:
-        noise_multiplier: noise standard deviation / clipping norm of one row, >= 0.
-        sample_rate: the probability, in [0, 1], with which each row joins a step, independently of
-            everything else.
-        steps: how many times it ran, empty samples included, >= 0.
+        noise_multiplier, sample_rate: of one row.
         max_rows: the most rows of one user that can be sampled from, >= 1.
-
-    Raises:
-        InvalidArgumentError: a value is out of range or not a number.
     """
 
     noise_multiplier: float
@@ -129,9 +115,6 @@ class UserRowsGaussian(NoisedSum):
 
     relations: ClassVar[tuple[str, ...]] = ("zero_out", "add_remove")
     restriction: ClassVar[str] = "No bound is implemented for rows that become another user's."
-
-    def __post_init__(self) -> None:
-        self._check(whole={"max_rows": 1})
 
 
 @register_event
@@ -145,13 +128,8 @@ class RandomAllocationGaussian(NoisedSum):
     little a part of it costs is not known.
 
     Args:
-        noise_multiplier: noise standard deviation / clipping norm, >= 0; 0 means no noise and
-            epsilon infinity.
         steps_per_allocation: t >= 2.
-        steps: of all allocations together, a multiple of t, >= 0.
-
-    Raises:
-        InvalidArgumentError: a value is out of range or not a number.
+        steps: of all allocations together, a multiple of t.
     """
 
     noise_multiplier: float
@@ -165,7 +143,7 @@ class RandomAllocationGaussian(NoisedSum):
     paid_ahead: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        self._check(whole={"steps_per_allocation": 2})
+        super().__post_init__()
         if self.steps % self.steps_per_allocation:
             raise invalid(
                 "steps",
@@ -182,9 +160,6 @@ class RandomAllocationGaussian(NoisedSum):
     def sample_rate(self) -> float:
         """The probability with which an example takes part in a given step."""
         return 1 / self.steps_per_allocation
-
-
-RUN_DISTRIBUTIONS = ("truncated_negative_binomial", "poisson")
 
 
 @register_event
@@ -209,9 +184,6 @@ class BestOfRandomRuns(Event):
             nothing is released).
         shape: that of the truncated negative binomial, 0 or from 10^-6 to 10^6: 1 (default) is the
             geometric distribution, 0 the logarithmic one. With "poisson" it must be None.
-
-    Raises:
-        InvalidArgumentError: a value is out of range, or ``run`` holds no event or a search.
     """
 
     run: tuple[Gaussian | PoissonSampledGaussian | TruncatedPoissonSampledGaussian, ...]
@@ -237,17 +209,14 @@ class BestOfRandomRuns(Event):
         if self.distribution == "poisson":
             if self.shape is not None:
                 raise invalid("shape", self.shape, "to be None with distribution 'poisson'")
-        else:
-            object.__setattr__(self, "shape", non_negative("shape", self.shape))
-            if self.shape and not 1e-6 <= self.shape <= 1e6:
-                raise invalid("shape", self.shape, "to be 0 or from 10^-6 to 10^6")
-            if mean < 1 + 1e-6:
-                raise invalid(
-                    "mean_runs",
-                    self.mean_runs,
-                    "to be above 1 by 10^-6 or more",
-                    "A single run is no search.",
-                )
+            return
+        object.__setattr__(self, "shape", non_negative("shape", self.shape))
+        if self.shape and not 1e-6 <= self.shape <= 1e6:
+            raise invalid("shape", self.shape, "to be 0 or from 10^-6 to 10^6")
+        if mean < 1 + 1e-6:
+            raise invalid(
+                "mean_runs", mean, "to be above 1 by 10^-6 or more", "A single run is no search."
+            )
 
     @property
     def steps(self) -> int:  # type: ignore[override]
@@ -266,12 +235,166 @@ class BestOfRandomRuns(Event):
         """Those of one run; of a run of several events none is the one."""
         return self.run[0].noise_multipliers if len(self.run) == 1 else {}
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready description that :func:`event_from_dict` reads."""
+    def to_dict(self) -> Description:
         return {**super().to_dict(), "run": [event.to_dict() for event in self.run]}
 
     @classmethod
-    def from_fields(cls, values: Mapping[str, Any]) -> Self:
+    def from_fields(cls, values: Description) -> Self:
         if not isinstance(values["run"], list):
             raise InvalidArgumentError(f"Expected a list of events as `run`: {values['run']!r}.")
         return cls(**{**values, "run": tuple(event_from_dict(each) for each in values["run"])})
+
+
+class RowByRow(Event):
+    """What releases something about each example by itself."""
+
+    relations: ClassVar[tuple[str, ...]] = ("zero_out", "replace_one")
+    restriction: ClassVar[str] = "What is released shows how many examples took part."
+    parts: ClassVar[Mapping[str, str]] = {VECTORS: "noise_multiplier"}
+
+
+@register_event
+@dataclass(frozen=True)
+class RecordRelease(RowByRow):
+    """Each example's clipped vector is released, with its own Gaussian noise, ``steps`` times.
+
+    Only an example's own vector depends on it, so this is the Gaussian mechanism of sensitivity C
+    on that vector.
+    """
+
+    noise_multiplier: float
+    steps: int = 1
+
+
+@register_event
+@dataclass(frozen=True)
+class SampledRecordRelease(RowByRow):
+    """A :class:`RecordRelease` of the examples in a Poisson sample; membership is visible.
+
+    An example that took part in k samples has released k noisy vectors: with T samples in all,
+    ``delta(epsilon) = sum_k Binomial(k; T, q) delta_Gauss(epsilon; sqrt(k) / noise_multiplier)``,
+    because k does not depend on the example's contents. Sampling scales delta and gives no other
+    amplification.
+
+    Args:
+        num_micro_batches: independent samples in each step, M >= 1; T is ``steps *
+            num_micro_batches``.
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    steps: int
+    num_micro_batches: int = 1
+
+
+@register_event
+@dataclass(frozen=True)
+class SumAndRows(RowByRow):
+    """Each step releases a noisy sum over a Poisson sample, and noisy vectors of single examples.
+
+    The vectors show which examples were sampled. With two independent samples the sum's stays
+    secret: a :class:`PoissonSampledGaussian` and a :class:`SampledRecordRelease`. If one sample
+    serves both, the vectors show whose sum it is, so its sample is not secret. Given that the
+    example was sampled, sum and vector are one Gaussian mechanism with
+    ``mu^2 = 1 / noise_multiplier^2 + 1 / record_noise_multiplier^2``, so
+    ``delta(epsilon) = sum_k Binomial(k; T, q) delta_Gauss(epsilon; sqrt(k) mu)``.
+
+    Args:
+        noise_multiplier: that of the sum.
+        record_noise_multiplier: that of the vectors.
+        one_draw: whether the sum is over the same examples whose vectors are released.
+    """
+
+    noise_multiplier: float
+    record_noise_multiplier: float
+    sample_rate: float
+    steps: int
+    one_draw: bool
+
+    parts: ClassVar[Mapping[str, str]] = {
+        SUM: "noise_multiplier",
+        VECTORS: "record_noise_multiplier",
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.one_draw, bool):
+            raise invalid("one_draw", self.one_draw, "to be True or False")
+
+
+@register_event
+@dataclass(frozen=True)
+class PublishedForwardNoise(Event):
+    """DP-FP as published (Du and Mi 2021, Algorithm 1), for which *no epsilon is established*.
+
+    The paper treats each micro-batch as ``p G_mu + (1 - p) Id`` (equation 10) and the update as
+    post-processing of the noised representations. Neither holds: vectors are released one by one,
+    and the encoder's gradient is computed from activations without noise. Only ``gdp_clt`` gives an
+    answer, the figure that the paper computes.
+
+    Args:
+        noise_multiplier: noise standard deviation / clipping norm of the representation.
+        sample_rate: p = B / (M D).
+        num_micro_batches: M >= 1.
+        steps: optimizer steps, T.
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    num_micro_batches: int
+    steps: int
+
+    reasons: ClassVar[tuple[str, ...]] = (
+        "the noise protects functions of the noised representation, and the encoder's gradient is "
+        "none: it is computed from the activations below the noise, as they are. A word that "
+        "occurs in one training row alone moves its embedding in the steps that draw this row and "
+        "in no other, whatever the noise",
+        "noised rows are released one by one, so whoever knows the other rows sees whether a row "
+        "took part; the formula for the secret sample of a sum, from which the paper computes its "
+        "figure, does not apply",
+        "the labels of the training rows enter the loss as they are",
+        "the paper's figure is a limit theorem's estimate far outside its range: even if all of "
+        "the above held, the true value would be several times as large",
+    )
+    several_forwards: ClassVar[bool] = True
+    unestablished: ClassVar[str] = (
+        "DP-FP as published, whose encoder is trained by gradients that were not noised"
+    )
+    parts: ClassVar[Mapping[str, str]] = {VECTORS: "noise_multiplier"}
+
+
+@register_event
+@dataclass(frozen=True)
+class RandomizedResponse(RowByRow):
+    """Each example's label is replaced by randomized response, ``steps`` times.
+
+    The label stays with probability ``exp(epsilon) / (exp(epsilon) + K - 1)``; otherwise it becomes
+    one of the others uniformly (Warner 1965). The answers for two labels differ by a factor of at
+    most exp(epsilon). An absent example's answer is uniform, which is a mixture of those of all
+    labels and therefore no further away.
+
+    Args:
+        epsilon: > 0 and at most 20.
+        num_classes: K >= 2.
+    """
+
+    epsilon: float
+    num_classes: int
+    steps: int = 1
+
+    parts: ClassVar[Mapping[str, str]] = {}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        value = positive("epsilon", self.epsilon)
+        # There one answer in 5e8 is another label; beyond it, 1 - that number loses its digits.
+        if value > 20:
+            hint = "Above that, labels are effectively public."
+            raise invalid("epsilon", self.epsilon, "to be at most 20", hint)
+        object.__setattr__(self, "epsilon", value)
+
+    @property
+    def keep_probability(self) -> float:
+        """The probability with which a label stays as it is; rounded down."""
+        others = (self.num_classes - 1) * math.exp(-self.epsilon)
+        return math.nextafter(1 - others / (1 + others), 0)

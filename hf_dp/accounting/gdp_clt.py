@@ -16,8 +16,8 @@ from collections.abc import Callable
 from scipy.special import log_ndtr
 
 from hf_dp._validate import in_unit_interval, integer, positive
-from hf_dp.accounting.composition import Composition
-from hf_dp.accounting.ranges import Range
+from hf_dp.accounting.composition import Composition, Range
+from hf_dp.accounting.knows import PUBLISHED
 from hf_dp.accounting.value import Epsilon, Kind
 
 # exp(1/sigma^2) and the tails are representable in this range; the limit theorem need not be
@@ -40,8 +40,9 @@ def mu(composition: Composition) -> float:
     paper's equation 11, ``p sqrt(T M (exp(C^2/sigma^2) - 1))``: its figure, by its assumptions.
     """
     squares = [composition.gaussian_mu**2]
-    for sigma, rate, steps in (*composition.sampled, *composition.published):
-        squares.append(rate**2 * steps * math.expm1(1 / sigma**2))
+    for term in (*composition.sampled, *composition.of(PUBLISHED)):
+        growth = math.expm1(1 / term.noise_multiplier**2)
+        squares.append(term.sample_rate**2 * term.steps * growth)
     return math.sqrt(math.fsum(squares))
 
 
@@ -64,6 +65,14 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     # Gaussian tail: the loss has mean mu^2/2 and standard deviation mu, so delta is reached before.
     high = mu**2 / 2 + mu * math.sqrt(2 * math.log(1 / delta)) + 1e-9
     return _root(excess, 0.0, high)
+
+
+def gaussian_mu(target: float, delta: float) -> float:
+    """Return the mu whose epsilon at ``delta`` is ``target``, > 0."""
+    high = 1.0
+    while gaussian_epsilon(high, delta) < target:
+        high *= 2
+    return _root(lambda mu: gaussian_epsilon(mu, delta) - target, 1e-12, high)
 
 
 def _root(function: Callable[[float], float], low: float, high: float) -> float:
@@ -101,11 +110,7 @@ def noise_multiplier(target_epsilon: float, delta: float, sample_rate: float, st
     """
     target, delta = positive("target_epsilon", target_epsilon), in_unit_interval("delta", delta)
     rate, steps = in_unit_interval("sample_rate", sample_rate, one=True), integer("steps", steps, 1)
-    high = 1.0
-    while gaussian_epsilon(high, delta) < target:
-        high *= 2
-    mu = _root(lambda mu: gaussian_epsilon(mu, delta) - target, 1e-12, high)
-    return 1 / math.sqrt(math.log1p(mu**2 / (rate**2 * steps)))
+    return 1 / math.sqrt(math.log1p(gaussian_mu(target, delta) ** 2 / (rate**2 * steps)))
 
 
 def epsilon(composition: Composition, delta: float, relation: str = "zero_out") -> Epsilon:
@@ -117,5 +122,5 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
     if composition.empty or composition.noiseless:
         return Epsilon(math.inf if composition.noiseless else 0.0, "estimate")
     RANGE.check(composition, delta)
-    kind: Kind = "not established" if composition.published else "estimate"
+    kind: Kind = "not established" if composition.of(PUBLISHED) else "estimate"
     return Epsilon(gaussian_epsilon(mu(composition), delta), kind)

@@ -3,7 +3,7 @@
 Both are dp-accounting's, whose objects they take and give. Only what it does point by point in
 Python, or once for each of forty orders, is done here for all points at once: that was most of the
 time of an answer. Private fields of its objects are read in this module alone
-(``tests/accounting/test_grid.py`` fails by name when they change).
+(``tests/accounting/test_against_the_package.py`` fails by name when they change).
 """
 
 from __future__ import annotations

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from hf_dp._validate import invalid
 from hf_dp.accounting.accountants import epsilon
-from hf_dp.accounting.event import EVENT_TYPES, Event, event_from_dict
+from hf_dp.accounting.event import Description, Event, event_from_dict, refuse_stranger
 from hf_dp.accounting.events import BestOfRandomRuns
 from hf_dp.accounting.value import Epsilon
-from hf_dp.errors import LedgerError, UnsupportedEventError
+from hf_dp.errors import LedgerError
 
 TRAINING = "training"
 SELECTION = "selection"
@@ -31,10 +30,7 @@ class LedgerEntry:
     purpose: str
 
     def __post_init__(self) -> None:
-        if type(self.event) not in EVENT_TYPES.values():
-            raise UnsupportedEventError(
-                f"Expected an event, one of {sorted(EVENT_TYPES)}, got {self.event!r}."
-            )
+        refuse_stranger(self.event)
         if not isinstance(self.purpose, str) or not self.purpose:
             raise invalid(
                 "purpose", self.purpose, "to be a non-empty string", 'For example "training".'
@@ -52,8 +48,7 @@ class LedgerEntry:
             return False
         if isinstance(self.event, BestOfRandomRuns) and self.purpose != TRAINING:
             return False
-        same = self.event.with_steps(1) == earlier.event.with_steps(1)
-        return same
+        return bool(self.event.with_steps(1) == earlier.event.with_steps(1))
 
 
 class Ledger:
@@ -112,7 +107,7 @@ class Ledger:
         mine = self._entries[here]
         return mine == last or (mine.continues(last) and mine.event.steps >= last.event.steps)
 
-    def to_list(self) -> list[dict[str, Any]]:
+    def to_list(self) -> list[Description]:
         """Return JSON-ready entries ``{"type", "purpose", ...event fields}``, in order."""
         entries = []
         for entry in self._entries:
@@ -121,7 +116,7 @@ class Ledger:
         return entries
 
     @classmethod
-    def from_list(cls, entries: Iterable[Mapping[str, Any]]) -> Ledger:
+    def from_list(cls, entries: Iterable[Mapping[str, object]]) -> Ledger:
         """Return the ledger that ``to_list`` wrote.
 
         Raises:

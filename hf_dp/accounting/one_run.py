@@ -21,7 +21,7 @@ import numpy as np
 from hf_dp._validate import in_unit_interval, integer, invalid, positive
 from hf_dp.accounting.accountants import epsilon
 from hf_dp.accounting.event import Event, as_events
-from hf_dp.accounting.events import Gaussian
+from hf_dp.accounting.gdp_clt import gaussian_mu
 from hf_dp.errors import AccountingRangeError
 
 _NORMAL = NormalDist()
@@ -137,26 +137,6 @@ def claimed_curve(events: Event | Iterable[Event], accountant: str = "pld") -> I
     return inverse
 
 
-def epsilon_of(mu: float, delta: float) -> float:
-    """Return the epsilon at ``delta`` of mu-GDP; 0 for mu = 0."""
-    return epsilon(Gaussian(1 / mu), delta).value if mu > 1e-4 else 0.0
-
-
-def mu_of(target: float, delta: float) -> float:
-    """Return the mu of the Gaussian mechanism with this epsilon at ``delta``."""
-    from scipy.optimize import brentq
-
-    positive("epsilon", target)
-
-    def gap(mu: float) -> float:
-        return epsilon_of(mu, delta) - target
-
-    high = 1.0
-    while gap(high) < 0:
-        high *= 2
-    return float(brentq(gap, 1e-4, high, xtol=1e-4))
-
-
 def best_number_of_guesses(canaries: int, epsilon: float, delta: float) -> int:
     """Return about how many canaries to guess about, the clearest ones, to learn the most.
 
@@ -166,7 +146,7 @@ def best_number_of_guesses(canaries: int, epsilon: float, delta: float) -> int:
     from scipy.optimize import brentq
     from scipy.stats import norm
 
-    mu = mu_of(epsilon, delta)
+    mu = gaussian_mu(positive("epsilon", epsilon), delta)
 
     def learned(guesses: int) -> tuple[float, float]:
         def too_many(cut: float) -> float:

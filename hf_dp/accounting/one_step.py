@@ -1,22 +1,70 @@
-"""The privacy-loss distribution of one Poisson-sampled Gaussian step, all grid points at once.
+"""The privacy-loss distribution of one Poisson-sampled step, all grid points at once.
 
-That of sampled rows of one user is in :mod:`hf_dp.accounting.user_rows`.
+That of one example per draw is dp-accounting's ``from_gaussian_mechanism``, with its own mechanism
+and tails. The inverse of the privacy loss and the connect-the-dots rule are evaluated here: the
+package does so point by point in Python, which was most of the time of an answer.
 
-It is the distribution of dp-accounting's ``from_gaussian_mechanism``, with its own mechanism and
-tails. The inverse of the privacy loss and the connect-the-dots rule are evaluated here: the package
-does so point by point in Python, which was most of the time of an answer.
+So it is with several sampled rows of one user. With the user a step's outcome has the density P =
+sum over i of p_i N(i, sigma^2), p binomial; without, Q = N(0, sigma^2). The privacy loss log(P(y) /
+Q(y)) rises with y, so the largest difference P(S) - exp(epsilon) Q(S) is taken above the one
+outcome where the loss is epsilon. dp-accounting has this mechanism and finds that outcome point by
+point; here it is found by Newton's method for all points at once (tests compare the two).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from dp_accounting.pld import pld_pmf
 from dp_accounting.pld import privacy_loss_distribution as google_pld
 from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
+from scipy.special import bdtrc, log_ndtr, logsumexp, ndtr, xlog1py
+from scipy.stats import binom
+
+from hf_dp.errors import AccountingRangeError
 
 _ROUNDING = 1e-12  # of a delta
+
+# A user has more rows in a step with less than this probability: then all of it counts as lost.
+_TAIL = 1e-20
+_LOG_CUT = -50.0  # of an outcome beyond the grid's ends, whose loss is rounded up
+_AWAY = 10.0  # standard deviations: a normal number is farther out with less than exp(_LOG_CUT)
+_CHUNK = 1 << 16  # grid points at a time
+MAX_POINTS = 2 * 10**7
+_NEWTON = 100  # at most
+_CLOSE = 1e-10  # delta is largest at the outcome sought, so its error is the square of this
+
+
+def losses_of(deltas: np.ndarray, interval: float, first: int) -> pld_pmf.DensePLDPmf:
+    """Return the losses with these deltas on the grid, and deltas too large between its points.
+
+    Doroshenko et al. 2022 (arXiv 2207.04380), Algorithm 1 on a grid of equal gaps. What the points
+    leave of 1 is the probability of the infinite loss, the last delta.
+
+    Args:
+        deltas: at the losses ``first * interval``, ``(first + 1) * interval``, and so on.
+        interval: between two points of the grid of losses, > 0.
+
+    Raises: ValueError when the deltas grow by more than rounding.
+    """
+    if len(deltas) > 1 and np.diff(deltas).max() > _ROUNDING:
+        raise ValueError("The deltas of a privacy loss fall with epsilon, but these do not.")
+    deltas = np.minimum.accumulate(deltas)
+    probabilities = 1 - deltas
+    if len(deltas) > 1:
+        falls, growth = np.diff(deltas), math.expm1(interval)
+        probabilities[0] += falls[0] / growth
+        probabilities[1:-1] = (falls[1:] - falls[:-1] * math.exp(interval)) / growth
+        probabilities[-1] = falls[-1] / math.expm1(-interval)
+    return pld_pmf.DensePLDPmf(
+        interval,
+        first,
+        np.maximum(probabilities, 0.0),
+        infinity_mass=float(deltas[-1]),
+        pessimistic_estimate=True,
+    )
 
 
 def sampled_gaussian(
@@ -42,46 +90,6 @@ def sampled_gaussian(
     return google_pld.PrivacyLossDistribution(*directions)
 
 
-def losses_of(deltas: np.ndarray, interval: float, first: int) -> pld_pmf.DensePLDPmf:
-    """Return the losses with these deltas on the grid, pessimistic between its points.
-
-    Args:
-        deltas: at the losses ``first * interval``, ``(first + 1) * interval``, and so on.
-        interval: between two points of the grid of losses, > 0.
-
-    Raises: ValueError when the deltas grow by more than rounding.
-    """
-    return pld_pmf.DensePLDPmf(
-        interval,
-        first,
-        connect_the_dots(deltas, interval),
-        infinity_mass=float(deltas.min()),
-        pessimistic_estimate=True,
-    )
-
-
-def connect_the_dots(deltas: np.ndarray, interval: float) -> np.ndarray:
-    """Return the probability of each grid point, such that delta is right there and too large
-    between.
-
-    Doroshenko et al. 2022 (arXiv 2207.04380), Algorithm 1 on a grid of equal gaps. What the points
-    leave of 1 is the probability of the infinite loss, the last delta.
-
-    Raises: ValueError when the deltas grow by more than rounding.
-    """
-    if len(deltas) == 1:
-        return 1 - deltas
-    if np.diff(deltas).max() > _ROUNDING:
-        raise ValueError("The deltas of a privacy loss fall with epsilon, but these do not.")
-    deltas = np.minimum.accumulate(deltas)
-    falls, growth = np.diff(deltas), math.expm1(interval)
-    probabilities = np.empty_like(deltas)
-    probabilities[0] = 1 - deltas[0] + falls[0] / growth
-    probabilities[1:-1] = (falls[1:] - falls[:-1] * math.exp(interval)) / growth
-    probabilities[-1] = falls[-1] / math.expm1(-interval)
-    return np.maximum(probabilities, 0.0)
-
-
 def _deltas(step: GaussianPrivacyLoss, epsilons: np.ndarray) -> np.ndarray:
     """Return the delta of one direction at each epsilon.
 
@@ -101,3 +109,124 @@ def _deltas(step: GaussianPrivacyLoss, epsilons: np.ndarray) -> np.ndarray:
     x = -0.5 - inverse * variance if removal else 1 + (-0.5 + inverse * variance)
     deltas[reached] = step.mu_upper_cdf(x) - np.exp(epsilons[reached] + step.mu_lower_log_cdf(x))
     return np.clip(deltas, 0.0, 1.0)
+
+
+def sampled_rows(
+    noise_multiplier: float, sample_rate: float, max_rows: int, interval: float
+) -> google_pld.PrivacyLossDistribution:
+    """Return the distribution under zero-out, in both directions, pessimistic.
+
+    Args:
+        noise_multiplier: noise standard deviation / clipping norm of a row, > 0.
+        sample_rate: of a row, in (0, 1).
+        max_rows: of a user, >= 1.
+        interval: between two points of the grid of losses, > 0.
+
+    Raises: AccountingRangeError when the losses of one step need more than MAX_POINTS points.
+    """
+    step = _Rows(noise_multiplier, sample_rate, max_rows)
+    directions = []
+    for deltas, (smallest, largest) in (
+        (step.removal, step.losses_with()),
+        (step.addition, step.losses_without()),
+    ):
+        low, high = math.floor(smallest / interval), math.ceil(largest / interval)
+        if high - low > MAX_POINTS:
+            raise AccountingRangeError(
+                f"The privacy losses of one step reach {largest:.3g}, too far for the grid: one "
+                f"user can have up to {max_rows} rows in a step, each of noise multiplier "
+                f"{noise_multiplier:.3g}. Raise the noise, or lower max_rows_per_unit."
+            )
+        chunks = range(low, high + 1, _CHUNK)
+        points = [np.arange(start, min(start + _CHUNK, high + 1)) for start in chunks]
+        found = np.concatenate([deltas(each * interval) for each in points])
+        directions.append(losses_of(found, interval, low))
+    return google_pld.PrivacyLossDistribution(*directions)
+
+
+class _Rows:
+    """P and Q of the module's docstring, with sigma as the unit of outcomes y.
+
+    A user's rows beyond the last that is likely enough are left out of P. That lowers P everywhere,
+    so ``removal`` adds what was left out, and ``addition`` is only made larger.
+    """
+
+    def __init__(self, noise_multiplier: float, sample_rate: float, max_rows: int):
+        counts = np.arange(max_rows + 1)
+        beyond = bdtrc(counts, max_rows, sample_rate)  # more rows than each count
+        last = max(1, int(np.argmax(beyond < _TAIL)))
+        self.left_out = float(beyond[last])
+        self.counts = counts[: last + 1]
+        self.shifts = self.counts / noise_multiplier
+        self.log_p = binom.logpmf(self.counts, max_rows, sample_rate)
+        self.log_none = float(xlog1py(max_rows, -sample_rate))
+        self.some = -math.expm1(self.log_none)  # the probability of at least one row
+        # log of p_i exp(-i^2 / (2 sigma^2)): what y does not move
+        self._fixed = self.log_p - self.shifts**2 / 2
+
+    def loss(self, y: float) -> float:
+        """Return the loss of one outcome."""
+        return float(logsumexp(self._fixed + self.shifts * y))
+
+    def losses_with(self) -> tuple[float, float]:
+        """Return the losses between which all outcomes of P are but for exp(_LOG_CUT)."""
+
+        def log_beyond(y: float) -> float:
+            return float(logsumexp(self.log_p + log_ndtr(self.shifts - y)))
+
+        return self.loss(-_AWAY), self.loss(_first(log_beyond, 0.0, float(self.shifts[-1]) + _AWAY))
+
+    def losses_without(self) -> tuple[float, float]:
+        """Return the negative losses between which all outcomes of Q are but for exp(_LOG_CUT)."""
+        return -self.loss(_AWAY), -self.loss(-_AWAY)
+
+    def outcomes(self, losses: np.ndarray) -> np.ndarray:
+        """Return the outcomes that have these losses, each above the loss of no row, log p_0.
+
+        With at least one row, log(P / Q - p_0) is convex in y with slopes of 1 / sigma or more. So
+        Newton's method, begun above the root, comes down to it and never passes it.
+        """
+        some, fixed = self.shifts[1:], self._fixed[1:]
+        with np.errstate(divide="ignore", over="ignore"):
+            small = np.log(np.maximum(np.expm1(np.minimum(losses, 1.0)) + self.some, 0.0))
+            large = losses + np.log1p(-np.exp(self.log_none - np.maximum(losses, 0.5)))
+        wanted = np.where(losses < 1, small, large)
+        y = (wanted - fixed[0]) / some[0]  # where one row alone has the loss; the root is below
+        for _ in range(_NEWTON):
+            terms = fixed + np.multiply.outer(y, some)
+            top = terms.max(axis=1)
+            weights = np.exp(terms - top[:, None])
+            total = weights.sum(axis=1)
+            with np.errstate(invalid="ignore"):
+                moved = (top + np.log(total) - wanted) * total / (weights @ some)
+            y = np.where(np.isfinite(moved), y - moved, y)
+            if not np.any(np.abs(np.nan_to_num(moved)) > _CLOSE * (1 + np.abs(y))):
+                return y
+        raise ValueError("Newton's method did not find the outcomes of these privacy losses.")
+
+    def removal(self, epsilons: np.ndarray) -> np.ndarray:
+        """Return P(loss > epsilon) - exp(epsilon) Q(loss > epsilon), and what was left out of P."""
+        reached = epsilons > self.log_none
+        deltas = -np.expm1(np.minimum(epsilons, 0.0))
+        y = self.outcomes(epsilons[reached])
+        above = ndtr(np.subtract.outer(self.shifts, y))
+        deltas[reached] = np.exp(self.log_p) @ above - np.exp(epsilons[reached] + log_ndtr(-y))
+        return np.clip(deltas + self.left_out, 0.0, 1.0)
+
+    def addition(self, epsilons: np.ndarray) -> np.ndarray:
+        """Return Q(loss < -epsilon) - exp(epsilon) P(loss < -epsilon)."""
+        reached = -epsilons > self.log_none
+        deltas = np.zeros_like(epsilons)
+        y = self.outcomes(-epsilons[reached])
+        below = log_ndtr(-np.subtract.outer(self.shifts, y))
+        terms = self.log_p[:, None] + below + epsilons[reached]
+        deltas[reached] = ndtr(y) - np.exp(logsumexp(terms, axis=0))
+        return np.clip(deltas, 0.0, 1.0)
+
+
+def _first(log_beyond: Callable[[float], float], low: float, high: float) -> float:
+    """Return an outcome with ``log_beyond`` at most _LOG_CUT, near the first one."""
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if log_beyond(middle) > _LOG_CUT else (low, middle)
+    return high

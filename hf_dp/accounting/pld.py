@@ -7,8 +7,8 @@ The result is min(PLD + SLACK, RDP). Both are upper bounds; RDP is tighter in a 
 steps of very weak mechanisms, where the grid is coarser than the loss). RDP does not know
 replace-one, truncated samples and allocations, so there the result is PLD + SLACK. Where no sample
 is secret, the loss is a mixture of normals and needs no grid
-(:mod:`hf_dp.accounting.gaussian_mixture`). Rates below SMALL_RATE have a grid of their own and no
-slack (:mod:`hf_dp.accounting.small_rates`).
+(:mod:`hf_dp.accounting.closed_form`). Rates below SMALL_RATE have a grid of their own and no slack
+(:mod:`hf_dp.accounting.tilted`).
 """
 
 from __future__ import annotations
@@ -17,26 +17,18 @@ import dataclasses
 import math
 from functools import lru_cache
 
-import dp_accounting
+from dp_accounting.dp_event import DpEvent
 from dp_accounting.pld import privacy_loss_distribution as google_pld
 from dp_accounting.pld.pld_privacy_accountant import PLDAccountant
 from dp_accounting.privacy_accountant import NeighboringRelation
 
-from hf_dp.accounting import gaussian_mixture, rdp, small_rates, tilted
+from hf_dp.accounting import closed_form, rdp, tilted
 from hf_dp.accounting.allocation import allocated
-from hf_dp.accounting.composition import (
-    AllocatedTerm,
-    Composition,
-    ResponseTerm,
-    SampledTerm,
-    TruncatedTerm,
-    UserRowsTerm,
-    VisibleTerm,
-)
+from hf_dp.accounting.composition import Composition, Range, Term
+from hf_dp.accounting.events import RandomizedResponse
 from hf_dp.accounting.grid import composed_by, directions, epsilon_at, on_grid, self_composed
-from hf_dp.accounting.one_step import sampled_gaussian
-from hf_dp.accounting.ranges import Range
-from hf_dp.accounting.user_rows import sampled_rows
+from hf_dp.accounting.knows import ALLOCATION, POISSON, TRUNCATED, USER_ROWS, VISIBLE
+from hf_dp.accounting.one_step import sampled_gaussian, sampled_rows
 from hf_dp.accounting.value import Epsilon
 from hf_dp.errors import UnsupportedEventError
 
@@ -115,172 +107,7 @@ _RELATIONS = {
     "add_remove": NeighboringRelation.ADD_OR_REMOVE_ONE,
     "replace_one": NeighboringRelation.REPLACE_ONE,
 }
-
-
-@lru_cache(maxsize=8)
-def _one_step(
-    noise_multiplier: float, sample_rate: float, interval: float, relation: str
-) -> google_pld.PrivacyLossDistribution:
-    """Return the distribution of one step.
-
-    It is cached: building it is most of the work, and a run asks again with more steps.
-    """
-    if sample_rate < 1 and relation != "replace_one":
-        return sampled_gaussian(noise_multiplier, sample_rate, interval)
-    return google_pld.from_gaussian_mechanism(
-        noise_multiplier,
-        sampling_prob=sample_rate,
-        value_discretization_interval=interval,
-        neighboring_relation=_RELATIONS[relation],
-    )
-
-
-@lru_cache(maxsize=8)
-def _one_truncated_step(
-    term: TruncatedTerm, interval: float, relation: str
-) -> google_pld.PrivacyLossDistribution:
-    return google_pld.from_truncated_subsampled_gaussian_mechanism(
-        dataset_size=term.num_examples,
-        sampling_probability=term.sample_rate,
-        truncated_batch_size=term.max_batch_size,
-        noise_multiplier=term.noise_multiplier,
-        value_discretization_interval=interval,
-        neighboring_relation=_RELATIONS[relation],
-    )
-
-
-@lru_cache(maxsize=8)
-def _one_step_of_rows(term: UserRowsTerm, interval: float) -> google_pld.PrivacyLossDistribution:
-    return sampled_rows(term.noise_multiplier, term.sample_rate, term.max_rows, interval)
-
-
-@lru_cache(maxsize=32)
-def _one_allocation(term: AllocatedTerm, interval: float) -> google_pld.PrivacyLossDistribution:
-    return allocated(term.noise_multiplier, term.steps_per_allocation, interval)
-
-
-@lru_cache(maxsize=8)
-def _self_composed(
-    term: SampledTerm | TruncatedTerm | UserRowsTerm | AllocatedTerm, interval: float, relation: str
-) -> google_pld.PrivacyLossDistribution:
-    """Return the distribution of all steps of one mechanism.
-
-    It is cached for calibration with prior events, which do not change.
-    """
-    if isinstance(term, AllocatedTerm):
-        one_step = _one_allocation(term._replace(allocations=1), interval)
-        _refuse_too_large(one_step, term.allocations)
-        return self_composed(one_step, term.allocations)
-    if isinstance(term, TruncatedTerm):
-        one_step = _one_truncated_step(term._replace(steps=1), interval, relation)
-    elif isinstance(term, UserRowsTerm):
-        one_step = _one_step_of_rows(term._replace(steps=1), interval)
-        _refuse_too_large(one_step, term.steps)
-    else:
-        one_step = _one_step(term.noise_multiplier, term.sample_rate, interval, relation)
-    return self_composed(one_step, term.steps)
-
-
-def _refuse_too_large(one_step: google_pld.PrivacyLossDistribution, steps: int) -> None:
-    """Raise AccountingRangeError where the mean loss alone is above MAX_EPSILON."""
-    removal = on_grid(directions(one_step)[0])
-    mean = steps * float(removal.losses @ removal.probabilities)
-    if mean > MAX_EPSILON:
-        raise RANGE.error(f"epsilon up to {MAX_EPSILON}, got about {mean:.6g}")
-
-
-@lru_cache(maxsize=8)
-def _visible(term: VisibleTerm, interval: float) -> google_pld.PrivacyLossDistribution:
-    """Return the distribution of all samples of one visible mechanism.
-
-    Each has a Gaussian's loss with probability sample_rate, and otherwise exactly none. Mixing in a
-    loss of 0 keeps every step pessimistic: 0 is a point of the grid.
-    """
-    used = _one_step(term.noise_multiplier, 1.0, interval, "zero_out")
-    unused = google_pld.identity(value_discretization_interval=interval)
-    return self_composed(used.compute_mixture(unused, term.sample_rate), term.steps)
-
-
-@lru_cache(maxsize=8)
-def _response(term: ResponseTerm, interval: float) -> google_pld.PrivacyLossDistribution:
-    keep = 1 / (1 + (term.num_classes - 1) * math.exp(-term.epsilon))
-    # dp-accounting's noise parameter is the probability of an answer drawn from all classes, the
-    # true one included.
-    noise = (1 - keep) * term.num_classes / (term.num_classes - 1)
-    one = google_pld.from_randomized_response(
-        noise, term.num_classes, value_discretization_interval=interval
-    )
-    return self_composed(one, term.steps) if term.steps > 1 else one
-
-
-@lru_cache(maxsize=8)
-def _outside(
-    dp_event: dp_accounting.DpEvent, interval: float, relation: str
-) -> google_pld.PrivacyLossDistribution:
-    """Return dp-accounting's own distribution of one step of an event from outside hf_dp.
-
-    Raises: UnsupportedEventError for one that it does not know.
-    """
-    accountant = PLDAccountant(_RELATIONS[relation], value_discretization_interval=interval)
-    if not accountant.supports(dp_event):
-        raise UnsupportedEventError(f"dp-accounting's PLD does not know {dp_event!r}.")
-    return composed_by(accountant.compose(dp_event))
-
-
-def _grid_epsilon(composition: Composition, delta: float, interval: float, relation: str) -> float:
-    terms = (
-        *composition.sampled,
-        *composition.truncated,
-        *composition.user_rows,
-        *composition.allocated,
-    )
-    if delta < TILTED_BELOW:
-        return _tilted_epsilon(composition, delta, interval, relation)
-    parts = [_self_composed(term, interval, relation) for term in terms]
-    scale = 2 if relation == "replace_one" else 1  # vectors and labels are another's, not nothing
-    parts += [
-        _visible(term._replace(noise_multiplier=term.noise_multiplier / scale), interval)
-        for term in composition.visible
-    ]
-    parts += [_response(term, interval) for term in composition.responses]
-    parts += [
-        self_composed(_outside(term.dp_event, interval, relation), term.steps)
-        for term in composition.outside
-    ]
-    if composition.gaussian_mu > 0:
-        parts.append(_one_step(1 / composition.gaussian_mu, 1.0, interval, relation))
-    total = parts[0]
-    for part in parts[1:]:
-        total = total.compose(part)
-    return epsilon_at(total, delta)
-
-
-def _tilted_epsilon(
-    composition: Composition, delta: float, interval: float, relation: str
-) -> float:
-    """Return epsilon for Poisson-sampled and plain Gaussians; HEAVY_TAILS refuses all others."""
-    parts = [
-        (_one_step(term.noise_multiplier, term.sample_rate, interval, relation), term.steps)
-        for term in composition.sampled
-    ]
-    if composition.gaussian_mu > 0:
-        parts.append((_one_step(1 / composition.gaussian_mu, 1.0, interval, relation), 1))
-    return tilted.epsilon_at(parts, delta)
-
-
-def _fine_grid_gain(composition: Composition, order: float) -> float:
-    """Return roughly how much epsilon falls from the coarse to the fine grid.
-
-    The coarse grid adds up to COARSE^2 / 4 to the variance of each sampled step's loss. By the
-    Chernoff bound at tilt order - 1, that of the best Renyi order, an extra variance V costs
-    (order - 1) V / 2 of epsilon. Measured gains were 0.4 to 2 times this. The estimate only decides
-    whether to spend the time: both grids give upper bounds.
-    """
-    steps = sum(term.steps for term in composition.sampled)
-    steps += sum(term.steps for term in composition.truncated)
-    steps += sum(term.steps for term in composition.user_rows)
-    steps += sum(term.allocations for term in composition.allocated)
-    return (order - 1) * steps * COARSE**2 / 8
+Distribution = google_pld.PrivacyLossDistribution
 
 
 def epsilon(composition: Composition, delta: float, relation: str = "zero_out") -> Epsilon:
@@ -295,72 +122,180 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
     """
     if composition.empty or composition.noiseless:
         return Epsilon(math.inf if composition.noiseless else 0.0, "bound")
-    if gaussian_mixture.covers(composition):
+    if closed_form.covers(composition):
         CLOSED_FORM.check(composition, delta)
-        return Epsilon(
-            gaussian_mixture.epsilon(composition, delta, 2.0 if relation == "replace_one" else 1.0),
-            "bound",
-        )
+        scale = 2.0 if relation == "replace_one" else 1.0
+        return Epsilon(closed_form.epsilon(composition, delta, scale), "bound")
     small_rate = min(composition.sample_rates, default=1.0) < SMALL_RATE
-    heavy = (
-        composition.truncated
-        or composition.user_rows
-        or composition.allocated
-        or composition.visible
-        or composition.outside
-        or relation == "replace_one"
-        or (composition.responses and (delta < TILTED_BELOW or small_rate))
-    )
-    (ALLOCATED if composition.allocated else HEAVY_TAILS if heavy else RANGE).check(
-        composition, delta
-    )
     # RDP bounds the plain mechanisms under zero-out; elsewhere it only estimates how large the grid
     # would become.
-    no_curve = (
-        composition.truncated
-        or composition.user_rows
-        or composition.allocated
-        or composition.outside
-    )
+    no_curve = composition.of(TRUNCATED, USER_ROWS, ALLOCATION) or composition.outside
     bounded = relation != "replace_one" and not no_curve
+    heavy = (
+        not bounded
+        or composition.of(VISIBLE)
+        or (composition.responses and (delta < TILTED_BELOW or small_rate))
+    )
+    limits = ALLOCATED if composition.of(ALLOCATION) else HEAVY_TAILS if heavy else RANGE
+    limits.check(composition, delta)
     about, order = rdp.epsilon_and_order(composition if bounded else _at_worst(composition), delta)
-    if about > MAX_EPSILON and not composition.user_rows and not composition.allocated:
+    if about > MAX_EPSILON and not composition.of(USER_ROWS, ALLOCATION):
         raise RANGE.error(f"epsilon up to {MAX_EPSILON}, got about {about:.6g}")
+    if bounded and about == 0:
+        return Epsilon(0.0, "bound")
     if small_rate:
-        terms = composition.sampled
-        if composition.gaussian_mu > 0:
-            terms += (SampledTerm(1 / composition.gaussian_mu, 1.0, 1),)
-        return Epsilon(small_rates.epsilon(terms, delta, about), "bound")
-    value = _grid_epsilon(composition, delta, COARSE, relation)
+        return Epsilon(tilted.of_small_rates(_secret(composition), delta, about), "bound")
+    value = _grid_epsilon(composition, delta, COARSE, relation, about)
     if value < FINE_BELOW and _fine_grid_gain(composition, order) > WORTHWHILE_GAIN:
-        value = min(value, _grid_epsilon(composition, delta, FINE, relation))
-    if composition.allocated and math.isinf(value):
+        value = min(value, _grid_epsilon(composition, delta, FINE, relation, about))
+    if composition.of(ALLOCATION) and math.isinf(value):
         raise ALLOCATED.error("more noise, or more steps per allocation, than were given")
     return Epsilon(min(value + SLACK, about if bounded else math.inf), "bound")
+
+
+def _secret(composition: Composition) -> tuple[Term, ...]:
+    """Return the mechanisms whose sample, if they have one, is secret; all plain Gaussians as one
+    step."""
+    terms = composition.sampled + composition.of(TRUNCATED, USER_ROWS, ALLOCATION)
+    if composition.gaussian_mu > 0:
+        terms += (Term(POISSON, 1 / composition.gaussian_mu, 1.0, (), 1),)
+    return terms
 
 
 def _at_worst(composition: Composition) -> Composition:
     """Return the steps as if one example moved each sum by 2 C, no sample were truncated, no user
     had several rows, and allocations were Poisson samples."""
     terms = [
-        *composition.sampled,
-        *(SampledTerm(*term[:3]) for term in composition.truncated),
-        *(SampledTerm(*term[:3]) for term in composition.user_rows),
-        *(
-            SampledTerm(term.noise_multiplier, 1 / term.steps_per_allocation, term.steps)
-            for term in composition.allocated
-        ),
+        term._replace(
+            kind=VISIBLE if term.kind == VISIBLE else POISSON,
+            noise_multiplier=term.noise_multiplier / 2,
+        )
+        for term in composition.terms
     ]
-    return dataclasses.replace(
-        composition,
-        sampled=tuple(term._replace(noise_multiplier=term.noise_multiplier / 2) for term in terms),
-        gaussian_mu=2 * composition.gaussian_mu,
-        visible=tuple(
-            term._replace(noise_multiplier=term.noise_multiplier / 2)
-            for term in composition.visible
-        ),
-        truncated=(),
-        user_rows=(),
-        allocated=(),
-        outside=(),
+    return dataclasses.replace(composition, terms=tuple(terms), outside=())
+
+
+def _fine_grid_gain(composition: Composition, order: float) -> float:
+    """Return roughly how much epsilon falls from the coarse to the fine grid.
+
+    The coarse grid adds up to COARSE^2 / 4 to the variance of each sampled step's loss. By the
+    Chernoff bound at tilt order - 1, that of the best Renyi order, an extra variance V costs
+    (order - 1) V / 2 of epsilon. Measured gains were 0.4 to 2 times this. The estimate only decides
+    whether to spend the time: both grids give upper bounds.
+    """
+    steps = sum(_times(term) for term in _secret(composition))
+    return (order - 1) * steps * COARSE**2 / 8
+
+
+def _grid_epsilon(
+    composition: Composition, delta: float, interval: float, relation: str, about: float
+) -> float:
+    """Return epsilon on one grid, or, at a small delta, infinity if it is not below ``about``."""
+    terms = _secret(composition)
+    if delta < TILTED_BELOW:  # only Poisson-sampled and plain Gaussians; HEAVY_TAILS has refused
+        once = [_one_step(term._replace(steps=1), interval, relation) for term in terms]
+        steps = [term.steps for term in terms]
+        return tilted.of_distributions(list(zip(once, steps, strict=True)), delta, about)
+    parts = [_self_composed(term, interval, relation) for term in terms]
+    scale = 2 if relation == "replace_one" else 1  # vectors and labels are another's, not nothing
+    parts += [
+        _visible(term._replace(noise_multiplier=term.noise_multiplier / scale), interval)
+        for term in composition.of(VISIBLE)
+    ]
+    parts += [_response(term, interval) for term in composition.responses]
+    parts += [
+        self_composed(_outside(term.dp_event, interval, relation), term.steps)
+        for term in composition.outside
+    ]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total.compose(part)
+    return epsilon_at(total, delta)
+
+
+def _times(term: Term) -> int:
+    """Return how often what :func:`_one_step` describes ran."""
+    return term.steps // term.sizes[0] if term.kind == ALLOCATION else term.steps
+
+
+# Cached: building a step is most of the work, and a run asks again with more steps.
+@lru_cache(maxsize=32)
+def _one_step(term: Term, interval: float, relation: str) -> Distribution:
+    """Return the distribution of one step, or of one whole allocation. Args: term: with steps 1."""
+    sigma, rate = term.noise_multiplier, term.sample_rate
+    if term.kind == ALLOCATION:
+        return allocated(sigma, *term.sizes, interval)
+    if term.kind == USER_ROWS:
+        return sampled_rows(sigma, rate, *term.sizes, interval)
+    if term.kind == TRUNCATED:
+        return google_pld.from_truncated_subsampled_gaussian_mechanism(
+            dataset_size=term.sizes[0],
+            sampling_probability=rate,
+            truncated_batch_size=term.sizes[1],
+            noise_multiplier=sigma,
+            value_discretization_interval=interval,
+            neighboring_relation=_RELATIONS[relation],
+        )
+    if rate < 1 and relation != "replace_one":
+        return sampled_gaussian(sigma, rate, interval)
+    return google_pld.from_gaussian_mechanism(
+        sigma,
+        sampling_prob=rate,
+        value_discretization_interval=interval,
+        neighboring_relation=_RELATIONS[relation],
     )
+
+
+# Cached for calibration with prior events, which do not change.
+@lru_cache(maxsize=8)
+def _self_composed(term: Term, interval: float, relation: str) -> Distribution:
+    """Return the distribution of all steps of one mechanism.
+
+    Raises: AccountingRangeError where the mean loss alone is above MAX_EPSILON and RDP did not tell
+        how large the grid would become.
+    """
+    one_step, times = _one_step(term._replace(steps=1), interval, relation), _times(term)
+    if times == 1 and term.sample_rate == 1:
+        return one_step
+    if term.kind in (USER_ROWS, ALLOCATION):
+        removal = on_grid(directions(one_step)[0])
+        mean = times * float(removal.losses @ removal.probabilities)
+        if mean > MAX_EPSILON:
+            raise RANGE.error(f"epsilon up to {MAX_EPSILON}, got about {mean:.6g}")
+    return self_composed(one_step, times)
+
+
+@lru_cache(maxsize=8)
+def _visible(term: Term, interval: float) -> Distribution:
+    """Return the distribution of all samples of one visible mechanism.
+
+    Each has a Gaussian's loss with probability sample_rate, and otherwise exactly none. Mixing in a
+    loss of 0 keeps every step pessimistic: 0 is a point of the grid.
+    """
+    used = _one_step(Term(POISSON, term.noise_multiplier, 1.0, (), 1), interval, "zero_out")
+    unused = google_pld.identity(value_discretization_interval=interval)
+    return self_composed(used.compute_mixture(unused, term.sample_rate), term.steps)
+
+
+@lru_cache(maxsize=8)
+def _response(term: RandomizedResponse, interval: float) -> Distribution:
+    keep = 1 / (1 + (term.num_classes - 1) * math.exp(-term.epsilon))
+    # dp-accounting's noise parameter is the probability of an answer drawn from all classes, the
+    # true one included.
+    noise = (1 - keep) * term.num_classes / (term.num_classes - 1)
+    one = google_pld.from_randomized_response(
+        noise, term.num_classes, value_discretization_interval=interval
+    )
+    return self_composed(one, term.steps) if term.steps > 1 else one
+
+
+@lru_cache(maxsize=8)
+def _outside(dp_event: DpEvent, interval: float, relation: str) -> Distribution:
+    """Return dp-accounting's own distribution of one step of an event from outside hf_dp.
+
+    Raises: UnsupportedEventError for one that it does not know.
+    """
+    accountant = PLDAccountant(_RELATIONS[relation], value_discretization_interval=interval)
+    if not accountant.supports(dp_event):
+        raise UnsupportedEventError(f"dp-accounting's PLD does not know {dp_event!r}.")
+    return composed_by(accountant.compose(dp_event))

@@ -11,15 +11,13 @@ from __future__ import annotations
 import math
 import warnings
 from functools import cache, lru_cache
-from typing import Any
 
 import numpy as np
 from prv_accountant import GaussianMechanism, PoissonSubsampledGaussianMechanism, PRVAccountant
 from prv_accountant.accountant import compute_safe_domain_size
 
 from hf_dp.accounting import rdp
-from hf_dp.accounting.composition import Composition
-from hf_dp.accounting.ranges import Range
+from hf_dp.accounting.composition import Composition, Range
 from hf_dp.accounting.value import Epsilon
 from hf_dp.errors import AccountingRangeError
 
@@ -45,6 +43,8 @@ MAX_MESH_POINTS = 2**23
 # The largest correction for the defect described in _mean_error that is added to the upper end;
 # beyond it we refuse.
 MAX_MEAN_ERROR = 1e-3
+
+Mechanism = GaussianMechanism | PoissonSubsampledGaussianMechanism
 
 _OTHER = 'Use accountant="pld" or accountant="rdp".'
 
@@ -87,12 +87,10 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
     return Epsilon(max(0.0, upper + mean_error), "bound", estimate=max(0.0, estimate))
 
 
-def _random_variables(composition: Composition) -> tuple[list[Any], list[int]]:
-    prvs: list[Any] = []
-    counts: list[int] = []
-    for term in composition.sampled:
-        prvs.append(_sampled(term.sample_rate, term.noise_multiplier))
-        counts.append(term.steps)
+def _random_variables(composition: Composition) -> tuple[list[Mechanism], list[int]]:
+    sampled = composition.sampled
+    prvs: list[Mechanism] = [_sampled(term.sample_rate, term.noise_multiplier) for term in sampled]
+    counts = [term.steps for term in sampled]
     if composition.gaussian_mu > 0:
         prvs.append(GaussianMechanism(1 / composition.gaussian_mu))
         counts.append(1)
@@ -111,14 +109,15 @@ class _Sampled(PoissonSubsampledGaussianMechanism):
         self.rdp = cache(super().rdp)
 
 
-# Cached: a run asks again with more steps.
-@lru_cache(maxsize=64)
-def _sampled(sample_rate: float, noise_multiplier: float) -> _Sampled:
-    return _Sampled(sample_rate, noise_multiplier)
+_sampled = lru_cache(maxsize=64)(_Sampled)  # a run asks again with more steps
 
 
 def _check_mesh(
-    prvs: list[Any], counts: list[int], delta_error: float, composition: Composition, delta: float
+    prvs: list[Mechanism],
+    counts: list[int],
+    delta_error: float,
+    composition: Composition,
+    delta: float,
 ) -> None:
     """Raise before the package allocates more than MAX_MESH_POINTS (its formula, Theorem 5.5)."""
     half_width = float(compute_safe_domain_size(prvs, counts, EPS_ERROR, delta_error))
@@ -132,7 +131,7 @@ def _check_mesh(
         )
 
 
-def _mean_error(accountant: PRVAccountant, prvs: list[Any], counts: list[int]) -> float:
+def _mean_error(accountant: PRVAccountant, prvs: list[Mechanism], counts: list[int]) -> float:
     """Return how far the package's means, summed over all steps, are from ours.
 
     This is exactly the shift of epsilon. The package shifts each discretized variable to have the
@@ -152,7 +151,7 @@ def _mean_error(accountant: PRVAccountant, prvs: list[Any], counts: list[int]) -
     return total
 
 
-def _truncated_mean(prv: Any, low: float, high: float) -> float:
+def _truncated_mean(prv: Mechanism, low: float, high: float) -> float:
     """Return the mean conditioned on [low, high]: high - integral of the distribution function."""
     ladder = np.geomspace(1e-9, max(high, -low), 600)
     edges = np.unique(
@@ -166,7 +165,7 @@ def _truncated_mean(prv: Any, low: float, high: float) -> float:
     return float(high) - float(np.sum(half[:, None] * weights * values))
 
 
-def _support_edge(prv: Any) -> np.ndarray:
+def _support_edge(prv: Mechanism) -> np.ndarray:
     """Return panel edges near log(1 - q), where the distribution function jumps up from 0."""
     if not isinstance(prv, PoissonSubsampledGaussianMechanism):
         return np.array([prv.mu**2 / 2 + prv.mu * z for z in np.linspace(-10, 10, 201)])

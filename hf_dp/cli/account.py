@@ -182,7 +182,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _epsilon(args: argparse.Namespace) -> int:
     from hf_dp.accounting import PoissonSampledGaussian, epsilon
-    from hf_dp.accounting.comparison import Answer, compare
+    from hf_dp.accounting.accountants import Answer, compare
 
     event = PoissonSampledGaussian(args.noise_multiplier, args.sample_rate, args.steps)
     name = args.accountant or "pld"
@@ -197,7 +197,7 @@ def _epsilon(args: argparse.Namespace) -> int:
 
 def _search(args: argparse.Namespace) -> int:
     from hf_dp.accounting import BestOfRandomRuns, PoissonSampledGaussian, epsilon
-    from hf_dp.accounting.comparison import Answer, compare
+    from hf_dp.accounting.accountants import Answer, compare
     from hf_dp.errors import UnsupportedEventError
 
     run = PoissonSampledGaussian(args.noise_multiplier, args.sample_rate, args.steps)
@@ -224,7 +224,7 @@ def _search(args: argparse.Namespace) -> int:
 
 def _calibrated(args: argparse.Namespace) -> int:
     from hf_dp import accounting
-    from hf_dp.accounting.comparison import compare
+    from hf_dp.accounting.accountants import compare
 
     name = args.accountant or "pld"
     given = {"target_epsilon": args.target_epsilon, "target_delta": args.delta, "accountant": name}
@@ -249,7 +249,7 @@ def _calibrated(args: argparse.Namespace) -> int:
 
 
 def _ledger(args: argparse.Namespace) -> int:
-    from hf_dp.accounting.comparison import compare
+    from hf_dp.accounting.accountants import compare
     from hf_dp.run.witnesses import read_run
     from hf_dp.statement.wording import STATUSES
 

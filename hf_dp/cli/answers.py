@@ -10,7 +10,7 @@ from hf_dp.accounting.value import doubt_of_delta
 
 
 def json_row(answer: Any) -> dict[str, Any]:
-    """Return a :class:`hf_dp.accounting.comparison.Answer` for JSON.
+    """Return a :class:`hf_dp.accounting.accountants.Answer` for JSON.
 
     An infinite epsilon is the string "inf".
     """

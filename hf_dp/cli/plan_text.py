@@ -181,7 +181,7 @@ def _labels_in_words(mechanism: Any) -> str:
 def _published(plan: PrivacyPlan) -> list[str]:
     """Return the paper's figure with what it is, and what a bound says of the same noise."""
     from hf_dp.accounting import epsilon
-    from hf_dp.accounting.comparison import compare
+    from hf_dp.accounting.accountants import compare
     from hf_dp.planning.published_forward import assumptions
 
     event: Any = plan.event()

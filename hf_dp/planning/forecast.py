@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_dp import _validate
-from hf_dp.accounting.comparison import Answer, compare
+from hf_dp.accounting.accountants import Answer, compare
 from hf_dp.plans.privacy import PrivacyPlan
 
 # Of `most_signal`. Our runs of pretrained models at 0.06 to 0.29 stayed at chance. Those at 0.4

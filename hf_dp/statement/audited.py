@@ -10,10 +10,10 @@ from typing import Any
 
 from hf_dp._validate import in_unit_interval, one_of
 from hf_dp.accounting import Event
+from hf_dp.accounting.gdp_clt import gaussian_epsilon
 from hf_dp.accounting.one_run import (
     claimed_curve,
     epsilon_at_least,
-    epsilon_of,
     mu_at_least,
     p_value,
     refutes_curve,
@@ -108,7 +108,8 @@ def _down(epsilon: float) -> str:
 @lru_cache(maxsize=64)
 def _bounds(canaries: int, guesses: int, correct: int, delta: float) -> tuple[float, float]:
     mu = mu_at_least(canaries, guesses, correct, CONFIDENCE)
-    return epsilon_at_least(canaries, guesses, correct, delta, CONFIDENCE), epsilon_of(mu, delta)
+    if_gaussian = gaussian_epsilon(mu, delta) if mu > 0 else 0.0
+    return epsilon_at_least(canaries, guesses, correct, delta, CONFIDENCE), if_gaussian
 
 
 @lru_cache(maxsize=4)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from decimal import ROUND_CEILING, Decimal
 
 from hf_dp.accounting import BOUNDS, Ledger, round_up
-from hf_dp.accounting.comparison import Answer, compare
+from hf_dp.accounting.accountants import Answer, compare
 from hf_dp.errors import AccountingRangeError
 
 EPSILON_DIGITS = 3  # decimals of a printed epsilon

@@ -34,7 +34,7 @@ def assert_private_and_tight(sigma, target, delta, q, steps, accountant, prior=(
         (3, "rdp", 0.82539, 2e-4),
         (8, "rdp", 0.58027, 1e-3),
         (3, "pld", 0.764883, 3e-4),
-        (3, "prv", 0.764883, 2e-3),
+        pytest.param(3, "prv", 0.764883, 2e-3, marks=pytest.mark.slow),
     ],
 )
 def test_sst2(target, accountant, sigma, above):

@@ -19,7 +19,7 @@ from hf_dp.accounting import (
     epsilon,
     gdp_clt,
 )
-from hf_dp.errors import AccountingRangeError, InvalidArgumentError, UnsupportedEventError
+from hf_dp.errors import AccountingRangeError
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "accounting.json").read_text())
 SST2, SST2_STEPS, SST2_DELTA = 1024 / 67349, 198, 1 / (2 * 67349)
@@ -36,7 +36,10 @@ def event_of(row: dict) -> PoissonSampledGaussian:
     return PoissonSampledGaussian(row["sigma"], row["q"], row["steps"])
 
 
-@pytest.mark.parametrize("row", rows("grid"))
+# One whose losses of a step are below the coarse grid is among the fast ones.
+@pytest.mark.parametrize(
+    "row", rows("grid", lambda row: row["steps"] <= 2000 or row["tight"] == 0.0593450952)
+)
 def test_grid(row):
     event, delta, tight = event_of(row), row["delta"], row["tight"]
     assert tight - 1e-5 <= epsilon(event, delta).value <= tight + 1.6e-3
@@ -59,9 +62,12 @@ def test_the_oracle_agrees_with_the_grid(row):
     )
 
 
+SMALL = {(1.0, 1e-12), (0.8, 1e-8), (0.8, 1e-11)}
+
+
 @pytest.mark.parametrize(
     "row",
-    rows("tiny_delta", lambda row: row["steps"] <= 1000 and row["delta"] in (1e-8, 1e-11, 1e-12)),
+    rows("tiny_delta", lambda row: row["q"] == 1 or (row["sigma"], row["delta"]) in SMALL),
 )
 def test_tiny_deltas(row):
     """No bound below the truth, whatever delta; PLD refuses below 1e-11."""
@@ -102,9 +108,8 @@ def test_li_2021(row):
     assert prv.estimate == pytest.approx(row["prv"], abs=1e-3)
     assert prv.estimate <= epsilon(event, delta).value <= prv.estimate + 1.6e-3
     if row["config"] == "1024xfactor":
-        assert (
-            round(prv.estimate, 2) == row["printed"]["prv"]
-        )  # to the digit, to nearest; our bounds lie above
+        # To the digit, to nearest; our bounds lie above.
+        assert round(prv.estimate, 2) == row["printed"]["prv"]
         assert epsilon(event, delta).rounded_up(2) >= row["printed"]["prv"]
     if row["config"] in PRINTED_PRV and row["task"] == "E2E":
         assert prv.estimate == pytest.approx(row["printed"]["prv"], abs=0.011)
@@ -141,34 +146,28 @@ def test_the_central_limit_figure_of_sst2_is_of_another_run():
 )
 def test_noise_calibrated_by_pld(row):
     found = calibrate_noise_multiplier(row["target"], row["delta"], row["q"], row["steps"])
-    assert (
-        row["sigma_pld"] * (1 - 1e-5) <= found <= row["sigma_pld"] * (1 + 5e-4)
-    )  # our slack of 1e-3 of epsilon
+    # Above it by our slack of 1e-3 of epsilon.
+    assert row["sigma_pld"] * (1 - 1e-5) <= found <= row["sigma_pld"] * (1 + 5e-4)
 
 
-@pytest.mark.parametrize("row", rows("frost", lambda row: row["delta"] == 1e-5))
+@pytest.mark.parametrize(
+    "row", rows("frost", lambda row: row["delta"] == 1e-5 and row["target"] == 0.5)
+)
 def test_frost_pairs(row):
-    selection = PoissonSampledGaussian(
-        row["sigma_selection"], row["q_selection"], row["steps_selection"]
-    )
-    training = PoissonSampledGaussian(
-        row["sigma_training"], row["q_training"], row["steps_training"]
-    )
-    events, delta = [selection, training], row["delta"]
+    events = [
+        PoissonSampledGaussian(row[f"sigma_{part}"], row[f"q_{part}"], row[f"steps_{part}"])
+        for part in ("selection", "training")
+    ]
+    delta, alone = row["delta"], [epsilon(event, row["delta"], "rdp").value for event in events]
     assert row["tight"] - 1e-4 <= epsilon(events, delta).value <= row["tight"] + 1.6e-3
     assert row["rdp"] * (1 - 1e-6) <= epsilon(events, delta, "rdp").value <= row["rdp"] * 1.002
+    assert epsilon(reversed(events), delta) == epsilon(events, delta)
     assert epsilon(events, delta, "prv").estimate == pytest.approx(row["tight"], abs=1e-3)
     assert epsilon(events, delta, "gdp_clt").value == pytest.approx(row["clt"], rel=1e-6)
-    assert epsilon(selection, delta, "rdp").value == pytest.approx(
-        row["rdp_selection_alone"], rel=3e-3
-    )
+    assert alone[0] == pytest.approx(row["rdp_selection_alone"], rel=3e-3)
     mechanisms = [(event.noise_multiplier, event.sample_rate, event.steps) for event in events]
     assert oracle.epsilon(mechanisms, delta) == pytest.approx(row["tight"], abs=2e-4)
-    # Composing epsilons instead of curves would not do.
-    assert (
-        epsilon(selection, delta, "rdp").value + epsilon(training, delta, "rdp").value
-        > 1.3 * row["rdp"]
-    )
+    assert sum(alone) > 1.3 * row["rdp"]  # Composing epsilons instead of curves would not do.
 
 
 @pytest.mark.parametrize("row", GOLDEN["dp_fp"])
@@ -178,9 +177,8 @@ def test_dp_fp_calibration(row):
     assert found == pytest.approx(row["sigma"], abs=1e-6)
     total = math.sqrt(math.expm1(found**-2) * row["steps"]) * row["q"]
     assert gdp_clt.gaussian_epsilon(total, row["delta"]) == pytest.approx(row["clt"], abs=1e-9)
-    assert epsilon(
-        event_of({**row, "sigma": found}), row["delta"], "gdp_clt"
-    ).value == pytest.approx(row["clt"], abs=1e-9)
+    again = epsilon(event_of({**row, "sigma": found}), row["delta"], "gdp_clt").value
+    assert row["clt"] * (1 - 1e-11) <= again <= row["clt"]  # never above its target
 
 
 @pytest.mark.slow
@@ -192,13 +190,18 @@ def test_what_dp_fp_would_cost_by_other_accountants(row):
     """
     event = event_of(row)
     assert row["tight"] - 1e-3 <= epsilon(event, row["delta"]).value <= row["tight"] + 3e-3
-    assert (
-        row["rdp"] * (1 - 1e-3) <= epsilon(event, row["delta"], "rdp").value <= row["rdp"] * 1.004
-    )
+    by_rdp = epsilon(event, row["delta"], "rdp").value
+    assert row["rdp"] * (1 - 1e-3) <= by_rdp <= row["rdp"] * 1.004
     assert epsilon(event, row["delta"], "prv").estimate == pytest.approx(row["prv"], abs=1e-3)
 
 
-@pytest.mark.parametrize("row", GOLDEN["samplers"])
+SAMPLERS = [
+    GOLDEN["samplers"][0],
+    *(pytest.param(row, marks=pytest.mark.slow) for row in GOLDEN["samplers"][1:]),
+]
+
+
+@pytest.mark.parametrize("row", SAMPLERS)
 def test_relations_and_samplers(row):
     event = PoissonSampledGaussian(row["sigma"], SST2, SST2_STEPS)
     for relation, tight in (
@@ -207,9 +210,8 @@ def test_relations_and_samplers(row):
         ("replace_one", row["poisson_replace_one"]),
     ):
         assert tight - 1e-6 <= epsilon(event, SST2_DELTA, relation=relation).value <= tight + 1.6e-3
-    once = Gaussian(
-        row["sigma"], 3
-    )  # shuffled batches: one Gaussian an epoch is all that can be claimed
+    # Shuffled batches: one Gaussian an epoch is all that can be claimed.
+    once = Gaussian(row["sigma"], 3)
     assert epsilon(once, SST2_DELTA).value == pytest.approx(row["once_per_epoch"], abs=2e-3)
     replaced = epsilon(once, SST2_DELTA, relation="replace_one").value
     assert replaced == pytest.approx(row["once_per_epoch_replace_one"], abs=2e-3)
@@ -218,13 +220,7 @@ def test_relations_and_samplers(row):
     )
 
 
-SLOW_SAMPLERS = [
-    GOLDEN["samplers"][0],
-    *(pytest.param(row, marks=pytest.mark.slow) for row in GOLDEN["samplers"][1:]),
-]
-
-
-@pytest.mark.parametrize("row", SLOW_SAMPLERS)
+@pytest.mark.parametrize("row", SAMPLERS)
 @pytest.mark.parametrize(
     "cap", ["1152", *(pytest.param(cap, marks=pytest.mark.slow) for cap in ("1088", "1216"))]
 )
@@ -249,41 +245,3 @@ def test_tuning(row):
     )
     search = BestOfRandomRuns((run,), row["mean_runs"], **shape)
     assert epsilon(search, SST2_DELTA, "rdp").value == pytest.approx(row["epsilon"], rel=1e-6)
-
-
-def test_a_search_is_checked():
-    run = PoissonSampledGaussian(1.0, 0.01, 10)
-    search = BestOfRandomRuns((run,), 10)
-    for bad in ((), (search,), ("run",), None):
-        with pytest.raises(InvalidArgumentError, match="`run`"):
-            BestOfRandomRuns(bad, 10)
-    with pytest.raises(InvalidArgumentError, match="`mean_runs`"):
-        BestOfRandomRuns((run,), 0.5)
-    with pytest.raises(InvalidArgumentError, match="single run"):
-        BestOfRandomRuns((run,), 1)
-    with pytest.raises(InvalidArgumentError, match="`shape`"):
-        BestOfRandomRuns((run,), 10, distribution="poisson")
-    assert (
-        epsilon(BestOfRandomRuns((PoissonSampledGaussian(0.0, 0.1, 1),), 10), 1e-5, "rdp").value
-        == math.inf
-    )
-    assert (
-        epsilon(BestOfRandomRuns((PoissonSampledGaussian(1.0, 0.0, 9),), 10), 1e-5, "rdp").value
-        == 0
-    )
-    capped = BestOfRandomRuns((TruncatedPoissonSampledGaussian(1.0, 0.1, 10, 100, 12),), 10)
-    for accountant in (
-        "pld",
-        "rdp",
-        "prv",
-        "gdp_clt",
-    ):  # neither RDP of the one nor PLD of the other is known
-        with pytest.raises(UnsupportedEventError):
-            epsilon(capped, 1e-5, accountant)
-    longer = search.with_steps(20)
-    assert longer.run == (PoissonSampledGaussian(1.0, 0.01, 20),) and longer.steps == 20
-    # Two searches cost more than one whose runs are as long as those of both.
-    one, two = (epsilon(events, 1e-5, "rdp").value for events in (longer, [search, search]))
-    assert two > one
-    with pytest.raises(InvalidArgumentError, match="`steps`.*several events"):
-        BestOfRandomRuns((run, run), 10).with_steps(3)

@@ -7,10 +7,12 @@ import json
 
 import pytest
 
-from hf_dp.accounting import Gaussian, Ledger, PoissonSampledGaussian, epsilon
+from hf_dp.accounting import BestOfRandomRuns, Gaussian, Ledger, PoissonSampledGaussian, epsilon
+from hf_dp.accounting.ledger import EARLIER, TRAINING
 from hf_dp.errors import InvalidArgumentError, LedgerError, UnsupportedEventError
 
 STEP = PoissonSampledGaussian(1.0, 0.01, 1)
+DELTA = 1e-4
 
 
 def ledger(*rows):
@@ -21,25 +23,10 @@ def ledger(*rows):
 
 
 def test_consecutive_steps_of_one_mechanism_are_one_entry():
-    book = ledger(
-        *[(STEP, "training")] * 3,
-        (STEP, "selection"),
-        (STEP, "training"),
-        (Gaussian(2.0), "training"),
-    )
-    assert [(entry.purpose, entry.event.steps) for entry in book.entries] == [
-        ("training", 3),
-        ("selection", 1),
-        ("training", 1),
-        ("training", 1),
-    ]
-    assert len(book) == 4
-    assert (book.steps(), book.steps("training"), book.steps("selection"), book.steps("other")) == (
-        6,
-        5,
-        1,
-        0,
-    )
+    book = ledger(*[(STEP, "a")] * 3, (STEP, "b"), (STEP, "a"), (Gaussian(2.0), "a"))
+    found = [(entry.purpose, entry.event.steps) for entry in book.entries]
+    assert found == [("a", 3), ("b", 1), ("a", 1), ("a", 1)] and len(book) == 4
+    assert [book.steps(), book.steps("a"), book.steps("b"), book.steps("c")] == [6, 5, 1, 0]
     other_rate = PoissonSampledGaussian(1.0, 0.02, 1)
     other_noise = PoissonSampledGaussian(1.1, 0.01, 1)
     assert len(ledger((STEP, "t"), (other_rate, "t"), (other_noise, "t"))) == 3
@@ -55,12 +42,8 @@ def test_epsilon_is_that_of_all_events():
 def test_round_trip_through_json():
     book = ledger((Gaussian(5.0), "selection"), (STEP, "training"), (STEP, "training"))
     rows = json.loads(json.dumps(book.to_list()))
-    assert rows[0] == {
-        "type": "Gaussian",
-        "purpose": "selection",
-        "noise_multiplier": 5.0,
-        "steps": 1,
-    }
+    first = {"type": "Gaussian", "purpose": "selection", "noise_multiplier": 5.0, "steps": 1}
+    assert rows[0] == first
     assert Ledger.from_list(rows) == book
     assert Ledger.from_list([]) == Ledger()
 
@@ -79,7 +62,8 @@ def test_history_cannot_be_changed_from_outside():
 
 
 def test_extends_is_the_prefix_order():
-    history = [(Gaussian(5.0), "s"), (STEP, "t"), (STEP, "t"), (STEP, "eval"), (STEP, "t")]
+    search = BestOfRandomRuns((Gaussian(2.0, 4),), 5)
+    history = [(search, EARLIER), (STEP, "t"), (STEP, "t"), (STEP, "eval"), (STEP, "t")]
     books = [ledger(*history[:n]) for n in range(len(history) + 1)]
     for longer, a in enumerate(books):
         for shorter, b in enumerate(books):
@@ -89,20 +73,40 @@ def test_extends_is_the_prefix_order():
     assert not books[4].extends(branch)
     # the same mechanism with another purpose, or fewer steps before another entry, is another
     # history
-    assert not ledger((STEP, "a"), (STEP, "a")).extends(ledger((STEP, "b")))
-    assert not ledger((STEP, "t"), (STEP, "t"), (Gaussian(5.0), "t")).extends(
-        ledger((STEP, "t"), (Gaussian(5.0), "t"))
-    )
+    twice, other = [(STEP, "t"), (STEP, "t")], (Gaussian(5.0), "t")
+    assert not ledger(*twice).extends(ledger((STEP, "b")))
+    assert not ledger(*twice, other).extends(ledger(twice[0], other))
+
+
+def test_a_run_goes_on_with_its_own_search_and_no_other():
+    step = BestOfRandomRuns((Gaussian(2.0, 1),), 5)
+    book = ledger(*[(step, TRAINING)] * 3)
+    (entry,) = book.entries
+    assert entry.event == step.with_steps(3) and book.steps(TRAINING) == 3
+    for _ in range(2):
+        book.append(step.with_steps(3), EARLIER)
+    assert len(book.entries) == 3
+    again = Ledger.from_list(book.to_list())
+    assert again == book and book.extends(again)
+    assert book.epsilon(DELTA, "rdp") == epsilon([step.with_steps(3)] * 3, DELTA, "rdp")
+    # Two searches of three steps cost more than one of six.
+    two = epsilon([step.with_steps(3)] * 2, DELTA, "rdp").value
+    assert two > epsilon(step.with_steps(6), DELTA, "rdp").value
+    with pytest.raises(InvalidArgumentError, match="`steps`.*several events"):
+        BestOfRandomRuns((STEP, STEP), 10).with_steps(3)
+
+
+NAMED = {"type": "Gaussian", "purpose": "t", "noise_multiplier": 1.0, "steps": 1}
 
 
 @pytest.mark.parametrize(
     "rows",
     [
-        [{"type": "Gaussian", "noise_multiplier": 1.0, "steps": 1}],
+        [{key: value for key, value in NAMED.items() if key != "purpose"}],
+        [{key: value for key, value in NAMED.items() if key != "steps"}],
         [{"type": "Unknown", "purpose": "t"}],
-        [{"type": "Gaussian", "purpose": "t", "noise_multiplier": 1.0, "steps": 0}],
-        [{"type": "Gaussian", "purpose": "", "noise_multiplier": 1.0, "steps": 1}],
-        [{"type": "Gaussian", "purpose": "t", "noise_multiplier": 1.0}],
+        [{**NAMED, "steps": 0}],
+        [{**NAMED, "purpose": ""}],
         [None],
         {"type": "Gaussian"},
         "[]",

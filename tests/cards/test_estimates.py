@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import tiny
 
-from hf_dp.accounting import ACCOUNTANTS, PoissonSampledGaussian, comparison
-from hf_dp.accounting.comparison import ABOVE_A_BOUND, compare
+from hf_dp.accounting import ACCOUNTANTS, PoissonSampledGaussian, accountants
+from hf_dp.accounting.accountants import ABOVE_A_BOUND, compare
 from hf_dp.cards.verify import verify
 from hf_dp.cli.answers import table
 from hf_dp.statement.record import read
@@ -33,7 +33,7 @@ def test_no_estimate_stands_above_a_bound(event, is_above, monkeypatch):
     answers = compare(event, DELTA)
     assert above(answers) == []
     assert ("gdp_clt    -         not computed" in table(answers, DELTA)) == is_above
-    monkeypatch.setattr(comparison, "_without_estimate_above", lambda bound, answer: answer)
+    monkeypatch.setattr(accountants, "_without_estimate_above", lambda bound, answer: answer)
     assert bool(above(compare(event, DELTA))) == is_above  # as planted
 
 

@@ -42,7 +42,7 @@ from processes import environment
 from transformers import BertForSequenceClassification, TrainerCallback
 
 from hf_dp.accounting import PoissonSampledGaussian, epsilon
-from hf_dp.accounting.comparison import Answer
+from hf_dp.accounting.accountants import Answer
 from hf_dp.errors import DistributedError, LedgerError
 from hf_dp.run.checkpoint import SAVING
 from hf_dp.run.gate import Gate, Release

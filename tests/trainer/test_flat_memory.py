@@ -12,7 +12,7 @@ import pytest
 import tiny
 from transformers import TrainerCallback
 
-from hf_dp.accounting.comparison import Answer
+from hf_dp.accounting.accountants import Answer
 from hf_dp.statement import results
 
 STEPS, EVERY, WARM = 2000, 50, 500

@@ -18,7 +18,9 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr, logsumexp
 from scipy.stats import binom
 
-from hf_dp.accounting.composition import Composition, ResponseTerm
+from hf_dp.accounting import knows
+from hf_dp.accounting.composition import Composition
+from hf_dp.accounting.events import RandomizedResponse
 
 # Participation counts whose probabilities add up to less than this are left out; it is added to
 # delta instead.
@@ -30,16 +32,9 @@ def covers(composition: Composition) -> bool:
 
     It has no secret sample, no search, and at most one visible rate and noise.
     """
-    others = (
-        composition.sampled
-        or composition.truncated
-        or composition.user_rows
-        or composition.allocated
-        or composition.searches
-        or composition.outside
-        or composition.published
-    )
-    return not others and len(composition.visible) <= 1
+    known = {knows.POISSON, knows.VISIBLE, knows.RESPONSE}
+    visible = composition.of(knows.VISIBLE)
+    return composition.kinds <= known and not composition.sampled and len(visible) <= 1
 
 
 def epsilon(composition: Composition, delta: float, scale: float = 1.0) -> float:
@@ -52,14 +47,9 @@ def epsilon(composition: Composition, delta: float, scale: float = 1.0) -> float
     """
     log_weights, mus = _participations(composition, scale)
     losses, log_probabilities = _responses(composition.responses)
-    pairs = np.stack(
-        np.meshgrid(np.arange(len(mus)), np.arange(len(losses)), indexing="ij")
-    ).reshape(2, -1)
-    weights, mu, shift = (
-        log_weights[pairs[0]] + log_probabilities[pairs[1]],
-        mus[pairs[0]],
-        losses[pairs[1]],
-    )
+    # All cases: a number of uses and the responses' loss.
+    weights = np.add.outer(log_weights, log_probabilities).ravel()
+    mu, shift = np.repeat(mus, len(losses)), np.tile(losses, len(mus))
 
     def excess(value: float) -> float:
         total = np.logaddexp(logsumexp(weights + _log_delta(value - shift, mu)), math.log(_TAIL))
@@ -77,9 +67,9 @@ def epsilon(composition: Composition, delta: float, scale: float = 1.0) -> float
 def _participations(composition: Composition, scale: float) -> tuple[np.ndarray, np.ndarray]:
     """Return the log-probability and mu of each number of uses."""
     always = (composition.gaussian_mu * scale) ** 2
-    if not composition.visible:
+    if not (visible := composition.of(knows.VISIBLE)):
         return np.zeros(1), np.array([math.sqrt(always)])
-    (term,) = composition.visible
+    (term,) = visible
     law = binom(term.steps, term.sample_rate)
     # Bernstein: the number of uses is further from its mean m than sqrt(2 m L) + L with a
     # probability below exp(-L) on each side. With 1e9 samples, the most that are accepted, fewer
@@ -91,7 +81,7 @@ def _participations(composition: Composition, scale: float) -> tuple[np.ndarray,
     return law.logpmf(counts), np.sqrt(always + counts * (scale / term.noise_multiplier) ** 2)
 
 
-def _responses(terms: tuple[ResponseTerm, ...]) -> tuple[np.ndarray, np.ndarray]:
+def _responses(terms: tuple[RandomizedResponse, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Return the privacy losses of all responses together, and their log-probabilities."""
     law = {0.0: 0.0}
     for term in terms:
@@ -103,7 +93,7 @@ def _responses(terms: tuple[ResponseTerm, ...]) -> tuple[np.ndarray, np.ndarray]
     return np.array(list(law)), np.array(list(law.values()))
 
 
-def response_losses(term: ResponseTerm) -> Iterator[tuple[float, float]]:
+def response_losses(term: RandomizedResponse) -> Iterator[tuple[float, float]]:
     """Yield (loss, log-probability) of one response, for one label against another."""
     log_total = term.epsilon + math.log1p((term.num_classes - 1) * math.exp(-term.epsilon))
     yield term.epsilon, term.epsilon - log_total
