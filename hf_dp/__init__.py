@@ -50,10 +50,8 @@ _LINES = re.findall(
 )
 _HOMES = {name: module for module, name in _LINES}
 
-when_imported("peft", "hf_dp.tuners.registration:register")
-when_imported(
-    "transformers.models.auto.configuration_auto", "hf_dp.tasks.infilling_config:register"
-)
+when_imported("peft", "hf_dp.tuners.adapter")
+when_imported("transformers.models.auto.configuration_auto", "hf_dp.tasks.infilling_config")
 
 __all__ = ["__version__", *sorted(_HOMES)]  # noqa: PLE0604
 

@@ -1,4 +1,4 @@
-"""Run something right after a module is imported, without importing it.
+"""Import something right after a module is imported, without importing it.
 
 ``import hf_dp.accounting`` must load neither torch nor transformers, yet after ``import hf_dp`` the
 Auto classes of transformers must know hf_dp's models.
@@ -15,26 +15,20 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 
-def when_imported(module: str, function: str) -> None:
-    """Call ``function`` now if ``module`` is imported already, else right after it is.
+def when_imported(module: str, then: str) -> None:
+    """Import the module ``then`` now if ``module`` is imported already, else right after it is.
 
-    Args:
-        function: "module:name".
+    If the import of ``then`` is already under way, nothing more happens.
     """
     if module in sys.modules:
-        _call(function)
+        importlib.import_module(then)
     else:
-        sys.meta_path.insert(0, _Waiting(module, function))
-
-
-def _call(function: str) -> None:
-    home, _, name = function.partition(":")
-    getattr(importlib.import_module(home), name)()
+        sys.meta_path.insert(0, _Waiting(module, then))
 
 
 class _Waiting(MetaPathFinder):
-    def __init__(self, module: str, function: str):
-        self.module, self.function = module, function
+    def __init__(self, module: str, then: str):
+        self.module, self.then = module, then
         self.looking = False
 
     def find_spec(
@@ -54,7 +48,7 @@ class _Waiting(MetaPathFinder):
         def and_then(module: ModuleType) -> None:
             execute(module)
             sys.meta_path.remove(self)
-            _call(self.function)
+            importlib.import_module(self.then)
 
         spec.loader.exec_module = and_then  # type: ignore[method-assign]
         return spec

@@ -219,7 +219,9 @@ def test_planted_calls_in_prose_that_cannot_be_made_are_seen():
     assert languages("So\n\n    run.train()\n\nand\n```\nrun.train()\n```\n") == ["", ""]
 
 
-METRICS = "hf_dp/tasks/metrics/README.md"  # Java starts for each metric; other tests need it, too
+METRICS = (
+    "hf_dp/tasks/generation/README.md"  # Java starts for each metric; other tests need it, too
+)
 
 
 @pytest.mark.parametrize(

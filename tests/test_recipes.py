@@ -42,6 +42,8 @@ from hf_dp.tasks.templates import Infilling
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.forward_arguments import forward_plan
 from hf_dp.tuners.apply import apply_peft
+from hf_dp.tuners.base import Tuner
+from hf_dp.tuners.methods import tuner_for
 
 ROOT = Path(__file__).parent.parent
 RECIPES = {str(path.relative_to(ROOT)): path for path in sorted((ROOT / "recipes").rglob("*.yaml"))}
@@ -249,7 +251,7 @@ def plan_of(
         num_train_epochs=epochs,
         target_epsilon=target,
         accountant="rdp",
-        selection=config.selection_plan(0.1) if hasattr(config, "selection_plan") else None,
+        selection=(tuner_for(config, True) or Tuner()).plan(0.1),
     )
 
 
@@ -302,9 +304,7 @@ def test_a_private_recipe_of_ours_spends_what_its_header_says(name):
         num_train_epochs=args.num_train_epochs,
         target_epsilon=args.target_epsilon,
         accountant=args.accountant,
-        selection=config.selection_plan(args.per_example_max_grad_norm)
-        if hasattr(config, "selection_plan")
-        else None,
+        selection=(tuner_for(config, True) or Tuner()).plan(args.per_example_max_grad_norm),
     )
     assert plan.delta == pytest.approx(float(delta), rel=1e-5)
     assert (spent(plan, "rdp"), spent(plan, "pld")) == (float(by_rdp), float(by_pld))

@@ -14,34 +14,30 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from hf_dp._validate import integer
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.tasks.generation.arguments import TextArguments
-from hf_dp.tasks.generation.data import columns_read
-from hf_dp.tasks.generation.encoding import CausalEncoding
+from hf_dp.tasks.generation.encoding import CausalEncoding, columns_read
 from hf_dp.tasks.generation.formats import read_row
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
 
 FILE_NAME = "canaries.json"
 VOCABULARY, LENGTH = 10, 5
 _IN_PROMPT = 3
-_MARKS = (
-    "\u0120\u2581"  # what stands for a leading space in a byte-level and in a SentencePiece token
-)
-_WORD = re.compile(f"[{_MARKS}]([A-Za-z]{{3,}})")
+# After what stands for a leading space in a byte-level and in a SentencePiece token.
+_WORD = re.compile("[\u0120\u2581]([A-Za-z]{3,})")
 
 
 @dataclass(frozen=True)
 class Canary:
-    """One secret.
-
-    Attributes:
-        prompt: the three words of what the model is given.
-        suffix: the five words that it must not know.
-    """
+    """One secret: three words of what the model is given, and five that it must not know."""
 
     prompt: tuple[str, ...]
     suffix: tuple[str, ...]
@@ -49,18 +45,11 @@ class Canary:
 
 @dataclass(frozen=True)
 class Canaries:
-    """What is inserted.
-
-    Attributes:
-        data_format: the layout of the rows.
-        words: the subvocabulary.
-        repetitions: how many rows each canary is.
-        canaries: they differ in their prompts; the suffixes are drawn independently.
-    """
+    """What is inserted. The canaries differ in their prompts; suffixes are drawn independently."""
 
     data_format: str
-    words: tuple[str, ...]
-    repetitions: int
+    words: tuple[str, ...]  # the subvocabulary
+    repetitions: int  # how many rows each canary is
     canaries: tuple[Canary, ...]
 
     @property
@@ -81,30 +70,28 @@ class Canaries:
 
 
 def load(folder: Path) -> Canaries:
-    """Return the canaries that a model was trained with.
-
-    Raises: ConfigError for a folder without them.
-    """
+    """Return the canaries that a model was trained with. Raises: ConfigError without them."""
     try:
         found = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
         canaries = [Canary(tuple(c["prompt"]), tuple(c["suffix"])) for c in found["canaries"]]
         return Canaries(
             found["data_format"], tuple(found["words"]), found["repetitions"], tuple(canaries)
         )
-    except OSError as problem:
+    except (OSError, ValueError, KeyError, TypeError) as problem:
         raise ConfigError(
-            f"The folder {folder.name!r} has no {FILE_NAME}, so no canaries are known to be in its "
-            "training rows. Give one that `hf-dp audit exposure` trained, or leave `trained` out "
-            "to train one."
-        ) from problem
-    except (ValueError, KeyError, TypeError) as problem:
-        raise ConfigError(
-            f"{FILE_NAME} in {folder.name!r} is damaged ({problem!r}). Train the model again."
+            f"The folder {folder.name!r} has no {FILE_NAME} that can be read ({problem!r}), so no "
+            "canaries are known to be in its training rows. Give one that `hf-dp audit exposure` "
+            "trained, or leave `trained` out to train one."
         ) from problem
 
 
 def make(
-    tokenizer: Any, data: TextArguments, *, count: int, repetitions: int, seed: int
+    tokenizer: PreTrainedTokenizerBase,
+    data: TextArguments,
+    *,
+    count: int,
+    repetitions: int,
+    seed: int,
 ) -> Canaries:
     """Draw canaries. The same tokenizer, count and seed give the same, whatever the repetitions.
 
@@ -123,13 +110,16 @@ def make(
     if integer("canaries", count, 1) > prompts:
         raise ConfigError(f"Expected `canaries` to be at most {prompts:,}, got {count:,}.")
     canaries = [
-        Canary(tuple(words[i] for i in _digits(number)), tuple(draw.choices(words, k=LENGTH)))
+        Canary(
+            tuple(words[number // VOCABULARY**place % VOCABULARY] for place in range(_IN_PROMPT)),
+            tuple(draw.choices(words, k=LENGTH)),
+        )
         for number in draw.sample(range(prompts), count)
     ]
     return Canaries(data.data_format, words, repetitions, tuple(canaries))
 
 
-def _whole_words(tokenizer: Any, draw: random.Random) -> tuple[str, ...]:
+def _whole_words(tokenizer: PreTrainedTokenizerBase, draw: random.Random) -> tuple[str, ...]:
     """Draw words that are one token each, with the space before them, wherever they stand."""
     listed = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     found = [(match[1], token) for text, token in listed if (match := _WORD.fullmatch(text))]
@@ -147,17 +137,12 @@ def _whole_words(tokenizer: Any, draw: random.Random) -> tuple[str, ...]:
     )
 
 
-def _digits(number: int) -> list[int]:
-    return [number // VOCABULARY**place % VOCABULARY for place in range(_IN_PROMPT)]
-
-
 # -- rows --
-
-_KEYS = ("name", "eatType", "area")  # which e2e.py writes as name, Type, area
 
 
 def _e2e(canary: Canary) -> tuple[str, str]:
-    table = ", ".join(f"{key}[{word}]" for key, word in zip(_KEYS, canary.prompt))
+    keys = ("name", "eatType", "area")  # which the layout writes as name, Type, area
+    table = ", ".join(f"{key}[{word}]" for key, word in zip(keys, canary.prompt))
     return table, " ".join(canary.suffix)
 
 
@@ -170,7 +155,7 @@ def _pairs(canary: Canary) -> tuple[str, str]:
 _ROWS: dict[str, Callable[[Canary], tuple[str, str]]] = {"e2e": _e2e, "pairs": _pairs}
 
 
-def insert(rows: Any, data: TextArguments, canaries: Canaries) -> Any:
+def insert(rows: Dataset, data: TextArguments, canaries: Canaries) -> Dataset:
     """Return the rows, and after them each canary as many times as it is repeated.
 
     Other columns than the layout's are left out.
@@ -197,10 +182,8 @@ def insert(rows: Any, data: TextArguments, canaries: Canaries) -> Any:
 
 
 def check_encoding(canaries: Canaries, data: TextArguments, encoding: CausalEncoding) -> None:
-    """Check that a row of each canary is its prefix, its words, a token each, and the end.
-
-    Raises: DataError for one that is not.
-    """
+    """Raise DataError unless a row of each canary is its prefix, its words, a token each, and the
+    end."""
     for canary in canaries.canaries:
         written = read_row(data.data_format, _ROWS[data.data_format](canary), 0)
         ids = encoding.example(written.prompt, written.targets[0], 0)["input_ids"]
@@ -221,12 +204,12 @@ def prefix(canary: Canary, data: TextArguments, encoding: CausalEncoding) -> lis
     return encoding.prompt(written.prompt, 0, LENGTH)
 
 
-def tokens(words: Sequence[str], tokenizer: Any) -> list[int]:
+def tokens(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the token of each word."""
     return [tokenizer(f" {word}", add_special_tokens=False)["input_ids"][0] for word in words]
 
 
-def every_suffix(canaries: Canaries, tokenizer: Any) -> torch.Tensor:
+def every_suffix(canaries: Canaries, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """Return R as (V^l, l) token ids; the suffix of number i is row i."""
     ids = torch.tensor(tokens(canaries.words, tokenizer))
     return torch.cartesian_prod(*[ids] * LENGTH)

@@ -244,11 +244,9 @@ def measure(values: dict[str, Any], words: Sequence[str], folder: Path) -> dict[
     import numpy as np
 
     from hf_dp.audit import canaries as made
-    from hf_dp.audit.exposure import approximate, exact, most_exposed
-    from hf_dp.audit.suffixes import log_perplexities
+    from hf_dp.audit.exposure import approximate, exact, log_perplexities, most_exposed
     from hf_dp.cli.generate import claim_of
-    from hf_dp.tasks.generation.data import encoding_of
-    from hf_dp.tasks.generation.encoding import CausalEncoding
+    from hf_dp.tasks.generation.encoding import CausalEncoding, encoding_of
     from hf_dp.tasks.generation.language_models import load_trained
 
     canaries = made.load(folder)

@@ -25,11 +25,9 @@ metadata. It does not hold for the prompts, which stand in the rows as you give 
 sampled (nucleus), whatever the configuration says, unless --decoding is given here.
 """
 EXAMPLES = """\
-examples:
+example:
   hf-dp generate --config recipes/e2e/gpt2_full_eps8.yaml --prompts tables.parquet --num 10000 \\
       --out synthetic.parquet
-  hf-dp generate --config recipes/e2e/gpt2_full_eps8.yaml --prompts tables.parquet --num 1000 \\
-      --out synthetic.parquet --real test.parquet --phrases riverside "family friendly"
 """
 
 
@@ -51,29 +49,10 @@ class GenerateArguments:
             "help": "File with the columns of the prompts, taken in turn; they must be public."
         },
     )
-    real: str | None = field(
-        default=None,
-        metadata={
-            "help": "File of real rows: print how like them the synthetic ones are. Computed "
-            "without noise: no epsilon covers it."
-        },
-    )
-    phrases: list[str] = field(
-        default_factory=list,
-        metadata={"help": "With real: words or phrases whose share of texts is compared."},
-    )
-    nearest: int = field(
-        default=0,
-        metadata={
-            "help": "With real: print so many texts that come nearest to a real one, beside it. No "
-            "epsilon covers it."
-        },
-    )
     use_cpu: bool = field(default=False, metadata={"help": "Leave a GPU alone."})
 
     def __post_init__(self) -> None:
         integer("num", self.num, 1)
-        integer("nearest", self.nearest, 0)
 
 
 ARGUMENTS = (GenerateArguments, StartArguments, TextArguments, DecodingArguments)
@@ -116,8 +95,6 @@ def main(argv: Sequence[str]) -> int:
     asked, model_args, data, decoding = parse_evaluation(
         ARGUMENTS, values, words, prog="hf-dp generate"
     )
-    if not asked.real and (asked.phrases or asked.nearest):
-        raise ConfigError("`phrases` and `nearest` compare with real rows. Name them: --real FILE.")
     name = asked.trained or values.get("output_dir")
     if name is None:
         raise ConfigError("Expected `trained`, the model's folder or Hub name, got none.")
@@ -126,8 +103,6 @@ def main(argv: Sequence[str]) -> int:
     from hf_dp.tasks.generation.synthetic import save
 
     save(rows, Path(asked.out), facts)
-    if asked.real:
-        print("\n".join(_compared(rows, asked, data)))
     print(f"{len(rows)} rows: {facts['claim']}")
     if "not_covered" in facts:
         print(f"Not covered: {facts['not_covered']}.")
@@ -150,7 +125,7 @@ def _written(
 
     from hf_dp.cli.verify import fetched
     from hf_dp.tasks.files import load_file
-    from hf_dp.tasks.generation.data import encoding_of
+    from hf_dp.tasks.generation.encoding import encoding_of
     from hf_dp.tasks.generation.language_models import load_trained
     from hf_dp.tasks.generation.synthetic import check_out, write_rows
 
@@ -228,21 +203,3 @@ def claim_of(folder: Path) -> dict[str, Any]:
         "verified": report.outcome,
         "differential_privacy": statement.to_dict(),
     }
-
-
-def _compared(rows: Any, asked: GenerateArguments, data: TextArguments) -> list[str]:
-    """Return how like the real rows the written ones are, to read."""
-    from hf_dp.tasks.files import load_file
-    from hf_dp.tasks.generation.synthetic import compare, nearest, texts_of
-
-    written, real = texts_of(rows, data), texts_of(load_file(str(asked.real)), data)
-    lines = ["compared with the real rows, without noise; no epsilon covers these lines:"]
-    lines += compare(written, real, asked.phrases)
-    found = sorted(nearest(written, real), reverse=True)[: asked.nearest] if asked.nearest else []
-    for share, own, other in found:
-        lines += [
-            f"{share:.0%} of the word 4-grams stand in one real text:",
-            f"  written: {written[own]}",
-            f"  real:    {real[other]}",
-        ]
-    return lines

@@ -153,8 +153,8 @@ def _partitions(name: str, granularity: str, num_labels: int) -> tuple[list[Part
 
     from hf_dp.tasks.files import resolve_model
     from hf_dp.tuners.apply import complete
-    from hf_dp.tuners.frost.config import FrostConfig
     from hf_dp.tuners.frost.partition import partitions
+    from hf_dp.tuners.frost.tuner import FrostConfig
     from hf_dp.tuners.selection import always_trained, candidates
 
     try:

@@ -125,7 +125,7 @@ class Planned:
         from hf_dp.trainer.from_arguments import plan_of
         from hf_dp.trainer.row_arguments import users_of
         from hf_dp.tuners.base import Tuner
-        from hf_dp.tuners.find import tuner_for
+        from hf_dp.tuners.methods import tuner_for
 
         changes = dict(changes)
         num_examples = changes.pop("num_examples", self.options.num_examples)

@@ -69,7 +69,7 @@ def _whose(file: str, split: str, most: int | None, column: str) -> UnitTable:
 def _count(recipe: dict[str, Any]) -> int:
     demo = recipe.get("dataset_name") == "demo"
     if (recipe.get("train_file") or demo) and recipe.get("data_format"):
-        from hf_dp.tasks.generation.data import count_examples
+        from hf_dp.tasks.generation.encoding import count_examples
 
         return count_examples(recipe)
     if recipe.get("max_train_rows"):

@@ -120,7 +120,7 @@ def _suggestion(
     from hf_dp.trainer.arguments import PlannedArguments
     from hf_dp.trainer.row_arguments import users_of
     from hf_dp.tuners.base import Tuner
-    from hf_dp.tuners.find import tuner_for
+    from hf_dp.tuners.methods import tuner_for
 
     if recipe.get("target_epsilon") is None:
         raise ConfigError(

@@ -14,7 +14,7 @@ from hf_dp.statement.durable import replace_file
 from hf_dp.statement.strict_json import loads
 
 _CHUNK = 1 << 24
-# Files that stand beside weights: masks of what trains (hf_dp.tuners.single_entries.tuner).
+# Files that stand beside weights: masks of what trains (hf_dp.tuners.single_entries).
 NOT_WEIGHTS = ("selection_masks.safetensors",)
 HEAD_KEY = "hf_dp_ledger_head"  # in the metadata
 

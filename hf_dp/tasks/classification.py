@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hf_dp._arguments import argument
 from hf_dp._validate import invalid, one_of
 from hf_dp.errors import ConfigError, DataError
-from hf_dp.tasks.labels import label_ids, row_problems
+from hf_dp.tasks.labels import label_ids, require_texts
 from hf_dp.tasks.sources import SourceArguments
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
+    from transformers import EvalPrediction, PreTrainedTokenizerBase
 
 
 @dataclass
@@ -33,14 +37,14 @@ class DataArguments(ClassificationArguments):
     text_columns: list[str] = argument(["sentence"], "One or two columns of text.")
     max_length: int = argument(128, "Longest text, in tokens; longer ones are cut.")
 
-    def demo(self) -> Any:
+    def demo(self) -> DatasetDict:
         """Return the demonstration sentences."""
         from hf_dp.tasks.demo_sentences import demo_dataset
 
         return demo_dataset()
 
     def columns(
-        self, tokenizer: Any, names: Sequence[str], keep: str | None = None
+        self, tokenizer: PreTrainedTokenizerBase, names: Sequence[str], keep: str | None = None
     ) -> tuple[Any, ...]:
         """Return the arguments of :func:`encode` after the rows."""
         return tokenizer, self.text_columns, self.label_column, names, self.max_length, keep
@@ -63,7 +67,7 @@ class ImageArguments(ClassificationArguments):
         [], "Random changes of training images, made anew each time: crop, flip. Default: none."
     )
 
-    def demo(self) -> Any:
+    def demo(self) -> DatasetDict:
         """Raise ConfigError: there are none."""
         raise ConfigError(
             "Expected `dataset_name` to be a data set on the Hub, got 'demo': hf_dp has no images "
@@ -72,14 +76,14 @@ class ImageArguments(ClassificationArguments):
 
 
 def encode(
-    dataset: Any,
-    tokenizer: Any,
-    text_columns: Sequence[str],
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    text_columns: list[str],
     label_column: str,
     names: Sequence[str],
     max_length: int,
     keep: str | None = None,
-) -> Any:
+) -> Dataset:
     """Return token ids, attention mask and ``label`` for each row, and the column ``keep``, where
     there is one.
 
@@ -95,18 +99,18 @@ def encode(
     if len(text_columns) not in (1, 2):
         expected = "to name one or two columns"
         raise invalid("text_columns", list(text_columns), expected, "A model reads one or a pair.")
-    from hf_dp.tasks.template_tokenizer import room_for_text
-
-    room_for_text(tokenizer, len(text_columns), max_length)
-    if problems := row_problems(dataset, text_columns, label_column, names):
-        raise DataError("\n".join(problems))
+    added = tokenizer.num_special_tokens_to_add(pair=len(text_columns) == 2)
+    if max_length <= added:
+        expected = f"to be above {added}, which the template and the special tokens take"
+        raise invalid("max_length", max_length, expected, "Raise it, or shorten the template.")
+    require_texts(dataset, text_columns)
     labels = label_ids(dataset, label_column, names)
     # Without the column of labels: one that is written under its own name keeps its type, so ids
     # would become text again, or those of the names that the file declares.
     kept = [keep] * (keep in dataset.column_names)
     dataset = dataset.select_columns(list(dict.fromkeys([*text_columns, *kept])))
 
-    def encode_rows(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, Any]:
+    def encode_rows(batch: dict[str, list[str]], rows: list[int]) -> dict[str, Any]:
         texts = [batch[column] for column in text_columns]
         encoded = tokenizer(*texts, truncation=True, max_length=max_length)
         return {**encoded, "label": [labels[row] for row in rows]}
@@ -117,12 +121,19 @@ def encode(
     )
 
 
-def encode_all(sets: Mapping[str, Any], columns: Sequence[Any]) -> Any:
-    """Return the evaluation sets encoded, as the Trainer takes them."""
-    return one_or_all({name: encode(rows, *columns) for name, rows in sets.items()})
+def encode_all(sets: Mapping[str, Dataset], columns: Sequence[Any]) -> Dataset | dict[str, Dataset]:
+    """Return the evaluation sets encoded, as the Trainer takes them. Raises: as :func:`encode`,
+    naming the set."""
+    encoded = {}
+    for name, rows in sets.items():
+        try:
+            encoded[name] = encode(rows, *columns)
+        except DataError as problem:
+            raise DataError(f"Evaluation set {name!r}: {problem}") from problem
+    return one_or_all(encoded)
 
 
-def one_or_all(sets: Mapping[str, Any]) -> Any:
+def one_or_all(sets: dict[str, Dataset]) -> Dataset | dict[str, Dataset]:
     """Return evaluation sets as the Trainer takes them: one, or several by name."""
     return next(iter(sets.values())) if len(sets) == 1 else sets
 
@@ -130,7 +141,7 @@ def one_or_all(sets: Mapping[str, Any]) -> Any:
 METRICS = ("accuracy", "f1")
 
 
-def metrics(names: Sequence[str], classes: int) -> Callable[[Any], dict[str, float]]:
+def metrics(names: Sequence[str], classes: int) -> Callable[[EvalPrediction], dict[str, float]]:
     """Return ``compute_metrics`` for Trainer: the accuracy, and the F1 of class 1 of two.
 
     F1 is the harmonic mean of precision and recall, 0 where both are undefined.
@@ -143,7 +154,7 @@ def metrics(names: Sequence[str], classes: int) -> Callable[[Any], dict[str, flo
         expected = f"to be without f1 for {classes} classes"
         raise invalid("metrics", list(names), expected, "F1 here is that of class 1 of two.")
 
-    def compute(prediction: Any) -> dict[str, float]:
+    def compute(prediction: EvalPrediction) -> dict[str, float]:
         logits = prediction.predictions
         found = (logits[0] if isinstance(logits, tuple) else logits).argmax(-1)
         there = np.asarray(prediction.label_ids)

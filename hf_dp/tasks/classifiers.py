@@ -6,13 +6,16 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_dp._arguments import argument
 from hf_dp.errors import ConfigError, DataError, UnsupportedModelError
 from hf_dp.tasks.files import loading, resolve_model
 from hf_dp.tasks.models import StartArguments, labels_of, without_weights
 from hf_dp.tasks.templates import Infilling
+
+if TYPE_CHECKING:
+    from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 COLORS = 3
 
@@ -42,16 +45,11 @@ class ImageModelArguments(StartArguments):
 
 def load_classifier(
     arguments: ModelArguments, text_columns: Sequence[str], names: Sequence[str]
-) -> tuple[Any, Any]:
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return model and tokenizer: with a new head, or with a template in the tokenizer.
 
-    Args:
-        text_columns: the columns of text, as many as the template takes.
-        names: the classes, in the order of their ids.
-
-    Raises:
-        ConfigError: the template takes another number of texts, or does not go with random weights.
-        DataError: model or tokenizer cannot be loaded.
+    Raises: ConfigError for a template that takes another number of texts, or for random weights;
+        DataError for what cannot be loaded.
     """
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -77,11 +75,11 @@ def _infilling(arguments: ModelArguments, text_columns: Sequence[str]) -> Infill
     if arguments.infilling is None:
         return None
     infilling = Infilling.of(arguments.infilling)
-    if infilling.template.texts != len(text_columns):
+    template = infilling.template
+    if template.texts != len(text_columns):
         raise ConfigError(
-            f"The template {infilling.template.text!r} takes {infilling.template.texts} text "
-            f"column(s), but `text_columns` names {list(text_columns)}. Name as many columns as "
-            "the template has texts."
+            f"The template {template.text!r} takes {template.texts} text column(s), but "
+            f"`text_columns` names {list(text_columns)}. Name as many."
         )
     if arguments.from_scratch:
         raise ConfigError(
@@ -90,17 +88,13 @@ def _infilling(arguments: ModelArguments, text_columns: Sequence[str]) -> Infill
     return infilling
 
 
-def load_image_classifier(arguments: ImageModelArguments, names: Sequence[str]) -> tuple[Any, Any]:
+def load_image_classifier(
+    arguments: ImageModelArguments, names: Sequence[str]
+) -> tuple[PreTrainedModel, BaseImageProcessor]:
     """Return model and image processor. The head is new, unless the base has these classes.
 
-    Args:
-        names: the classes, in the order of their ids.
-
-    Raises:
-        ConfigError: Pillow is not installed.
-        DataError: model or image processor cannot be loaded.
-        UnsupportedModelError: the model does not take images in RGB, or it is not known which part
-            of it is the head.
+    Raises: ConfigError without Pillow; DataError for what cannot be loaded; UnsupportedModelError
+        for a model that does not take images in RGB, or whose head is not known.
     """
     from hf_dp.run.synthetic import image_config
 
@@ -129,14 +123,16 @@ def require_pillow() -> None:
         )
 
 
-def load_processor(path: str) -> Any:
+def load_processor(path: str) -> BaseImageProcessor:
     """Return the image processor of a model; the same one whether or not torchvision is here."""
     from transformers import AutoImageProcessor
 
     return AutoImageProcessor.from_pretrained(path, backend="pil")
 
 
-def _image_model(path: str, names: Sequence[str], from_scratch: bool, new_head: bool) -> Any:
+def _image_model(
+    path: str, names: Sequence[str], from_scratch: bool, new_head: bool
+) -> PreTrainedModel:
     import torch
     from transformers import AutoConfig, AutoModelForImageClassification
 
@@ -167,11 +163,8 @@ def _image_model(path: str, names: Sequence[str], from_scratch: bool, new_head: 
     return model
 
 
-def _head_parameters(model: Any) -> set[str]:
-    """Return the names of the parameters of a classifier's head.
-
-    Raises: UnsupportedModelError where it is not known, or there is none beside the backbone.
-    """
+def _head_parameters(model: PreTrainedModel) -> set[str]:
+    """Return the names of the parameters of a classifier's head. Raises: UnsupportedModelError."""
     from hf_dp.run.checks import head_of
 
     heads = head_of(model).items()

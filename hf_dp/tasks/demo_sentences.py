@@ -1,7 +1,8 @@
-"""A public, synthetic sentiment set for demonstrations: short reviews, ``negative`` or ``positive``.
+"""A public, synthetic sentiment set to try things on: short reviews, ``negative`` or ``positive``.
 
-Every sentence is made here from word lists of our own and a fixed public seed. It describes nobody
-and says nothing about accuracy on real reviews: a private run can be tried offline.
+Every sentence is made here from word lists of our own (the file beside this) and a fixed public
+seed. It describes nobody and says nothing about accuracy on real reviews: a private run can be
+tried offline.
 
 Rows come in *pairs*: a negative and a positive sentence that differ in their opinion words alone.
 Template, subject, context, number of words and punctuation tell nothing about the label. There are
@@ -15,10 +16,12 @@ wordings never trained on.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hf_dp import _validate
 
@@ -49,88 +52,9 @@ class Vocabulary:
     verbs: list[list[str]]
 
 
-def _phrases(text: str) -> list[str]:
-    return [" ".join(phrase.split()) for phrase in text.split("|")]
-
-
-def _words(text: str) -> list[list[str]]:
-    return [words.split() for words in text.split("|")]
-
-
-VOCABULARIES = {
-    "train": Vocabulary(
-        templates={
-            "plain": _phrases(
-                """the {s} was {a} {c}|{c} I found the {s} {a}, really {d}|{a} and {d}, that was the {s} {c}|
-                honestly, we thought the {s} was {a} and {d}|my family agreed that the {s} was {a} {c}|
-                the {s} was so {a} that it {v} me|{c} the {a} {s} {v} all of us|
-                I must admit that the {s} {v} me, {d} work"""
-            ),
-            "negated": _phrases(
-                """{c} the {s} was never {a}|nobody in my family would call the {s} {a}|the {s} was far from {a} {c}|
-                not once all year has the {s} {v} us|the {s} has never {v} me"""
-            ),
-            "mixed": _phrases(
-                """apart from the {b} {t}, the {s} was {a}|the {t} felt {b}, but overall the {s} was {a}|
-                despite the {b} {t}, the {s} {v} us"""
-            ),
-        },
-        subjects=_phrases(
-            """parking garage|refund process|delivery driver|phone case|breakfast buffet|repair service|city tour|
-            coffee machine|online shop|train ride|billing team|hotel room|garden chair|cooking class|web store|dentist|
-            winter jacket|language course|car rental|bike shop|photo printer|fitness studio|bookstore|taxi company|
-            pizza place|support chat|office desk|tax adviser|swimming pool|ferry crossing"""
-        ),
-        contexts=_phrases(
-            """last month|this week|on our second visit|on Tuesday|in the spring|this morning|after the move|
-            back in March|on my birthday|this time|two days ago|in January"""
-        ),
-        adjectives=_words(
-            """terrible awful dreadful poor useless frustrating disappointing hopeless shoddy lousy miserable sloppy
-            appalling disgraceful dull unacceptable disastrous nasty shabby wretched depressing pitiful|
-            great wonderful superb lovely pleasing impressive helpful flawless splendid terrific amazing glorious
-            marvelous remarkable charming first-rate memorable faultless thoughtful spectacular inspiring magical"""
-        ),
-        verbs=_words(
-            """disappointed annoyed frustrated upset irritated insulted failed disgusted depressed bothered|
-            pleased impressed amazed thrilled charmed helped inspired uplifted captivated enchanted"""
-        ),
-    ),
-    "validation": Vocabulary(
-        templates={
-            "plain": _phrases(
-                """as far as I know, their {s} is {a}, simply {d}|it turned out to be one {a} {s} {c}|
-                {c} everyone described their {s} as {a}, even {d}|people told us how {a} their {s} looked {c}|
-                being {a} as well as {d}, their {s} {v} each guest|{c} their {a} {s} certainly {v} our group"""
-            ),
-            "negated": _phrases(
-                """{c} their {s} seemed anything but {a}|there is nothing {a} about their {s}|
-                at no point have I been {v} by their {s}"""
-            ),
-            "mixed": _phrases(
-                """setting aside one {b} {t}, their {s} is {a}|
-                although one could call the {t} {b}, their {s} {v} everyone"""
-            ),
-        },
-        subjects=_phrases(
-            """barber|museum guide|checkout page|laptop|bakery|flight crew|running club|insurance agent|theater|
-            landlord|vacuum cleaner|soup|campsite|mobile app|concert|headset|plumber|mattress|library|school"""
-        ),
-        contexts=_phrases(
-            """yesterday evening|over the weekend|in December|at noon|during the holidays|throughout autumn|
-            for three nights|upon arrival|by Friday|earlier today"""
-        ),
-        adjectives=_words(
-            """horrible bad pathetic worthless unbearable ghastly ridiculous inferior tedious rotten dismal grim ugly
-            inept|fantastic good brilliant delightful fabulous magnificent perfect dazzling enjoyable outstanding
-            excellent admirable satisfying exceptional"""
-        ),
-        verbs=_words(
-            """angered outraged enraged offended bored exasperated|
-            delighted satisfied wowed cheered fascinated reassured"""
-        ),
-    ),
-}
+_WORDINGS = Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
+VOCABULARIES = {split: Vocabulary(**words) for split, words in json.loads(_WORDINGS).items()}
+Row = dict[str, str | int]
 
 
 def _pick(rng: random.Random, items: Sequence[str]) -> str:
@@ -139,7 +63,7 @@ def _pick(rng: random.Random, items: Sequence[str]) -> str:
     return items[int(rng.random() * len(items))]
 
 
-def _pair(rng: random.Random, words: Vocabulary, kind: str) -> list[dict[str, Any]]:
+def _pair(rng: random.Random, words: Vocabulary, kind: str) -> list[Row]:
     """Return a negative and a positive row, in random order, that differ in opinion words alone."""
     template = _pick(rng, words.templates[kind])
     subject, context = _pick(rng, words.subjects), _pick(rng, words.contexts)
@@ -150,7 +74,7 @@ def _pair(rng: random.Random, words: Vocabulary, kind: str) -> list[dict[str, An
         for label in (0, 1)
     ]
     verb = [_pick(rng, words.verbs[label]) for label in (0, 1)]
-    rows = []
+    rows: list[Row] = []
     for label in (0, 1) if rng.random() < 0.5 else (1, 0):
         own = 1 - label if kind == "negated" else label
         slots = {"a": first[own], "b": first[1 - own], "d": second[own], "v": verb[own]}
@@ -159,7 +83,7 @@ def _pair(rng: random.Random, words: Vocabulary, kind: str) -> list[dict[str, An
     return rows
 
 
-def demo_rows(split: str, num_rows: int) -> list[dict[str, Any]]:
+def demo_rows(split: str, num_rows: int) -> list[Row]:
     """Return the first ``num_rows`` rows of a split, each with ``sentence``, ``label`` and
     ``kind``.
 
@@ -179,8 +103,8 @@ def demo_rows(split: str, num_rows: int) -> list[dict[str, Any]]:
         expected = f"to be even and <= {MAX_ROWS[split]} for split {split!r}"
         raise _validate.invalid("num_rows", num_rows, expected, "The classes are balanced.")
     rng = random.Random(f"{SEED} {split}")
-    rows: list[dict[str, Any]] = []
-    seen: set[str] = set()
+    rows: list[Row] = []
+    seen: set[str | int] = set()
     while len(rows) < count:
         pair = _pair(rng, words, KIND_CYCLE[len(rows) // 2 % len(KIND_CYCLE)])
         sentences = {row["sentence"] for row in pair}

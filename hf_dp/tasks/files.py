@@ -1,20 +1,19 @@
-"""Load local files and folders, data of the Hub, public texts, and models inside packages.
-
-Errors name what was wrong.
-"""
+"""Load local files and folders, data of the Hub, public texts, and models inside packages."""
 
 from __future__ import annotations
 
-import csv
 import glob
 import importlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_dp.errors import ConfigError, DataError, HfDpError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 _LOADERS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
 _WHOLE = "train"  # what datasets calls the rows of a file
@@ -35,7 +34,7 @@ def loading(what: str, advice: str) -> Iterator[None]:
         raise DataError(f"{what} could not be loaded: {cause} {advice}") from problem
 
 
-def load_file(path: str, split: str = _WHOLE) -> Any:
+def load_file(path: str, split: str = _WHOLE) -> Dataset:
     """Return a ``datasets.Dataset`` from a Parquet, CSV or JSON(-lines) file, or from a folder with
     a subfolder of images for each class.
 
@@ -50,14 +49,11 @@ def load_file(path: str, split: str = _WHOLE) -> Any:
     refuse_joined(split)
     file = Path(path)
     folder = file.is_dir()
-    if not folder and file.suffix not in _LOADERS:
+    if not folder and (file.suffix not in _LOADERS or not file.is_file()):
+        problem = "has another ending" if file.is_file() else "does not exist"
         raise DataError(
-            f"Expected a data file ending in {sorted(_LOADERS)}, or a folder with images, got "
-            f"{file.name!r}."
-        )
-    if not folder and not file.is_file():
-        raise DataError(
-            f"The data file {path!r} does not exist (working directory: {Path.cwd().name!r})."
+            f"The data file {path!r} {problem}. Expected one ending in {sorted(_LOADERS)}, or a "
+            "folder with images."
         )
     if "::" in path or "://" in path:  # for datasets, an address or a file inside another one
         raise DataError(
@@ -78,28 +74,10 @@ def load_file(path: str, split: str = _WHOLE) -> Any:
         dataset = datasets.load_dataset(kind, data_files=files, split=split, **options)
     except Exception as problem:  # each reader has its own errors: pyarrow, pandas, json, datasets
         cause = problem.__cause__ or problem
-        raise DataError(
-            f"The data file {named} could not be read as {kind}: {cause}{_uneven(file)}"
-        ) from problem
+        raise DataError(f"The data file {named} could not be read as {kind}: {cause}") from problem
     if len(dataset) == 0:
         raise DataError(f"The data file {named} has no rows.")
     return dataset
-
-
-def _uneven(file: Path) -> str:
-    """Return which lines of a CSV file have more fields than its first one."""
-    if file.suffix != ".csv":
-        return ""
-    with open(file, newline="", encoding="utf-8", errors="replace") as stream:
-        reader = csv.reader(stream)
-        header = len(next(reader, []))
-        uneven = [f"line {reader.line_num} has {len(row)}" for row in reader if len(row) > header]
-    more = f" and {len(uneven) - 10} more" if len(uneven) > 10 else ""
-    said = (
-        f" The first line has {header} fields, but {', '.join(uneven[:10])}{more}. Put quotes "
-        "around a field with a comma."
-    )
-    return said if uneven else ""
 
 
 def _check_images_of_classes(folder: Path) -> None:
@@ -115,17 +93,12 @@ def _check_images_of_classes(folder: Path) -> None:
         if any(part.startswith("__") for part in file.parts[:-1]):
             continue
         ending, depth = file.suffix.lower(), len(file.parts) - 1
-        if file.name in ImageFolder.METADATA_FILENAMES or ending == ".zip":
+        read_instead = file.name in ImageFolder.METADATA_FILENAMES or ending == ".zip"
+        if read_instead or (ending in ImageFolder.EXTENSIONS and depth != 1):
             raise DataError(
-                f"The folder {folder.name!r} holds {str(file)!r}, whose rows or images datasets "
-                "would read instead of those of the subfolders, or beside them. Take it out "
-                "(unpack a ZIP file), or name a CSV or JSON file with paths and labels."
-            )
-        if ending in ImageFolder.EXTENSIONS and depth != 1:
-            raise DataError(
-                f"Expected the images of the folder {folder.name!r} in one subfolder for each "
-                f"class, but {str(file)!r} lies {'deeper' if depth else 'at its top'}. Move it, or "
-                "name a CSV or JSON file with paths and labels."
+                f"Expected the folder {folder.name!r} to hold images in one subfolder for each "
+                f"class, got {str(file)!r} as well. Take it out (unpack a ZIP file), or name a CSV "
+                "or JSON file with paths and labels."
             )
 
 
@@ -139,7 +112,7 @@ def refuse_joined(split: str) -> None:
         )
 
 
-def load_hub(name: str, config: str | None, split: str) -> Any:
+def load_hub(name: str, config: str | None, split: str) -> Dataset:
     """Return one split of a data set on the Hub, or in a local folder laid out like one.
 
     Raises: DataError.
@@ -193,15 +166,15 @@ def read_texts(files: Sequence[str], columns: Sequence[str]) -> Iterator[str]:
     """Yield every text of these columns, in the order of the files.
 
     Args:
-        columns: names; ``annotations.text`` for a nested one. A file needs only one of them.
+        columns: of texts or lists of texts; ``annotations.text`` for a nested one. A file needs
+            only one of them.
 
     Raises: DataError for a file that has none of the columns, or a value that is not text.
     """
     for file in files:
         rows = load_file(file)
-        found = [
-            column.split(".") for column in columns if column.split(".")[0] in rows.column_names
-        ]
+        paths = [column.split(".") for column in columns]
+        found = [path for path in paths if path[0] in rows.column_names]
         if not found:
             raise DataError(
                 f"The file {Path(file).name!r} has the columns {rows.column_names}, none of "
@@ -212,15 +185,14 @@ def read_texts(files: Sequence[str], columns: Sequence[str]) -> Iterator[str]:
                 yield from _texts(value, rest, ".".join([first, *rest]))
 
 
-def _texts(value: Any, path: Sequence[str], column: str) -> Iterator[str]:
+def _texts(value: object, path: Sequence[str], column: str) -> Iterator[str]:
     if isinstance(value, list):
         for item in value:
             yield from _texts(item, path, column)
     elif path and isinstance(value, dict) and path[0] in value:
         yield from _texts(value[path[0]], path[1:], column)
     elif not path and isinstance(value, str):
-        if value:
-            yield value
+        yield from filter(None, [value])
     elif value is not None:
         raise DataError(
             f"The column {column!r} of `text_columns` holds {type(value).__name__}, where text was "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,14 +21,15 @@ from hf_dp._validate import invalid, one_of
 from hf_dp.errors import DataError
 from hf_dp.tasks.labels import label_ids, require_columns
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from PIL.Image import Image
+    from transformers import BaseImageProcessor
+
 IMAGE, LABEL, PIXELS = "image", "label", "pixel_values"
-# Those of PIL's modes whose channels have 8 bits, or one, and that mean colors as RGB does.
+# Those of PIL's modes whose channels have 8 bits, or one, and that mean colors as RGB does. Others
+# ("I", "F", "I;16") would be cut at 255 when they are converted, and so be nearly all white.
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV")
-# Modes of more than 8 bits. Converted to RGB they would be cut at 255, and so nearly all white.
-_DEEP_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
-# Formats that have 8 bits a channel, or of which PIL says how many before it keeps the high 8.
-_FORMATS = ("BMP", "GIF", "JPEG", "MPO", "PCX", "PNG", "PPM", "TGA", "TIFF", "WEBP")
-_BITS_PER_SAMPLE = 258  # a tag of TIFF
 
 
 def flip(pixels: Tensor) -> Tensor:
@@ -55,11 +56,10 @@ class ToPixels:
         processor: the model's, which says the size, the mean and the standard deviation.
         augmentations: names of random changes, made in this order.
 
-    Raises: InvalidArgumentError for an unknown augmentation; when called, DataError for what is no
-        image that can be used.
+    Raises: InvalidArgumentError; when called, DataError for what is no image that can be used.
     """
 
-    def __init__(self, processor: Any, augmentations: Sequence[str] = ()):
+    def __init__(self, processor: BaseImageProcessor, augmentations: Sequence[str] = ()):
         self.processor = processor
         self.augmentations = [
             AUGMENTATIONS[one_of("augmentation", name, AUGMENTATIONS)] for name in augmentations
@@ -69,7 +69,7 @@ class ToPixels:
         images = map(decoded, batch[IMAGE])
         return {PIXELS: [self.pixels(each) for each in images], "labels": batch[LABEL]}
 
-    def pixels(self, image: Any) -> Tensor:
+    def pixels(self, image: Image) -> Tensor:
         """Return the pixels of a PIL image."""
         pixels = self.processor(in_rgb(image), return_tensors="pt")[PIXELS][0]
         for change in self.augmentations:
@@ -77,16 +77,12 @@ class ToPixels:
         return pixels
 
 
-def decoded(stored: Mapping[str, Any] | None) -> Any:
-    """Return the PIL image of a row, upright, as ``datasets`` reads it.
+def decoded(stored: Mapping[str, Any] | None) -> Image:
+    """Return the PIL image of a row, upright, as ``datasets`` reads it; no file is fetched.
 
-    Unlike there, only files of this machine are read, and what has more than 8 bits a channel is
-    known: PIL forgets it when it decodes.
-
-    Raises: DataError for a missing image, one with more than 8 bits a channel, or one of a format
-        of which that is not known; and whatever PIL, a codec or the file system raises.
+    Raises: DataError for a missing image; and whatever PIL, a codec or the file system raises.
     """
-    from PIL import ExifTags, Image, ImageOps
+    from PIL import Image, ImageOps
 
     if stored is None or (stored["bytes"] is None and stored["path"] is None):
         raise DataError("it has no image. Leave the row out.")
@@ -94,81 +90,61 @@ def decoded(stored: Mapping[str, Any] | None) -> Any:
     image = Image.open(
         io.BytesIO(Path(stored["path"]).read_bytes() if content is None else content)
     )
-    if image.format not in _FORMATS:
-        raise DataError(
-            f"its image is of the format {image.format}, of which it is not known here whether a "
-            "channel has more than 8 bits. Save it as PNG, with 8 bits a channel."
-        )
-    if _is_deep(image):
-        raise _too_deep(f"{image.format}, mode {image.mode!r}")
-    image.load()
-    upright = image.getexif().get(ExifTags.Base.Orientation) is None
-    return image if upright else ImageOps.exif_transpose(image)
+    return ImageOps.exif_transpose(image)
 
 
-def _is_deep(image: Any) -> bool:
-    """Return whether a PIL image that is not decoded yet has more than 8 bits a channel."""
-    bits = getattr(image, "tag_v2", {}).get(_BITS_PER_SAMPLE, 8)
-    layout = [tile.args if isinstance(tile.args, tuple) else (tile.args,) for tile in image.tile]
-    largest = [args[1] for args in layout if image.format == "PPM" and len(args) == 2]
-    return (
-        image.mode in _DEEP_MODES
-        or max(bits if isinstance(bits, tuple) else (bits,)) > 8
-        or any(";16" in str(args[0]) for args in layout if args)
-        or any(value > 255 for value in largest)
-    )
-
-
-def _too_deep(what: str) -> DataError:
-    return DataError(
-        f"its image ({what}) has more than 8 bits a channel. Scale it to 8 bits first, by public "
-        "bounds: what part of its range matters is not known here."
-    )
-
-
-def in_rgb(image: Any) -> Any:
+def in_rgb(image: Image) -> Image:
     """Return a PIL image in RGB, as transformers' pipelines make it: grey is repeated in all three
     channels, and transparency is dropped, whatever color lies below it.
 
     Raises: DataError for more than 8 bits a channel, or a mode that is not read as colors here.
     """
-    if image.mode in _DEEP_MODES:
-        raise _too_deep(f"mode {image.mode!r}")
     if image.mode not in _MODES:
         raise DataError(
-            f"its image has the mode {image.mode!r}, which is not converted to RGB here. Save it "
-            "in RGB."
+            f"its image has the mode {image.mode!r}, which is not converted to RGB here. Scale it "
+            "to 8 bits a channel by public bounds, and save it in RGB."
         )
     return image.convert("RGB")
 
 
 def image_rows(
-    rows: Any,
+    rows: Dataset,
     image_column: str,
     label_column: str,
     names: Sequence[str],
     to_pixels: ToPixels,
     keep: str | None = None,
-) -> Any:
-    """Return the rows with ``to_pixels`` as their transform: nothing is decoded yet.
+) -> Dataset:
+    """Return the rows with ``to_pixels`` as their transform: nothing is decoded yet, and all labels
+    are checked.
 
     Args:
         image_column: images, or the paths of their files.
-        label_column: class ids or names; all are read and checked now.
-        names: the classes, in the order of their ids.
         keep: a further column that stays, where there is one.
 
     Raises: DataError for missing columns, a column that holds no images, an image that would be
         fetched from an address, or a label outside the classes; InvalidArgumentError for a column
         ``keep`` whose name the images or labels need.
     """
+    import datasets
+
     require_columns(rows, [image_column], "image_column")
     labels = label_ids(rows, label_column, names)
     if keep == LABEL or (keep == IMAGE != image_column):
         expected = f"to be another name than {IMAGE!r} and {LABEL!r}"
         advice = "The rows of a run have their images and labels there. Rename the column of users."
         raise invalid("privacy_unit_column", keep, expected, advice)
-    rows = _with_images(rows, image_column)
+    feature = rows.features[image_column]
+    stored = isinstance(feature, Mapping) and set(feature) == {"bytes", "path"}
+    kind = str(getattr(feature, "dtype", ""))
+    if not (isinstance(feature, datasets.Image) or stored or "string" in kind or "binary" in kind):
+        raise DataError(
+            f"Expected `image_column` to hold images, or paths of image files, but "
+            f"{image_column!r} holds {feature}. Name a column of images; the data has "
+            f"{rows.column_names}."
+        )
+    rows = rows.cast_column(image_column, datasets.Image(decode=False))
+    _refuse_addresses(rows, image_column)
     kept = [image_column] + [keep] * (keep in rows.column_names and keep != image_column)
     rows = rows.select_columns(kept)
     if image_column != IMAGE:
@@ -176,24 +152,7 @@ def image_rows(
     return rows.add_column(LABEL, labels).with_transform(to_pixels)
 
 
-def _with_images(rows: Any, column: str) -> Any:
-    """Return the rows with a column of images, or of paths, as :func:`decoded` reads them."""
-    import datasets
-
-    feature = rows.features[column]
-    stored = isinstance(feature, Mapping) and set(feature) == {"bytes", "path"}
-    kind = str(getattr(feature, "dtype", ""))
-    if not (isinstance(feature, datasets.Image) or stored or "string" in kind or "binary" in kind):
-        raise DataError(
-            f"Expected `image_column` to hold images, or paths of image files, but {column!r} "
-            f"holds {feature}. Name a column of images; the data has {rows.column_names}."
-        )
-    rows = rows.cast_column(column, datasets.Image(decode=False))
-    _refuse_addresses(rows, column)
-    return rows
-
-
-def _refuse_addresses(rows: Any, column: str) -> None:
+def _refuse_addresses(rows: Dataset, column: str) -> None:
     """Raise DataError for an image that would be fetched when its row is drawn.
 
     Who serves it would see which rows each secret draw holds, and epsilon does not cover that.
@@ -212,13 +171,10 @@ def _refuse_addresses(rows: Any, column: str) -> None:
             row += 1
 
 
-def check_images(rows: Any, which: str, column: str, quiet: bool = False) -> tuple[int, ...]:
-    """Read every image once, and return the shape of their pixels.
+def check_images(rows: Dataset, which: str, column: str, quiet: bool = False) -> tuple[int, ...]:
+    """Read every image of :func:`image_rows` once, and return the shape of their pixels.
 
-    Args:
-        rows: as :func:`image_rows` returns them, without augmentation.
-        which: what the rows are called in messages.
-        column: the name of the column of images, for messages.
+    Args: which, column: what the rows, and their column of images, are called in messages.
 
     Raises: DataError naming the first row that cannot be read, or whose pixels differ in shape.
     """

@@ -14,18 +14,74 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from hf_dp._borrowed.models import attention_of
+from hf_dp.clipping import register_rule
+from hf_dp.clipping.gradients import Lookups, positions
+from hf_dp.clipping.products import outer_sums
+from hf_dp.clipping.rounding import accumulation_dtype
+from hf_dp.clipping.rules.rule import Found, Use
 from hf_dp.errors import DataError, UnsupportedModelError
 from hf_dp.losses import register_model_class
 from hf_dp.tasks.infilling_config import InfillingConfig
-from hf_dp.tasks.label_word_projection import LabelWordProjection
-from hf_dp.tasks.label_words import label_word_ids
 from hf_dp.tasks.models import labels_of
 from hf_dp.tasks.template_tokenizer import with_template
-from hf_dp.tasks.templates import Infilling
+from hf_dp.tasks.templates import Infilling, label_word_ids
+
+
+class LabelWordProjection(nn.Module):
+    """A projection onto the logits of K words, (..., K): ``x W[ids]^T + b[ids]``.
+
+    The head of a language model computes all V of them.
+
+    Args:
+        weight: (V, d), usually the input embedding's own.
+        bias: (V,), or None.
+        ids: the K rows.
+
+    Weight and bias stay the parameters of the head that they come from.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, ids: Sequence[int]):
+        super().__init__()
+        self.weight, self.ids = weight, tuple(ids)
+        self.register_parameter("bias", bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = list(self.ids)
+        return F.linear(input, self.weight[rows], None if self.bias is None else self.bias[rows])
+
+    def extra_repr(self) -> str:
+        return f"vocabulary={len(self.weight)}, ids={self.ids}"
+
+
+@register_rule(LabelWordProjection)
+def _gradients(use: Use, kept: Sequence[Tensor], output_grad: Tensor) -> Found:
+    """Return the gradients of weight and bias as lookups.
+
+    Row ``ids[k]`` of the weight's gradient is ``sum_t g_tk a_t``, and of the bias's ``sum_t g_tk``;
+    the other rows are zero. An embedding that looks ``ids`` up has such a gradient. The inner
+    product with the tied embedding's own gradient (tokens of the text that are label words) is
+    therefore that of two lookups.
+    """
+    activations, grads = positions(kept[0]), positions(output_grad)
+    dtype = accumulation_dtype(grads.dtype)
+    ids = torch.tensor(use.module.ids, device=grads.device).expand(len(grads), -1)
+    found = {"weight": Lookups(ids, outer_sums(grads, activations))}
+    if use.module.bias is not None:
+        found["bias"] = Lookups(ids, grads.sum(1, dtype=dtype)[..., None])
+    return found
 
 
 class InfillingForSequenceClassification(PreTrainedModel):
@@ -54,9 +110,9 @@ class InfillingForSequenceClassification(PreTrainedModel):
         head: Any = self.masked_lm.get_output_embeddings()
         if type(head) is not nn.Linear or self.masked_lm.base_model is self.masked_lm:
             raise UnsupportedModelError(
-                f"{type(self.masked_lm).__name__} computes its vocabulary logits in a way that "
-                f"infilling does not know: its output embeddings are {type(head).__name__}, but "
-                "nn.Linear was expected. Train a classification head instead."
+                f"The output embeddings of {type(self.masked_lm).__name__} are "
+                f"{type(head).__name__}, but nn.Linear was expected. Train a classification head "
+                "instead."
             )
         weight: Any = head.weight
         rows = LabelWordProjection(weight, head.bias, config.label_word_ids)
@@ -87,7 +143,7 @@ class InfillingForSequenceClassification(PreTrainedModel):
         self.check_tokens(input_ids)
         where = (input_ids == self.config.mask_token_id).int().argmax(1)
 
-        def only_mask(module: nn.Module, args: Any, output: Any) -> Any:
+        def only_mask(module: nn.Module, args: object, output: Any) -> Any:
             hidden = output.last_hidden_state
             index = where[:, None, None].expand(-1, 1, hidden.shape[2])
             output.last_hidden_state = hidden.gather(1, index)
@@ -138,8 +194,8 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def load_infilling(
-    name: str, tokenizer: Any, infilling: Infilling, class_names: Sequence[str]
-) -> tuple[InfillingForSequenceClassification, Any]:
+    name: str, tokenizer: PreTrainedTokenizerBase, infilling: Infilling, class_names: Sequence[str]
+) -> tuple[InfillingForSequenceClassification, PreTrainedTokenizerFast]:
     """Return a masked language model as a classifier, and its tokenizer with the template.
 
     Args:
@@ -153,9 +209,8 @@ def load_infilling(
     masked_lm, info = AutoModelForMaskedLM.from_pretrained(name, output_loading_info=True)
     if info["missing_keys"]:
         raise DataError(
-            f"The checkpoint {name!r} has no trained masked-LM head "
-            f"({', '.join(sorted(info['missing_keys'])[:3])} would be random), so no word can be "
-            "read off it. Use a masked language model, continue this one's pretraining "
+            f"The checkpoint {name!r} has no trained masked-LM head, so no word can be read off "
+            "it. Use a masked language model, continue this one's pretraining "
             "(recipes/pretraining/masked_lm.py), or leave `infilling` out to train a "
             "classification head."
         )

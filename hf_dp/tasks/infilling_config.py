@@ -25,7 +25,7 @@ class InfillingConfig(PreTrainedConfig):
     model_type = "hf_dp_infilling"
     sub_configs_defaults = {"base_config": SubConfigSpec(AutoConfig, model_type="bert")}
 
-    base_config: PreTrainedConfig | dict[str, Any] | None = None
+    base_config: PreTrainedConfig | dict[str, object] | None = None
     label_word_ids: list[int] = field(default_factory=list)
     label_words: list[str] = field(default_factory=list)
     mask_token_id: int | None = None
@@ -43,6 +43,5 @@ class InfillingConfig(PreTrainedConfig):
         importlib.import_module("hf_dp.tasks.infilling")
 
 
-def register() -> None:
-    """Make ``AutoConfig`` know it, as soon as transformers has one (see ``hf_dp/__init__.py``)."""
-    AutoConfig.register(InfillingConfig.model_type, InfillingConfig, exist_ok=True)
+# hf_dp/__init__.py has this module imported as soon as transformers has an AutoConfig.
+AutoConfig.register(InfillingConfig.model_type, InfillingConfig, exist_ok=True)

@@ -6,8 +6,15 @@ import time
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import Trainer, TrainerCallback
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 
 class Stop(TrainerCallback):
@@ -25,21 +32,27 @@ class Stop(TrainerCallback):
         self.evaluated_at = 0
         self.reason = "all steps were taken"
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         if time.process_time() - self.began > 60 * self.max_minutes:
             self._stop(f"{self.max_minutes:g} minutes of processor time were used", state, control)
-        return control
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
         self.evaluated_at = state.global_step
         self.accuracies.append(kwargs["metrics"]["eval_accuracy"])
         gain = self.accuracies[-1] - self.accuracies[-2] if len(self.accuracies) > 2 else 1.0
         if gain < self.smallest_gain and not control.should_training_stop:
             said = f"the accuracy gained {gain:.4f} since the evaluation before"
             self._stop(said, state, control)
-        return control
 
-    def _stop(self, reason: str, state: Any, control: Any) -> None:
+    def _stop(self, reason: str, state: TrainerState, control: TrainerControl) -> None:
         self.reason = f"{reason}, at step {state.global_step}"
         control.should_training_stop = True
 
@@ -58,23 +71,26 @@ class MaskedLMTrainer(Trainer):
         self.add_callback(stop)
 
     def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        labels, _ = inputs["labels"], inputs.pop("special_tokens_mask", None)
+        labels = inputs["labels"]
         predicted = labels != -100
 
-        def only_predicted(module: Any, args: Any, output: Any) -> Any:
+        def only_predicted(module: nn.Module, args: object, output: Any) -> Any:
             output.last_hidden_state = output.last_hidden_state[predicted]
             return output
 
+        texts = {name: inputs[name] for name in ("input_ids", "attention_mask")}
         with self.model.base_model.register_forward_hook(only_predicted):
-            logits = model(
-                input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]
-            ).logits
+            logits = model(**texts).logits
         loss = F.cross_entropy(logits, labels[predicted])
         return (loss, logits) if return_outputs else loss
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def evaluate(self, *args: object, **kwargs: object) -> dict[str, float]:
         """Return the share of held-out masked tokens that are predicted, with the same masks each
         time."""
         self.model.eval()

@@ -8,11 +8,15 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_dp._arguments import argument
 from hf_dp._validate import invalid
 from hf_dp.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +44,7 @@ class StartArguments:
     )
 
 
-def labels_of(names: Sequence[str]) -> dict[str, Any]:
+def labels_of(names: Sequence[str]) -> dict[str, object]:
     """Return what a configuration says of the classes."""
     return {
         "num_labels": len(names),
@@ -54,12 +58,12 @@ def labels_of(names: Sequence[str]) -> dict[str, Any]:
 _NAMES_FILES, _NAMES_KEY = ("tokenizer_config.json", "preprocessor_config.json"), "class_names"
 
 
-def keep_class_names(processor: Any, names: Sequence[str]) -> None:
+def keep_class_names(
+    processor: PreTrainedTokenizerBase | BaseImageProcessor, names: Sequence[str]
+) -> None:
     """Let a tokenizer or an image processor, which is saved with an adapter, say the classes."""
-    if hasattr(processor, "init_kwargs"):
-        processor.init_kwargs[_NAMES_KEY] = list(names)
-    else:
-        setattr(processor, _NAMES_KEY, list(names))
+    # An image processor saves its attributes, and a tokenizer what it was made with.
+    vars(processor).get("init_kwargs", vars(processor))[_NAMES_KEY] = list(names)
 
 
 def kept_class_names(folder: str) -> list[str] | None:
@@ -75,7 +79,7 @@ def kept_class_names(folder: str) -> list[str] | None:
     return None
 
 
-def without_weights(auto: Any, path: str, **options: Any) -> Any:
+def without_weights(auto: Any, path: str, **options: Any) -> PreTrainedModel:
     """Return a model of the architecture at ``path`` with random weights.
 
     Args: auto: the class of transformers that makes it, AutoModelForSequenceClassification.
@@ -87,7 +91,7 @@ def without_weights(auto: Any, path: str, **options: Any) -> Any:
     return model
 
 
-def freeze(model: Any, prefixes: Sequence[str]) -> None:
+def freeze(model: nn.Module, prefixes: Sequence[str]) -> None:
     """Stop parameters whose name starts with one of ``prefixes`` from training.
 
     Raises: ConfigError for a prefix that no parameter has.
@@ -103,7 +107,7 @@ def freeze(model: Any, prefixes: Sequence[str]) -> None:
             parameter.requires_grad_(False)
 
 
-def turn_off_dropout(model: Any, names: Sequence[str]) -> None:
+def turn_off_dropout(model: nn.Module, names: Sequence[str]) -> None:
     """Set probabilities to 0: of dropouts whose name ends with one of ``names``, and of modules
     with an attribute of this name.
 
@@ -120,12 +124,13 @@ def turn_off_dropout(model: Any, names: Sequence[str]) -> None:
             known = [path for path, module in model.named_modules() if hasattr(module, "p")]
             raise ConfigError(
                 f"`without_dropout` names {name!r}, but no dropout of the model ends with it, and "
-                f"no module has such a probability. Its dropouts are {known[:5]}"
-                f"{' and others' if len(known) > 5 else ''}."
+                f"no module has such a probability. Its first dropouts are {known[:5]}."
             )
 
 
-def check_positions(model: Any, max_length: int, max_target_length: int | None = None) -> None:
+def check_positions(
+    model: PreTrainedModel, max_length: int, max_target_length: int | None = None
+) -> None:
     """Raise InvalidArgumentError if a model has fewer positions than ``max_length`` tokens.
 
     Dummy tokens are used. Otherwise the first long private row that is sampled would end the run,
@@ -148,7 +153,7 @@ def check_positions(model: Any, max_length: int, max_target_length: int | None =
         raise invalid("max_length", max_length, expected, f"Its forward fails: {cause}")
 
 
-def check_pixels(model: Any, shape: Sequence[int]) -> None:
+def check_pixels(model: PreTrainedModel, shape: Sequence[int]) -> None:
     """Raise DataError if a model does not take images of this size; made-up ones are used.
 
     Args: shape: of one image's pixels, (3, H, W).
@@ -163,7 +168,7 @@ def check_pixels(model: Any, shape: Sequence[int]) -> None:
         )
 
 
-def _failure(model: Any, inputs: Mapping[str, Any]) -> str:
+def _failure(model: nn.Module, inputs: Mapping[str, Tensor]) -> str:
     """Return why a model fails on made-up inputs; nothing where it does not."""
     import torch
 
@@ -178,11 +183,9 @@ def _failure(model: Any, inputs: Mapping[str, Any]) -> str:
     return ""
 
 
-def warn_of_new_weights(model: Any) -> None:
-    """Warn of random weights that an adapter would not hold: those that the checkpoint lacks.
-
-    Only weights of the base count. PEFT saves a new head with the adapter.
-    """
+def warn_of_new_weights(model: nn.Module) -> None:
+    """Warn of random weights that an adapter would not hold: those of the base, without its head,
+    that the checkpoint lacks."""
     from hf_dp.run.checks import head_of
 
     missing = getattr(model, "newly_initialized", [])
@@ -190,8 +193,8 @@ def warn_of_new_weights(model: Any) -> None:
     new = [name for name in missing if not name.startswith(head)]
     if new:
         logger.warning(
-            "The checkpoint of the base has no %s: they are random, and an adapter holds them only "
-            "if it trains them. Everyone who loads the adapter gets other random values. Save this "
-            "model once (model.save_pretrained) and train on that, or train without `peft`.",
+            "The checkpoint of the base has no %s: they are random, and everyone who loads the "
+            "adapter gets other values. Save this model once (model.save_pretrained) and train on "
+            "that, or train without `peft`.",
             ", ".join(new),
         )

@@ -5,12 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from hf_dp._arguments import argument
 from hf_dp.errors import ConfigError
 
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
+
 VALIDATION = ["validation"]
+_HOLD_OUT = (
+    "To hold out a tenth of train_file, set validation_split: train[:10%] and train_split: "
+    "train[10%:]."
+)
 
 
 @dataclass
@@ -54,11 +61,11 @@ class SourceArguments(ABC):
         return self.data_name or "private"
 
     @abstractmethod
-    def demo(self) -> Any:
+    def demo(self) -> DatasetDict:
         """Return the task's built-in rows, a data set of ``train`` and ``validation``."""
 
 
-def load_train(data: SourceArguments) -> Any:
+def load_train(data: SourceArguments) -> Dataset:
     """Return the training rows. Raises: ConfigError when none are named; DataError."""
     from hf_dp.tasks.files import load_file, load_hub, refuse_joined
 
@@ -82,81 +89,63 @@ def load_train(data: SourceArguments) -> Any:
     return rows.select(range(data.max_train_rows))
 
 
-def load_evaluation(data: SourceArguments) -> dict[str, Any]:
-    """Return the evaluation sets by name.
+def load_evaluation(data: SourceArguments) -> dict[str, Dataset]:
+    """Return the evaluation sets by name, that of the split or file without "validation_".
 
-    The name is that of the split or file, without "validation_".
-
-    Raises: ConfigError when none are named; DataError.
+    Raises: ConfigError when none are named, or for a part that training reads, too; DataError.
     """
     from hf_dp.tasks.files import load_file, load_hub
 
     _check_source(data)
-    if data.dataset_name == "demo":
-        return {"validation": data.demo()["validation"]}
-    if data.dataset_name is not None:
-        name, config = data.dataset_name, data.dataset_config
-        return {_short(split): load_hub(name, config, split) for split in data.validation_split}
-    if not data.validation_file and data.train_file and data.validation_split != VALIDATION:
-        return _held_out(data, data.train_file)
-    if not data.validation_file:
+    name, config, file = data.dataset_name, data.dataset_config, data.train_file
+    if name == "demo":
+        found = {"validation": data.demo()["validation"]}
+    elif name is not None:
+        found = {split: load_hub(name, config, split) for split in data.validation_split}
+    elif data.validation_file:
+        found = {Path(file).stem: load_file(file) for file in data.validation_file}
+        if len(found) < len(data.validation_file):
+            raise ConfigError(
+                "Expected the files of `validation_file` to have different names, got "
+                f"{data.validation_file}. Rename one: the metrics are named after the files."
+            )
+    elif file and data.validation_split != VALIDATION:
+        _refuse_trained(data, len(load_file(file)))
+        found = {split: load_file(file, split) for split in data.validation_split}
+    else:
         raise ConfigError(
-            "Expected `validation_file` (or `dataset_name`) to be given, got neither. To hold out "
-            "a part of train_file: validation_split: train[:10%] and train_split: train[10%:]."
+            f"Expected `validation_file` (or `dataset_name`) to be given, got neither. {_HOLD_OUT}"
         )
-    files = {_short(Path(file).stem): load_file(file) for file in data.validation_file}
-    if len(files) < len(data.validation_file):
-        raise ConfigError(
-            "Expected the files of `validation_file` to have different names, got "
-            f"{data.validation_file}. Rename one: the metrics are named after the files."
-        )
-    return files
+    return {name.removeprefix("validation_"): rows for name, rows in found.items()}
 
 
-def _held_out(data: SourceArguments, file: str) -> dict[str, Any]:
-    """Return parts of the file of training rows that are held out.
-
-    Raises: ConfigError for a part that training reads, too; DataError.
-    """
+def _refuse_trained(data: SourceArguments, rows: int) -> None:
+    """Raise ConfigError for a held-out part of the ``rows`` that training reads, too."""
     from datasets import ReadInstruction
 
-    from hf_dp.tasks.files import load_file
-
-    held_out = {split: load_file(file, split) for split in data.validation_split}
-    splits = {"train": len(load_file(file))}
-    (trained,) = ReadInstruction.from_spec(data.train_split).to_absolute(splits)
-    for split in held_out:
-        for part in ReadInstruction.from_spec(split).to_absolute(splits):
+    (trained,) = ReadInstruction.from_spec(data.train_split).to_absolute({"train": rows})
+    for split in data.validation_split:
+        for part in ReadInstruction.from_spec(split).to_absolute({"train": rows}):
             if max(part.from_, trained.from_) < min(part.to, trained.to):
                 raise ConfigError(
                     f"Expected `validation_split` to name rows that `train_split` leaves out, got "
-                    f"{split!r} and {data.train_split!r}. For a tenth, set validation_split: "
-                    "train[:10%] and train_split: train[10%:]."
+                    f"{split!r} and {data.train_split!r}. {_HOLD_OUT}"
                 )
-    return {_short(split): rows for split, rows in held_out.items()}
 
 
 def _check_source(data: SourceArguments) -> None:
     """Raise ConfigError for files beside a data set of the Hub, and for its parts beside files."""
-    given = [name for name in ("train_file", "validation_file", "data_name") if getattr(data, name)]
     if data.dataset_name is not None:
-        if given:
-            raise ConfigError(
-                f"Expected `dataset_name` or files, got dataset_name {data.dataset_name!r} and "
-                f"{given}. Leave one of them out."
-            )
-        return
-    unread: dict[str, Any] = {"dataset_config": data.dataset_config}
-    if list(data.validation_split) != VALIDATION and data.validation_file:
-        unread["validation_split"] = data.validation_split
-    for name, value in unread.items():
-        if value:
-            raise ConfigError(
-                f"Expected `{name}` to be unset without `dataset_name`, got {value!r}: a file of "
-                "evaluation rows is read whole. Remove it, and name a file with just these rows; "
-                "validation_split without validation_file holds out a part of train_file."
-            )
-
-
-def _short(name: str) -> str:
-    return name.removeprefix("validation_")
+        unread = ["train_file", "validation_file", "data_name"]
+    elif data.validation_file and data.validation_split != VALIDATION:
+        unread = ["dataset_config", "validation_split"]  # the file is read whole
+    else:
+        unread = ["dataset_config"]
+    given = {name: value for name in unread if (value := getattr(data, name))}
+    if given:
+        other = "with" if data.dataset_name is not None else "without"
+        name, value = next(iter(given.items()))
+        raise ConfigError(
+            f"Expected `{name}` to be unset {other} `dataset_name`, got {value!r}. Remove it. "
+            f"{_HOLD_OUT}"
+        )

@@ -11,17 +11,18 @@ import json
 from typing import Any
 
 from tokenizers import Tokenizer, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hf_dp._validate import invalid
-from hf_dp.errors import DataError
-from hf_dp.tasks.templates import MASK, TEXTS, Template
+from hf_dp.tasks.templates import MASK, TEXTS, Template, require_mask_token
 
 _SLOTS = {MASK: "mask", TEXTS[0]: "$A", TEXTS[1]: "$B"}
 _COPIED = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 
 
-def with_template(tokenizer: Any, template: Template) -> PreTrainedTokenizerFast:
+def with_template(
+    tokenizer: PreTrainedTokenizerBase, template: Template
+) -> PreTrainedTokenizerFast:
     """Return a tokenizer that puts one text (or a pair) into ``template``.
 
     It still does so when it is saved and loaded by ``AutoTokenizer``. All tokens are of type 0,
@@ -50,22 +51,7 @@ def with_template(tokenizer: Any, template: Template) -> PreTrainedTokenizerFast
     )
 
 
-def require_mask_token(tokenizer: Any) -> None:
-    """Raise DataError if a tokenizer has no mask token, or no fast implementation."""
-    if not getattr(tokenizer, "is_fast", False):
-        raise DataError(
-            f"{type(tokenizer).__name__} has no fast implementation, which infilling needs to keep "
-            "the template in the tokenizer. Leave `infilling` out to train a classification head."
-        )
-    if tokenizer.mask_token_id is None:
-        raise DataError(
-            f"{type(tokenizer).__name__} has no mask token, so no word can be missing from a "
-            "template. Use a masked language model (BERT, RoBERTa, DeBERTa, ELECTRA, ModernBERT), "
-            "or leave `infilling` out to train a classification head."
-        )
-
-
-def template_words(tokenizer: Any, words: str, after: str | None) -> list[int]:
+def template_words(tokenizer: PreTrainedTokenizerBase, words: str, after: str | None) -> list[int]:
     """Return token ids of words of a template, as they read in their place.
 
     A space at their end belongs to what follows, a text or the missing word: tokens of byte-level
@@ -79,20 +65,15 @@ def template_words(tokenizer: Any, words: str, after: str | None) -> list[int]:
     words = words.rstrip(" ")
     if not words:
         return []
-    if after not in (None, MASK):
-        apart = tokens_from(tokenizer, "a" + words, 1)
-        if apart is not None:
-            return apart
-    before = "" if after is None else tokenizer.mask_token
-    found = tokens_from(tokenizer, before + words, len(before))
-    return [] if found is None else found
+    mask = str(tokenizer.mask_token)
+    before = {None: [""], MASK: [mask]}.get(after, ["a", mask])
+    found = (_tokens_from(tokenizer, each + words, len(each)) for each in before)
+    return next((tokens for tokens in found if tokens is not None), [])
 
 
-def tokens_from(tokenizer: Any, text: str, start: int) -> list[int] | None:
-    """Return the tokens of ``text`` from the character ``start`` on.
-
-    The result is None where one token lies on both sides of it.
-    """
+def _tokens_from(tokenizer: PreTrainedTokenizerBase, text: str, start: int) -> list[int] | None:
+    """Return the tokens of ``text`` from the character ``start`` on; None where one token lies on
+    both sides of it."""
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     pairs = list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
     if any(begin < start < end for _, (begin, end) in pairs):
@@ -100,7 +81,9 @@ def tokens_from(tokenizer: Any, text: str, start: int) -> list[int] | None:
     return [token for token, (_, end) in pairs if end > start]
 
 
-def _post_processor(tokenizer: Any, template: Template) -> Any:
+def _post_processor(
+    tokenizer: PreTrainedTokenizerBase, template: Template
+) -> processors.TemplateProcessing:
     special = {"mask": [tokenizer.mask_token_id]}
     for name, attribute in (("start", "cls_token_id"), ("end", "sep_token_id")):
         if (token := getattr(tokenizer, attribute)) is not None:
@@ -114,19 +97,15 @@ def _post_processor(tokenizer: Any, template: Template) -> Any:
             special[f"words{place}"] = ids
     plain = ["$A"] if template.texts == 2 else ["$A", "end", "$B"]
     layouts = {template.texts: filled, 3 - template.texts: plain}
-    pieces = {
-        texts: [
-            f"{piece}:0"
-            for piece in ("start", *layout, "end")
-            if piece in special or piece.startswith("$")
-        ]
-        for texts, layout in layouts.items()
-    }
+    single, pair = (
+        [f"{p}:0" for p in ("start", *layouts[texts], "end") if p in special or p.startswith("$")]
+        for texts in (1, 2)
+    )
     listed = [
         {"id": name, "ids": ids, "tokens": tokenizer.convert_ids_to_tokens(ids)}
         for name, ids in special.items()
     ]
-    return processors.TemplateProcessing(single=pieces[1], pair=pieces[2], special_tokens=listed)
+    return processors.TemplateProcessing(single=single, pair=pair, special_tokens=listed)
 
 
 def _needs_prefix(template: Template) -> bool:
@@ -135,7 +114,7 @@ def _needs_prefix(template: Template) -> bool:
     return any(piece in TEXTS and before.endswith(" ") for before, piece in pairs)
 
 
-def _prepared(tokenizer: Any, template: Template) -> dict[str, Any]:
+def _prepared(tokenizer: PreTrainedTokenizerBase, template: Template) -> dict[str, Any]:
     """Return the tokenizer as JSON, changed so that a text reads in the template as in a sentence.
 
     Byte-level tokenizers give a text its leading space, which "<S1> ? [MASK] , <S2>" writes before
@@ -154,19 +133,3 @@ def _prepared(tokenizer: Any, template: Template) -> dict[str, Any]:
     state["normalizer"] = {"type": "Sequence", "normalizers": steps}
     state["truncation"] = state["padding"] = None
     return state
-
-
-def room_for_text(tokenizer: Any, texts: int, max_length: int) -> int:
-    """Return how many tokens of text fit beside the tokens that the tokenizer adds.
-
-    Raises: InvalidArgumentError when none does.
-    """
-    added = tokenizer.num_special_tokens_to_add(pair=texts == 2)
-    if max_length <= added:
-        raise invalid(
-            "max_length",
-            max_length,
-            f"to be above {added}, which the template and the special tokens take",
-            "Raise it, or shorten the template.",
-        )
-    return max_length - added

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_dp._validate import invalid, one_of
+from hf_dp.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MASK = "[MASK]"  # in templates; it becomes the tokenizer's own mask token
 TEXTS = ("<S1>", "<S2>")  # the first and second text column
@@ -26,20 +30,14 @@ class Template:
     pieces: tuple[str, ...] = field(init=False)  # markers and the words between them, spaces kept
 
     def __post_init__(self) -> None:
-        advice = (
-            f"Write it like '<S1> It was {MASK} .'; {MASK} becomes the tokenizer's own mask token."
-        )
-        if not isinstance(self.text, str):
-            raise invalid("template", self.text, "to be text", advice)
-        markers = _MARKERS.findall(self.text)
-        masks = markers.count(MASK)
-        if masks != 1:
-            expected = f"to hold {MASK} exactly once, and it holds it {masks} times"
+        markers = sorted(_MARKERS.findall(str(self.text)))
+        if markers not in ([TEXTS[0], MASK], [*TEXTS, MASK]):
+            expected = f"to hold {MASK} and <S1> exactly once, and <S2> at most once"
+            advice = (
+                f"Write it like '<S1> It was {MASK} .': {MASK} becomes the tokenizer's own mask "
+                "token, <S1> is the first text column and <S2> the second."
+            )
             raise invalid("template", self.text, expected, advice)
-        if sorted(marker for marker in markers if marker != MASK) not in ([TEXTS[0]], list(TEXTS)):
-            expected = "to hold <S1> once and <S2> at most once"
-            columns = "<S1> is the first text column and <S2> the second."
-            raise invalid("template", self.text, expected, columns)
         pieces = [piece for piece in re.split(f"({_MARKERS.pattern})", self.text) if piece]
         object.__setattr__(self, "pieces", tuple(pieces))
 
@@ -61,10 +59,11 @@ class Infilling:
 
     def __post_init__(self) -> None:
         words = self.label_words
-        named = isinstance(words, Mapping) and all(
-            isinstance(w, str) and w.strip() for w in words.values()
-        )
-        if not named or len(words) < 2:
+        if (
+            not isinstance(words, Mapping)
+            or len(words) < 2
+            or not all(isinstance(word, str) and word.strip() for word in words.values())
+        ):
             raise invalid(
                 "label_words",
                 words,
@@ -77,7 +76,7 @@ class Infilling:
         )
 
     @classmethod
-    def of(cls, value: Any) -> Infilling:
+    def of(cls, value: object) -> Infilling:
         """Return the template and words of a configuration.
 
         Args:
@@ -111,3 +110,72 @@ GLUE: dict[str, Infilling] = {
     ),
     "qqp": Infilling(Template("<S1> [MASK] , <S2>"), {"not_duplicate": "No", "duplicate": "Yes"}),
 }
+
+
+def label_word_ids(
+    tokenizer: PreTrainedTokenizerBase, infilling: Infilling, class_names: Sequence[str]
+) -> list[int]:
+    """Return, for each class, the token of its label word as it reads in place of the mask.
+
+    In byte-level vocabularies that is ``" great"``, with its space. ``tokenizer`` is that of the
+    base, without the template.
+
+    Raises: DataError for classes without a word or words without a class; InvalidArgumentError for
+        a word that is not one token, or for two classes with the same token.
+    """
+    require_mask_token(tokenizer)
+    words = infilling.label_words
+    if set(words) != set(class_names):
+        missing = [name for name in class_names if name not in words]
+        others = [name for name in words if name not in class_names]
+        raise DataError(
+            f"Under `label_words` there is no word for {missing}, and of words for no class "
+            f"{others}. Write one word for each class, by the names that `class_names` or the file "
+            "declare."
+        )
+    ids = [_one_token(tokenizer, infilling.template, words[name]) for name in class_names]
+    if len(set(ids)) < len(ids):
+        expected = "to have words that this tokenizer reads as different tokens"
+        raise invalid("label_words", dict(words), expected, "Choose another word.")
+    return ids
+
+
+def _one_token(tokenizer: PreTrainedTokenizerBase, template: Template, word: str) -> int:
+    """Return the token of the word in the sentence that it completes, its space included.
+
+    Placeholder words stand for the texts. Reading the word alone, or after some other word, would
+    not do: "no" after a quotation mark is the token "no", and after a letter the end of another
+    word.
+    """
+    place = template.pieces.index(MASK)
+    filled = ["a" if piece in TEXTS else piece for piece in template.pieces]
+    before, after = "".join(filled[:place]), "".join(filled[place + 1 :])
+    sentence = before + word + after
+    encoded = tokenizer(sentence, add_special_tokens=False, return_offsets_mapping=True)
+    first, end = len(before.rstrip(" ")), len(before) + len(word)
+    found = [
+        (token, start, stop)
+        for token, (start, stop) in zip(encoded["input_ids"], encoded["offset_mapping"])
+        if stop > len(before) and start < end
+    ]
+    grown = any(start < first or stop > end for _, start, stop in found)
+    if grown or len(found) != 1 or found[0][0] == tokenizer.unk_token_id:
+        tokens = tokenizer.convert_ids_to_tokens([token for token, *_ in found])
+        expected = f"to be one token where the mask stands, where it is {tokens}"
+        raise invalid("label_words", word, expected, "Choose another word.")
+    return found[0][0]
+
+
+def require_mask_token(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise DataError if a tokenizer has no mask token, or no fast implementation."""
+    missing = (
+        "fast implementation, which infilling needs to keep the template in the tokenizer"
+        if not tokenizer.is_fast
+        else "mask token, so no word can be missing from a template"
+    )
+    if not tokenizer.is_fast or tokenizer.mask_token_id is None:
+        raise DataError(
+            f"{type(tokenizer).__name__} has no {missing}. Use a masked language model (BERT, "
+            "RoBERTa, DeBERTa, ELECTRA, ModernBERT), or leave `infilling` out to train a "
+            "classification head."
+        )

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Subset
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from hf_dp._validate import invalid
@@ -27,9 +28,8 @@ from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.given import Given, Rows
 from hf_dp.trainer.publishing import Publishing
 from hf_dp.tuners.apply import apply_peft, load_model
-from hf_dp.tuners.base import Tuner
-from hf_dp.tuners.find import tuner_for
-from hf_dp.tuners.without_privacy import PlainRun, sampled_batches
+from hf_dp.tuners.base import PlainRun, Tuner
+from hf_dp.tuners.methods import tuner_for
 
 
 class Training:
@@ -112,8 +112,9 @@ class Training:
         dataset, collator = trainer.columns_for_training()
 
         def sample(rate: float) -> Iterator[Any]:
+            chosen = np.flatnonzero(random.random(len(dataset)) < rate).tolist()
             size = args.per_device_train_batch_size
-            for batch in sampled_batches(dataset, collator, rate, size, random):
+            for batch in DataLoader(Subset(dataset, chosen), size, collate_fn=collator):
                 yield trainer._prepare_inputs(batch)
 
         def losses(model: nn.Module, batch: Any) -> Tensor:
@@ -125,7 +126,7 @@ class Training:
         checkpoint: Any = resume_from_checkpoint or None
         if checkpoint is True:
             checkpoint = get_last_checkpoint(trainer.folder)
-        self.tuner.start_plain(self._run, checkpoint)
+        self.tuner.start(self._run, checkpoint)
         trainer.train_model(self._run.model)
 
     # -- Trainer's seams --
@@ -150,7 +151,7 @@ class Training:
     def step(self, model: nn.Module, inputs: Any, stock: Callable[[], Tensor]) -> Tensor:
         """Make the gradient of one optimizer step."""
         if self._run is not None:
-            self.tuner.before_plain_step(self._run, self._trainer.state.global_step)
+            self.tuner.before_step(self._run, self._trainer.state.global_step)
         return stock()
 
     def prepare(self, max_steps: int, stock: Callable[[], Any]) -> Any:

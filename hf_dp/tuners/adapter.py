@@ -117,15 +117,14 @@ class AdapterLayer(nn.Module, BaseTunerLayer):
         self.bottleneck_size[adapter_name] = config.bottleneck_size
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         hidden = self.base_layer(x, *args, **kwargs)
         if self.disable_adapters:
             return hidden
         for name in self.active_adapters:
             if name in self.adapter_down:
-                hidden = hidden + self.adapter_up[name](
-                    self.adapter_act[name](self.adapter_down[name](hidden))
-                )
+                inner = self.adapter_act[name](self.adapter_down[name](hidden))
+                hidden = hidden + self.adapter_up[name](inner)
         return hidden
 
     def __repr__(self) -> str:
@@ -140,27 +139,23 @@ class AdapterModel(BaseTuner):
 
     prefix: str = "adapter_"
     tuner_layer_cls = AdapterLayer
-    target_module_mapping: dict[str, Any] = {}
+    target_module_mapping: dict[str, list[str]] = {}
 
-    def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> Any:
-        if peft_config.target_modules is None:
-            kind = model_config.get("model_type")
-            if kind not in OUTPUTS:
-                raise invalid(
-                    "target_modules",
-                    None,
-                    f"to be given for a model of type {kind!r}",
-                    "Give the ends of the names of its output projections, for example "
-                    f"{OUTPUTS['gpt2']} for gpt2. Known types: {sorted(OUTPUTS)}.",
-                )
-            attention, feed_forward = OUTPUTS[kind]
-            peft_config.target_modules = sorted(
-                {*feed_forward, *(attention if peft_config.style == "houlsby" else ())}
-            )
-            if peft_config.style == "pfeiffer":  # attention's names also end with "output.dense"
-                peft_config.exclude_modules = [
-                    end for end in attention if any(end.endswith(f) for f in feed_forward)
-                ] or None
+    def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, object]) -> Any:
+        if peft_config.target_modules is not None:
+            return peft_config
+        kind = str(model_config.get("model_type"))
+        if kind not in OUTPUTS:
+            expected = f"to be given for a model of type {kind!r}"
+            advice = f"Give the ends of the names of its output projections: {OUTPUTS['gpt2']}."
+            raise invalid("target_modules", None, expected, advice)
+        attention, feed_forward = OUTPUTS[kind]
+        if peft_config.style == "houlsby":
+            peft_config.target_modules = sorted({*feed_forward, *attention})
+        else:  # attention's names may also end with "output.dense"
+            peft_config.target_modules = sorted(feed_forward)
+            excluded = [end for end in attention if end.endswith(tuple(feed_forward))]
+            peft_config.exclude_modules = excluded or None
         return peft_config
 
     def _create_and_replace(
@@ -175,9 +170,9 @@ class AdapterModel(BaseTuner):
     ) -> None:
         if isinstance(target, AdapterLayer):
             target.update_layer(adapter_name, peft_config)
-            return
-        layer = AdapterLayer(target, adapter_name, peft_config)
-        self._replace_module(parent, target_name, layer, target)
+        else:
+            layer = AdapterLayer(target, adapter_name, peft_config)
+            self._replace_module(parent, target_name, layer, target)
 
     def _check_merge_allowed(self) -> None:
         raise UnsupportedModelError(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import transformers
+from peft import PeftConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoConfig
 
@@ -43,8 +45,8 @@ def load_model(name_or_path: str) -> nn.Module:
 
 
 def apply_peft(
-    model: Any, peft_config: Any, device: torch.device, seed: int | None = None
-) -> nn.Module:
+    model: nn.Module, peft_config: PeftConfig, device: torch.device, seed: int | None = None
+) -> PeftModel:
     """Move the model to its device, then wrap it for the adapter.
 
     If the model moved after wrapping, the optimizer would update copies: the run would look right
@@ -56,19 +58,18 @@ def apply_peft(
     Args:
         seed: that of the run, for a public draw of what trains that has no seed of its own.
     """
-    from peft import PeftModel, get_peft_model
-
     if isinstance(model, PeftModel):
         raise InvalidArgumentError(
             "Expected `peft_config` to be None for a model that is a PeftModel already. Pass the "
             "base model, or leave `peft_config` unset."
         )
-    peft_config = copy.deepcopy(peft_config)
-    complete(model, peft_config)
-    if getattr(peft_config, "selection_seed", 0) is None:
-        peft_config.selection_seed = seed
+    config: Any = copy.deepcopy(peft_config)
+    complete(model, config)
+    if getattr(config, "selection_seed", 0) is None:
+        config.selection_seed = seed
+    base: Any = model.to(device)  # PEFT takes more than its annotations say
     try:
-        return get_peft_model(model.to(device), peft_config)
+        return get_peft_model(base, config)
     except (ValueError, TypeError, KeyError) as problem:
         raise InvalidArgumentError(
             f"peft cannot apply `peft_config` to {type(model).__name__}: {problem}"
@@ -94,39 +95,20 @@ def complete(model: nn.Module, peft_config: Any) -> None:
         logger.info("peft_config.modules_to_save: %s.", peft_config.modules_to_save)
         return
     peft_config.task_type = _PEFT_TASKS.get(task)
-    if peft_config.task_type is None:
-        logger.info(
-            "peft_config.task_type is not set, and %s does not imply one.", type(model).__name__
-        )
-    else:
-        logger.info("peft_config.task_type was not set; using %s.", peft_config.task_type)
+    logger.info("peft_config.task_type was not set; using %s.", peft_config.task_type)
 
 
 def describe_training(model: nn.Module) -> str:
     """Return what trains, in words and counts, for the card."""
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    total = sum(p.numel() for p in model.parameters()) - _copied(model)
+    named = list(model.named_parameters())
+    trainable = sum(p.numel() for _, p in named if p.requires_grad)
+    # Of selected modules and of ``modules_to_save``, PEFT also keeps the frozen originals.
+    marks = (f".{SelectionModel.prefix}", ".modules_to_save.")
+    copies = {p for n, p in named if p.requires_grad and any(mark in n for mark in marks)}
+    total = sum(p.numel() for _, p in named) - sum(p.numel() for p in copies)
     if trainable == total:
         return f"all {total:,} parameters"
-    adapters = getattr(model, "peft_config", None)
-    kind = f" ({', '.join(sorted(_peft_types(adapters)))})" if adapters else ""
-    return f"{trainable:,} of {total:,} parameters{kind}"
-
-
-def _copied(model: nn.Module) -> int:
-    """Count the trained numbers whose frozen original PEFT also keeps.
-
-    These are the parameters of selected modules and of ``modules_to_save``.
-    """
-    marks = (f".{SelectionModel.prefix}", ".modules_to_save.")
-    copies = {
-        p
-        for n, p in model.named_parameters()
-        if p.requires_grad and any(mark in n for mark in marks)
-    }
-    return sum(parameter.numel() for parameter in copies)
-
-
-def _peft_types(adapters: Any) -> set[str]:
-    types = (config.peft_type for config in adapters.values())
-    return {str(getattr(each, "value", each)) for each in types}
+    configs: Mapping[str, PeftConfig] = getattr(model, "peft_config", None) or {}
+    kinds = {str(getattr(each.peft_type, "value", each.peft_type)) for each in configs.values()}
+    of_kind = f" ({', '.join(sorted(kinds))})" if kinds else ""
+    return f"{trainable:,} of {total:,} parameters{of_kind}"

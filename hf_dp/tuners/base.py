@@ -1,27 +1,66 @@
-"""The hooks by which a method decides what trains, and the preconditions that they share."""
+"""The hooks by which a method decides what trains, and what all methods share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+import torch
+from peft import PeftConfig
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import TrainingArguments
 
 from hf_dp._validate import invalid
 from hf_dp.clipping import ClippingEngine
+from hf_dp.distributed.processes import Processes
 from hf_dp.errors import ConfigError, InvalidArgumentError, UnsupportedArgumentError
+from hf_dp.plans.rounding import clipping_share, rounding_margin
 from hf_dp.plans.selection import SelectionPlan
 from hf_dp.run.checks import refuse_frozen_heads
+from hf_dp.run.clock import Clock
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.tuners.apply import complete, describe_training
 from hf_dp.tuners.selection import SelectionConfig, always_trained, candidates
-from hf_dp.tuners.without_privacy import PlainRun
+
+# Without privacy no gradient is clipped: far above any norm, and a float32.
+_NO_CLIPPING = 1e30
+
+
+@dataclass
+class PlainRun:
+    """One run in ``non_private`` mode, as a tuner sees it: no plan, no ledger, nothing noised.
+
+    A recipe can then be compared with itself without privacy. What a private run chooses by noisy
+    numbers is chosen by the same numbers without noise, and nothing is claimed of it.
+
+    Attributes:
+        model: what trains; a tuner may replace it.
+        device: where the model is.
+        processes: that train it together.
+        sample: ``sample(rate)`` gives the collated batches of a sample of the training rows that
+            holds each with that probability.
+        losses: ``losses(model, batch)`` gives per-example losses, (b,).
+        clock: of the run.
+        selections: what the tuner chose.
+    """
+
+    model: nn.Module
+    device: torch.device
+    processes: Processes
+    sample: Callable[[float], Iterator[Any]]
+    losses: Callable[[nn.Module, Any], Tensor]
+    clock: Clock = field(default_factory=Clock)
+    selections: Sequence[object] = ()
+
+
+Run = PrivateRun | PlainRun
 
 
 class Tuner:
-    """Decides what trains inside a private run.
+    """Decides what trains inside a run.
 
     This base class decides nothing: everything that is trainable trains.
     """
@@ -39,30 +78,21 @@ class Tuner:
         """Return what the selection will release, or None if there is no selection."""
         return None
 
-    def prepare(self, run: PrivateRun) -> None:
+    def prepare(self, run: Run) -> None:
         """Raise for what cannot work, before anything is written."""
 
     def check_arguments(self, args: TrainingArguments) -> None:
         """Raise InvalidArgumentError for training arguments that cannot work."""
 
-    def start(self, run: PrivateRun, checkpoint: str | None = None) -> None:
+    def start(self, run: Run, checkpoint: str | None = None) -> None:
         """Select what trains, or read what the run of a checkpoint selected.
 
         It is called before the optimizer exists, and may replace ``run.model``.
         """
 
-    def start_plain(self, run: PlainRun, checkpoint: str | None = None) -> None:
-        """Choose what trains in a run without privacy, as :meth:`start` does in a private one, or
-        read what the run of a checkpoint chose.
-
-        What is chosen by noisy numbers there is chosen by the same numbers without noise here.
-        """
-
-    def before_plain_step(self, run: PlainRun, step: int) -> None:
-        """Do what is due before a batch of step number ``step`` of a run without privacy."""
-
-    def before_step(self, run: PrivateRun, step: int) -> None:
-        """Do what is due before private step number ``step``, counted from 0."""
+    def before_step(self, run: Run, step: int) -> None:
+        """Do what is due before step number ``step``, counted from 0. Without privacy it is called
+        for each batch of a step."""
 
     def engine(self, run: PrivateRun) -> ClippingEngine:
         """Return the engine that clips the gradients of the steps."""
@@ -72,7 +102,7 @@ class Tuner:
         """Return the gradients for the optimizer, made from what was clipped and noised."""
         return noised
 
-    def tune(self, optimizer: Any) -> None:
+    def tune(self, optimizer: Optimizer) -> None:
         """Change the optimizer that has just been made."""
 
     def releases_to_come(self) -> int:
@@ -92,28 +122,139 @@ class Tuner:
         return describe_training(model)
 
 
+class ConfiguredTuner(Tuner):
+    """The base of tuners that a :class:`SelectionConfig` describes.
+
+    Args: config: a copy, into which the tuner writes what it chose.
+    """
+
+    config: Any  # the method's own class of configuration
+
+    def __init__(self, config: SelectionConfig, is_private: bool = True):
+        self.config, self.is_private = config, is_private
+
+    def prepare(self, run: Run) -> None:
+        if hasattr(run.model, "peft_config"):
+            raise InvalidArgumentError(
+                "Expected `peft_config` to be None for a model that is a PeftModel already. Pass "
+                "the base model, or leave `peft_config` unset."
+            )
+        complete(run.model, self.config)
+        refuse_frozen_heads(run.model, always_trained(run.model, self.config))
+        if isinstance(run, PrivateRun) and self.clips_in_its_own_way:
+            self._refuse_options(run)
+
+    def _refuse_options(self, run: PrivateRun) -> None:
+        """Raise InvalidArgumentError for a way to clip that the method's own engine lacks."""
+        method, strategy = self.config.method.upper(), run.options.clipping_strategy
+        if run.plan.clipping not in ("flat", "automatic"):
+            raise invalid(
+                "clipping", run.plan.clipping, f"to be 'flat' or 'automatic' with {method}"
+            )
+        if strategy not in (None, "book_keeping"):
+            advice = "The method computes norms in its own way."
+            raise invalid("clipping_strategy", strategy, f"to be None with {method}", advice)
+
+    def earlier(self, checkpoint: str) -> Any:
+        """Return the configuration of the run of a checkpoint, with what it chose.
+
+        Raises: ConfigError when it was started with other options.
+        """
+        found = type(self.config).from_pretrained(checkpoint)
+        refuse_other_options(found, self.config)
+        return found
+
+    def save(self, folder: str) -> None:
+        self.config.write_details(folder)
+
+
+def refuse_other_options(earlier: SelectionConfig, now: SelectionConfig) -> None:
+    """Raise ConfigError when a resumed run has other options than the run was started with."""
+    then = earlier.options()
+    for name, value in now.options().items():
+        if then.get(name) != value:
+            raise ConfigError(
+                f"Cannot resume: `{name}` of peft_config is {value!r}, but the run was started "
+                f"with {then.get(name)!r}. Set it back to that value, or start a new run in a new "
+                "output_dir."
+            )
+
+
 # What makes the tuner of a configuration: called with a copy of it, and whether the run is private.
-TUNERS: dict[type, Callable[[Any, bool], Tuner | None]] = {}
+MakeTuner = Callable[[Any, bool], Tuner | None]
+TUNERS: dict[type[PeftConfig], MakeTuner] = {}
+Maker = TypeVar("Maker", bound=MakeTuner)
 
 
-def serves(*kinds: type) -> Callable[[Any], Any]:
+def serves(*kinds: type[PeftConfig]) -> Callable[[Maker], Maker]:
     """Register what makes the tuner of these configurations, a class or a function; a decorator."""
 
-    def register(make: Any) -> Any:
+    def register(make: Maker) -> Maker:
         TUNERS.update(dict.fromkeys(kinds, make))
         return make
 
     return register
 
 
-def refuse_options(run: PrivateRun, config: Any) -> None:
-    """Raise InvalidArgumentError for a way to clip that a method with its own engine lacks."""
-    method, strategy = config.method.upper(), run.options.clipping_strategy
-    if run.plan.clipping not in ("flat", "automatic"):
-        raise invalid("clipping", run.plan.clipping, f"to be 'flat' or 'automatic' with {method}")
-    if strategy not in (None, "book_keeping"):
-        advice = "The method computes norms in its own way."
-        raise invalid("clipping_strategy", strategy, f"to be None with {method}", advice)
+class Samples:
+    """Clipped sums over secret draws of a private run; they leave through its gate, with noise.
+
+    Args:
+        iterations: how many draws.
+        margin: by how much of C the noise is scaled up for rounding; by default as the draw asks
+            (:func:`hf_dp.plans.rounding.rounding_margin`).
+
+    Attributes:
+        clipping_norm: C, of what one example adds.
+        clips_to: the share of it that an engine is given, so that rounding is covered.
+        noise_multiplier: the standard deviation of the noise, divided by the sensitivity.
+    """
+
+    def __init__(self, run: PrivateRun, iterations: int, margin: float | None = None):
+        plan, rows = run.plan.selection, run.plan.num_examples
+        assert plan is not None and plan.noise_multiplier is not None
+        self._run, self.plan = run, plan
+        expected = plan.sample_rate * rows
+        self.margin = rounding_margin(expected, rows) if margin is None else margin
+        self.clipping_norm, self.noise_multiplier = plan.clipping_norm, plan.noise_multiplier
+        self.clips_to = self.clipping_norm * clipping_share(expected, rows, self.margin)
+        run.check_engine()
+        run.model.train()  # as in the steps to come
+        self._draws = iter(run.draws(plan.sampler(rows, iterations)))
+
+    def feed(self, engine: ClippingEngine) -> None:
+        """Run the next draw through the model into the engine."""
+        self._run.feed(engine, next(self._draws))
+
+    def release(self, sums: Mapping[str, Tensor], sensitivity: float) -> dict[str, Tensor]:
+        """Return the sums with noise. Args: sensitivity: how far one example can move them."""
+        with self._run.release(self.plan.release(sensitivity)) as release:
+            return release.sum(dict(sums))
+
+
+class ExactSamples:
+    """The same of a run without privacy: nothing is clipped, and no noise is added.
+
+    Raises: UnsupportedArgumentError with several processes, which would sample different rows.
+    """
+
+    margin, clipping_norm, clips_to, noise_multiplier = 0.0, _NO_CLIPPING, _NO_CLIPPING, 0.0
+
+    def __init__(self, run: PlainRun, config: SelectionConfig, sample_rate: float):
+        if not run.processes.alone:
+            expected = "to choose in one process with privacy_mode='non_private'"
+            advice = f"There are {run.processes.count}, and each would sample rows of its own."
+            name = type(config).__name__
+            raise invalid("peft_config", name, expected, advice, UnsupportedArgumentError)
+        self._run, self._rate = run, sample_rate
+        run.model.train()  # as in the steps to come
+
+    def feed(self, engine: ClippingEngine) -> None:
+        for batch in self._run.sample(self._rate):
+            engine.backward(self._run.losses(self._run.model, batch))
+
+    def release(self, sums: Mapping[str, Tensor], sensitivity: float) -> dict[str, Tensor]:
+        return dict(sums)
 
 
 def freeze_others(model: nn.Module, config: SelectionConfig) -> None:
@@ -121,39 +262,6 @@ def freeze_others(model: nn.Module, config: SelectionConfig) -> None:
     kept = {*candidates(model, config), *always_trained(model, config)}
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.requires_grad and parameter in kept)
-
-
-def refuse_made_before(run: PrivateRun | PlainRun, config: SelectionConfig) -> None:
-    """Raise for a model that cannot work with a selection in the run, before it costs privacy."""
-    if hasattr(run.model, "peft_config"):
-        raise InvalidArgumentError(
-            "Expected `peft_config` to be None for a model that is a PeftModel already. Pass the "
-            "base model, or leave `peft_config` unset."
-        )
-    complete(run.model, config)
-    refuse_frozen_heads(run.model, always_trained(run.model, config))
-
-
-def refuse_several_processes(run: PlainRun, config: SelectionConfig) -> None:
-    """Raise for a choice by a sample of rows in several processes of a run without privacy."""
-    if not run.processes.alone:
-        expected = "to choose in one process with privacy_mode='non_private'"
-        advice = f"There are {run.processes.count}, and each would sample rows of its own."
-        name = type(config).__name__
-        raise invalid("peft_config", name, expected, advice, UnsupportedArgumentError)
-
-
-def refuse_other_options(earlier: Any, now: Any) -> None:
-    """Raise ConfigError when a resumed run has other options than the run was started with."""
-    then, wanted = earlier.options(), now.options()
-    changed = [name for name in wanted if then.get(name) != wanted[name]]
-    if changed:
-        name = changed[0]
-        raise ConfigError(
-            f"Cannot resume: `{name}` of peft_config is {wanted[name]!r}, but the run was started "
-            f"with {then.get(name)!r}. Set it back to that value, or start a new run in a new "
-            "output_dir."
-        )
 
 
 @contextmanager

@@ -14,29 +14,26 @@ from typing import ClassVar
 
 from torch import nn
 
-from hf_dp._validate import in_unit_interval, integer, invalid
+from hf_dp._validate import integer, invalid
 from hf_dp.errors import UnsupportedModelError
-from hf_dp.tuners.frost.partition import partitions
-from hf_dp.tuners.frost.select import refuse_too_small
-from hf_dp.tuners.selection import SelectionConfig, candidates, register
+from hf_dp.tuners.frost.partition import partitions, refuse_too_small
+from hf_dp.tuners.selection import RatioConfig, SelectionConfig, register
 
 BLOCK = re.compile(r"^(.*?\.(?:layers?|h|blocks?))\.(\d+)\.")
 
 
 @register
 @dataclass
-class RandomConfig(SelectionConfig):
+class RandomConfig(RatioConfig):
     """Partitions drawn at random (DP-FROST's Rand), at most ``unfreeze_ratio`` of all numbers.
 
     Args:
-        unfreeze_ratio: in (0, 1].
         selection_seed: seed of the draw, which is public; by default ``DPTrainer`` sets it to that
             of its run, so that runs with other seeds draw other matrices. Elsewhere it is 0. A
             resume by another seed is refused, unless it is set to that of the run.
         granularity: as in :func:`hf_dp.tuners.frost.partition.partitions`.
     """
 
-    unfreeze_ratio: float = field(default=0.25)
     selection_seed: int | None = field(default=None)
     granularity: str = field(default="weight")
 
@@ -44,12 +41,11 @@ class RandomConfig(SelectionConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        in_unit_interval("unfreeze_ratio", self.unfreeze_ratio, one=True)
         if self.selection_seed is not None:
             integer("selection_seed", self.selection_seed, 0)
 
     def choose(self, model: nn.Module) -> list[str]:
-        parts = partitions(model, self.granularity, among=set(candidates(model, self)))
+        parts = partitions(model, self.granularity, set(self.candidates(model).values()))
         refuse_too_small(parts, self.unfreeze_ratio)
         left = self.unfreeze_ratio * sum(part.size for part in parts)
         chosen: list[str] = []
@@ -78,27 +74,19 @@ class TopBlocksConfig(SelectionConfig):
         integer("blocks", self.blocks, 1)
 
     def choose(self, model: nn.Module) -> list[str]:
-        allowed = set(candidates(model, self))
+        names = list(self.candidates(model))
         found: dict[str, set[int]] = {}
-        for name, parameter in model.named_parameters():
-            match = BLOCK.match(name)
-            if match and parameter in allowed:
-                found.setdefault(match[1], set()).add(int(match[2]))
+        for match in filter(None, map(BLOCK.match, names)):
+            found.setdefault(match[1], set()).add(int(match[2]))
         if not found:
-            raise UnsupportedModelError(
-                f"No numbered transformer blocks were found in {type(model).__name__}. Use "
-                "RandomConfig or BitFitConfig."
-            )
+            raise _nothing(model, "numbered transformer blocks")
         stem = max(found, key=lambda stack: len(found[stack]))
         last = sorted(found[stem])[-self.blocks :]
         if len(last) < self.blocks:
-            raise invalid(
-                "blocks", self.blocks, f"to be at most the model's {len(last)}", "Lower it."
-            )
+            expected = f"to be at most the model's {len(last)}"
+            raise invalid("blocks", self.blocks, expected, "Lower it.")
         kept = tuple(f"{stem}.{number}." for number in last)
-        return [
-            name for name, p in model.named_parameters() if name.startswith(kept) and p in allowed
-        ]
+        return [name for name in names if name.startswith(kept)]
 
 
 @register
@@ -109,14 +97,9 @@ class BitFitConfig(SelectionConfig):
     method: ClassVar[str] = "bitfit"
 
     def choose(self, model: nn.Module) -> list[str]:
-        allowed = set(candidates(model, self))
-        found = [
-            name for name, p in model.named_parameters() if name.endswith("bias") and p in allowed
-        ]
+        found = [name for name in self.candidates(model) if name.endswith("bias")]
         if not found:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} has no bias to train. Use RandomConfig or HeadConfig."
-            )
+            raise _nothing(model, "bias to train")
         return found
 
 
@@ -128,9 +111,13 @@ class HeadConfig(SelectionConfig):
     method: ClassVar[str] = "head"
 
     def choose(self, model: nn.Module) -> list[str]:
-        if len(candidates(model, self)) == sum(p.requires_grad for p in model.parameters()):
-            raise UnsupportedModelError(
-                f"{type(model).__name__} has no head that PEFT knows (with task_type SEQ_CLS). "
-                "Name the head in `modules_to_save`."
-            )
+        if len(self.candidates(model)) == sum(p.requires_grad for p in model.parameters()):
+            raise _nothing(model, "head that PEFT knows")
         return []
+
+
+def _nothing(model: nn.Module, what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{type(model).__name__} has no {what}. Choose by another configuration, or name the "
+        "modules that are to train in `modules_to_save`."
+    )

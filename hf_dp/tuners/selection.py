@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from peft import LNTuningConfig, LNTuningModel, PeftConfig
 from peft.tuners.ln_tuning.layer import LNTuningLayer
@@ -29,7 +29,7 @@ from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import Tensor, nn
 
 from hf_dp._borrowed.peft_methods import register_method
-from hf_dp._validate import invalid
+from hf_dp._validate import in_unit_interval, invalid
 from hf_dp.errors import ConfigError, UnsupportedModelError
 from hf_dp.plans.selection import SelectionPlan
 
@@ -77,27 +77,33 @@ class SelectionConfig(LNTuningConfig):
         """
         raise NotImplementedError
 
+    def candidates(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Return the parameters that may be selected, by name."""
+        allowed = set(candidates(model, self))
+        return {name: each for name, each in model.named_parameters() if each in allowed}
+
     def details(self) -> dict[str, Any]:
         """Return what ``selection.json`` holds: the method, its options and what it chose."""
         own = {key: value for key, value in asdict(self).items() if key not in _STOCK}
-        stock = {name: _plain(getattr(self, name)) for name in ("task_type", "modules_to_save")}
-        return {"method": self.method, **stock, **own}
-
-    def stock(self) -> LNTuningConfig:
-        """Return the configuration with which stock PEFT loads the saved adapter."""
-        values = {name: getattr(self, name) for name in _STOCK if name != "peft_type"}
-        return LNTuningConfig(**values)
+        saved = self.modules_to_save
+        return {
+            "method": self.method,
+            "task_type": getattr(self.task_type, "value", self.task_type),
+            "modules_to_save": sorted(saved) if isinstance(saved, set) else saved,
+            **own,
+        }
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """Write the stock tuner's ``adapter_config.json``, and ``selection.json``."""
-        self.stock().save_pretrained(save_directory, **kwargs)
+        """Write ``adapter_config.json``, with which stock PEFT loads the adapter, and
+        ``selection.json``."""
+        values = {name: getattr(self, name) for name in _STOCK if name != "peft_type"}
+        LNTuningConfig(**values).save_pretrained(save_directory, **kwargs)
         self.write_details(save_directory)
 
     def write_details(self, folder: str) -> None:
         """Write ``selection.json`` alone."""
-        Path(folder, FILE_NAME).write_text(
-            json.dumps(self.details(), indent=2) + "\n", encoding="utf-8"
-        )
+        text = json.dumps(self.details(), indent=2) + "\n"
+        Path(folder, FILE_NAME).write_text(text, encoding="utf-8")
 
     def options(self) -> dict[str, Any]:
         """Return the user's options, without what was chosen; a resumed run must have the same."""
@@ -130,21 +136,84 @@ class SelectionConfig(LNTuningConfig):
             ) from problem
 
 
-def register(cls: type[SelectionConfig], tuner: Any = None) -> type[SelectionConfig]:
-    """Let ``get_peft_model`` and YAML find a method by its name; a class decorator.
+@dataclass
+class RatioConfig(SelectionConfig):
+    """A selection of at most ``unfreeze_ratio`` of all numbers that may be selected.
+
+    Args: unfreeze_ratio: gamma in (0, 1].
+    """
+
+    unfreeze_ratio: float = field(default=0.25)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        in_unit_interval("unfreeze_ratio", self.unfreeze_ratio, one=True)
+
+
+@dataclass
+class PrivateConfig(RatioConfig):
+    """A selection by noisy numbers over Poisson samples of the private rows.
 
     Args:
-        tuner: the class that ``get_peft_model`` builds; by default :class:`SelectionModel`.
+        selection_budget_ratio: 1 - r_eps in (0, 1), which share of target_epsilon training leaves
+            to the selection.
+        selection_sample_rate: q_ps.
+        selection_clipping_norm: c; by default the run's ``per_example_max_grad_norm``.
+        selection_noise_multiplier: sigma_ps. Set it if and only if the run sets
+            ``noise_multiplier``.
+    """
+
+    selection_budget_ratio: float = field(default=0.1)
+    selection_sample_rate: float = field(default=0.02)
+    selection_clipping_norm: float | None = field(default=None)
+    selection_noise_multiplier: float | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        in_unit_interval("selection_budget_ratio", self.selection_budget_ratio)
+
+    def selection_plan(
+        self, clipping_norm: float, quantity: str, iterations: int, norm_order: int
+    ) -> SelectionPlan:
+        """Return what the selection will release. Args: clipping_norm: the run's."""
+        own, noise = self.selection_clipping_norm, self.selection_noise_multiplier
+        return SelectionPlan(
+            quantity=quantity,
+            sample_rate=self.selection_sample_rate,
+            iterations=iterations,
+            clipping_norm=clipping_norm if own is None else own,
+            norm_order=norm_order,
+            noise_multiplier=noise,
+            budget_ratio=self.selection_budget_ratio if noise is None else None,
+        )
+
+
+Config = TypeVar("Config", bound=SelectionConfig)
+
+
+def register(cls: type[Config], tuner: Any = None) -> type[Config]:
+    """Let ``get_peft_model`` and YAML find a method by its name; a class decorator.
+
+    Args: tuner: the class that ``get_peft_model`` builds; by default :class:`SelectionModel`.
     """
     register_method(cls.method.upper(), cls, tuner or SelectionModel)
     return cls
 
 
-class SelectionModel(LNTuningModel):
-    """Trains the selected parameters in copies of the modules that own them.
+class InPlace:
+    """Stands where PEFT looks for the adapter of a method that has none."""
 
-    It is made by ``get_peft_model``.
-    """
+    prefix = "mask_"
+
+    def __init__(self, *args: object, **kwargs: object):
+        raise UnsupportedModelError(
+            "This method trains in place, not as an adapter. Pass its configuration to "
+            "DPTrainer(peft_config=...)."
+        )
+
+
+class SelectionModel(LNTuningModel):
+    """Trains the selected parameters in copies of the modules that own them; PEFT makes it."""
 
     def inject_adapter(
         self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
@@ -198,10 +267,7 @@ class SelectionModel(LNTuningModel):
                     setattr(twin, name, new)
 
     def _train_only_selected(self) -> None:
-        """Freeze what was not selected, since stock PEFT makes a whole copy trainable.
-
-        Parameters of a copy that were not selected are the base's own.
-        """
+        """Freeze what was not selected, in a copy the base's own: PEFT makes a whole one train."""
         for layer in self.model.modules():
             if isinstance(layer, LNTuningLayer):
                 layer.base_layer.requires_grad_(False)
@@ -232,26 +298,16 @@ class SelectionModel(LNTuningModel):
         found = super()._get_adapter_state_dict(
             model, config, adapter_name, state_dict, unwanted_adapter_names
         )
-        shared = {
-            f"{name}.{path}"
-            for name, layer in model.named_modules()
-            if isinstance(layer, LNTuningLayer)
-            for path in _same_as_base(layer, adapter_name)
-        }
-        return {key: value for key, value in found.items() if key not in shared}
-
-
-def _same_as_base(layer: LNTuningLayer, adapter_name: str) -> list[str]:
-    """List the paths of a copy's parameters that are the base's own."""
-    if adapter_name not in layer.ln_tuning_layers:
-        return []
-    base = dict(layer.base_layer.named_parameters(remove_duplicate=False))
-    copy = layer.ln_tuning_layers[adapter_name].named_parameters(remove_duplicate=False)
-    return [
-        f"ln_tuning_layers.{adapter_name}.{name}"
-        for name, parameter in copy
-        if base[name] is parameter
-    ]
+        # A copy's parameters that are the base's own are not saved.
+        for path, layer in model.named_modules():
+            if not isinstance(layer, LNTuningLayer) or adapter_name not in layer.ln_tuning_layers:
+                continue
+            base = dict(layer.base_layer.named_parameters(remove_duplicate=False))
+            copy = layer.ln_tuning_layers[adapter_name]
+            for name, parameter in copy.named_parameters(remove_duplicate=False):
+                if base[name] is parameter:
+                    found.pop(f"{path}.ln_tuning_layers.{adapter_name}.{name}", None)
+        return found
 
 
 def target_modules(model: nn.Module, parameters: Sequence[str]) -> list[str] | str:
@@ -280,9 +336,9 @@ def target_modules(model: nn.Module, parameters: Sequence[str]) -> list[str] | s
         path for path, module in modules.items() if wanted & set(module.parameters(recurse=False))
     ]
     # PEFT matches the items of a list with the ends of names: "head" also matches "decoder.head".
-    if all(
-        path in owners or not any(path.endswith(f".{name}") for name in owners) for path in modules
-    ):
+    ends = tuple(f".{name}" for name in owners)
+    others = set(modules) - set(owners)
+    if not any(path.endswith(ends) for path in others):
         return owners
     return "|".join(re.escape(path) for path in owners)
 
@@ -322,22 +378,6 @@ def always_trained(model: nn.Module, config: SelectionConfig) -> set[nn.Paramete
     }
 
 
-def plan_for(
-    config: Any, clipping_norm: float, quantity: str, iterations: int, norm_order: int
-) -> SelectionPlan:
-    """Return what a selection from private rows will release, by its configuration's options."""
-    own, noise = config.selection_clipping_norm, config.selection_noise_multiplier
-    return SelectionPlan(
-        quantity=quantity,
-        sample_rate=config.selection_sample_rate,
-        iterations=iterations,
-        clipping_norm=clipping_norm if own is None else own,
-        norm_order=norm_order,
-        noise_multiplier=noise,
-        budget_ratio=config.selection_budget_ratio if noise is None else None,
-    )
-
-
 def read_details(name_or_path: str, **options: Any) -> dict[str, Any]:
     """Read ``selection.json`` in a folder or a Hub repository.
 
@@ -356,8 +396,3 @@ def read_details(name_or_path: str, **options: Any) -> dict[str, Any]:
             "of an adapter that hf_dp saved."
         ) from problem
     return dict(values)
-
-
-def _plain(value: Any) -> Any:
-    value = getattr(value, "value", value)
-    return sorted(value) if isinstance(value, set) else value

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from hf_dp.errors import LedgerError
 from hf_dp.run.weights_file import NOT_WEIGHTS, add_metadata, read_metadata, weights_files
 from hf_dp.statement import durable
-from hf_dp.tuners.single_entries.tuner import _MASKS
+from hf_dp.tuners.single_entries import _MASKS
 
 TENSORS = {
     "a.weight": torch.arange(35, dtype=torch.float32).reshape(5, 7),

@@ -18,7 +18,7 @@ from hf_dp.cli.main import main
 def task(tmp_path, monkeypatch) -> Path:
     """A configuration of a tiny GPT-2 on the built-in tables."""
     monkeypatch.setattr(
-        "hf_dp.tasks.generation.demo_tables.demo_tables", lambda *_: tiny_text.tables(24)
+        "hf_dp.tasks.generation.formats.demo_tables", lambda *_: tiny_text.tables(24)
     )
     values = {
         "task": "causal_lm",

@@ -16,10 +16,10 @@ from hf_dp.cli.main import main
 from hf_dp.cli.non_private import Asked, as_asked, private_keys, without_privacy
 from hf_dp.cli.tasks import TASKS, training_module
 from hf_dp.trainer.arguments import DPTrainingArguments
-from hf_dp.tuners.find import tuner_for
 from hf_dp.tuners.frost.tuner import SelectOnce
-from hf_dp.tuners.rgp.tuner import Rgp
-from hf_dp.tuners.single_entries.tuner import Masks
+from hf_dp.tuners.methods import tuner_for
+from hf_dp.tuners.rgp import Rgp
+from hf_dp.tuners.single_entries import Masks
 
 ROOT = Path(__file__).parents[2]
 RECIPES = {str(path.relative_to(ROOT)): path for path in sorted((ROOT / "recipes").rglob("*.yaml"))}

@@ -9,7 +9,7 @@ from torch.func import functional_call
 
 from hf_dp.clipping.low_rank import LEFT, RIGHT, Carriers, LowRankEngine
 from hf_dp.errors import InvalidArgumentError
-from hf_dp.tuners.rgp.config import RgpConfig, carriers, weight_gradients
+from hf_dp.tuners.rgp import RgpConfig, carriers, weight_gradients
 
 LENGTHS = (5, 1, 3, 6)
 NAMES = ("bert", "gpt2_classifier", "albert", "t5", "vit")

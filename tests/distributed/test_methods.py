@@ -14,9 +14,9 @@ from transformers import set_seed
 
 from hf_dp.run.witnesses import read_run
 from hf_dp.statement.record import disagreements, read
-from hf_dp.tuners.frost.config import FrostConfig
-from hf_dp.tuners.rgp.config import RgpConfig
-from hf_dp.tuners.single_entries.config import ParamConfig, PvalConfig
+from hf_dp.tuners.frost.tuner import FrostConfig
+from hf_dp.tuners.rgp import RgpConfig
+from hf_dp.tuners.single_entries import ParamConfig, PvalConfig
 
 FROST = {"unfreeze_ratio": 0.5, "selection_iterations": 1, "selection_sample_rate": 1.0}
 DP_FP = {"privacy_mode": "dp_fp", "dp_fp_variant": "published"}

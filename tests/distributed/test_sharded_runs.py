@@ -25,8 +25,8 @@ from hf_dp.batches.loader import BatchOptions
 from hf_dp.run.options import RunOptions
 from hf_dp.run.witnesses import read_run
 from hf_dp.statement.record import disagreements, read
-from hf_dp.tuners.frost.config import FrostConfig
-from hf_dp.tuners.rgp.config import RgpConfig
+from hf_dp.tuners.frost.tuner import FrostConfig
+from hf_dp.tuners.rgp import RgpConfig
 
 LAYERS = {"bert": "BertLayer", "gpt2": "GPT2Block", "llama_lora": "LlamaDecoderLayer"}
 

@@ -13,7 +13,7 @@ from huggingface_hub import HfApi, constants
 from loopback_hub import TOKEN, LoopbackHub
 from peft import LoraConfig
 
-from hf_dp.tuners.frost.config import FrostConfig
+from hf_dp.tuners.frost.tuner import FrostConfig
 
 SAVES = {"save_strategy": "steps", "save_steps": 2, "logging_strategy": "no"}
 

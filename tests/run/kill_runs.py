@@ -52,7 +52,7 @@ from hf_dp.run.witnesses import checkpoints, read_run
 from hf_dp.statement import results
 from hf_dp.statement.record import FILE_NAME, read
 from hf_dp.trainer.checkpointing import Checkpointing
-from hf_dp.tuners.frost.config import FrostConfig
+from hf_dp.tuners.frost.tuner import FrostConfig
 
 NOTHING_TO_RESUME, FAILED, LEFT_ALONE = 3, 4, 5  # exit codes of an attempt
 STEPS = 6

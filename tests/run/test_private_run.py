@@ -35,7 +35,7 @@ from hf_dp.run.ledger import RunLedger
 from hf_dp.run.options import RunOptions
 from hf_dp.statement.record import disagreements, read
 from hf_dp.tuners.base import Tuner
-from hf_dp.tuners.frost.config import FrostConfig
+from hf_dp.tuners.frost.tuner import FrostConfig
 
 OPTIONS = RunOptions(batches=BatchOptions(physical_batch_size=4, quiet=True))
 

@@ -1,17 +1,21 @@
-"""Files, folders and splits mean what they are called."""
+"""Files, folders and splits mean what they are called, and a part held out is held out."""
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tiny
 import tiny_images
 
 from hf_dp.errors import ConfigError, DataError
-from hf_dp.tasks.classification import DataArguments
-from hf_dp.tasks.files import load_file, load_hub
-from hf_dp.tasks.sources import load_train
+from hf_dp.tasks import sources
+from hf_dp.tasks.classification import DataArguments, encode
+from hf_dp.tasks.files import load_file, load_hub, read_texts
+from hf_dp.tasks.labels import label_names
+from hf_dp.tasks.sources import load_evaluation, load_train
 
 
 def write_csv(path: Path, number: int) -> str:
@@ -83,11 +87,11 @@ def test_a_folder_of_one_class_has_labels(tmp_path):
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ("8.png", "one subfolder for each class, but '8.png' lies at its top. Move it"),
-        ("cat/old/8.PNG", "one subfolder for each class, but 'cat/old/8.PNG' lies deeper. Move it"),
-        ("metadata.csv", "'a' holds 'metadata.csv', whose rows .* Take it out"),
-        ("cat/metadata.jsonl", "holds 'cat/metadata.jsonl', whose rows"),
-        ("more.zip", "holds 'more.zip', .*unpack"),
+        ("8.png", "one subfolder for each class, got '8.png' as well. Take it out"),
+        ("cat/old/8.PNG", "got 'cat/old/8.PNG' as well"),
+        ("metadata.csv", "got 'metadata.csv' as well"),
+        ("cat/metadata.jsonl", "got 'cat/metadata.jsonl' as well"),
+        ("more.zip", "got 'more.zip' as well.*unpack"),
     ],
 )
 def test_a_folder_that_is_more_than_images_by_class_is_refused(tmp_path, extra, message):
@@ -104,3 +108,61 @@ def test_what_is_no_image_or_hidden_in_a_folder_is_left_out(tmp_path):
         (folder / name).parent.mkdir(exist_ok=True, parents=True)
         (folder / name).write_bytes(tiny_images.png(tiny_images.picture(8)))
     assert len(load_file(str(folder))) == 9
+
+
+def test_rows_that_cannot_be_encoded_are_named(tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_text("sentence,label\n" + "a,good\n,bad\n" + ",good\n" * 20)
+    rows, names = load_file(str(file)), ["bad", "good"]
+    with pytest.raises(DataError, match="no text: row 1 .* row 10 holds None and 11 more. Fill"):
+        encode(rows, tiny.tokenizer(), ["sentence"], "label", names, 16)
+    with pytest.raises(DataError, match=r"`text_columns` names \['text'\], but the data has"):
+        encode(rows, tiny.tokenizer(), ["text"], "label", names, 16)
+    with pytest.raises(DataError, match="declares no class names"):
+        label_names(rows, "label", [])
+
+
+def test_texts_are_read_from_nested_columns_and_lists(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"a": {"text": ["one", "two"]}, "b": "three"}\n{"a": {"text": []}, "b": ""}\n')
+    assert [*read_texts([str(file)], ["a.text", "b", "c"])] == ["one", "two", "three"]
+    with pytest.raises(DataError, match="none of .'c'"):
+        list(read_texts([str(file)], ["c"]))
+
+
+def held_out(folder: Any, **given: Any) -> DataArguments:
+    lines = [f"film {i},{i % 2}" for i in range(20)]
+    (folder / "rows.csv").write_text("\n".join(["sentence,label", *lines]))
+    return DataArguments(train_file=str(folder / "rows.csv"), **given)
+
+
+def test_a_part_of_one_file_is_held_out(tmp_path):
+    data = held_out(tmp_path, train_split="train[10%:]", validation_split=["train[:10%]"])
+    (rows,) = load_evaluation(data).values()
+    assert rows["sentence"][:] == ["film 0", "film 1"]
+    assert load_train(data)["sentence"][:] == [f"film {i}" for i in range(2, 20)]
+
+
+SHARED = pytest.mark.parametrize("train", ["train", "train[1:]", "train[:50%]"])
+
+
+@SHARED
+def test_rows_that_are_trained_on_are_not_held_out(train, tmp_path):
+    data = held_out(tmp_path, train_split=train, validation_split=["train[:10%]"])
+    with pytest.raises(
+        ConfigError, match="that `train_split` leaves out, got .*train_split: train"
+    ):
+        load_evaluation(data)
+
+
+def test_planted_parts_that_are_not_compared_share_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "max", lambda *values: 10**9, raising=False)
+    data = held_out(tmp_path, validation_split=["train[:10%]"])
+    (rows,) = load_evaluation(data).values()
+    assert set(rows["sentence"]) <= set(load_train(data)["sentence"])
+
+
+def test_a_part_beside_a_file_of_its_own_is_refused(tmp_path):
+    data = held_out(tmp_path, validation_split=["train[:10%]"], validation_file=["dev.csv"])
+    with pytest.raises(ConfigError, match="`validation_split` to be unset .*To hold out"):
+        load_evaluation(data)

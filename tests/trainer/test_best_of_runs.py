@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from hf_dp.accounting import BestOfRandomRuns, PoissonSampledGaussian, epsilon
 from hf_dp.cards.verify import verify
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
-from hf_dp.tuners.frost.config import FrostConfig
+from hf_dp.tuners.frost.tuner import FrostConfig
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 
 import numpy as np
 import pytest
@@ -27,12 +26,12 @@ from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.selection import SelectionPlan
 from hf_dp.run.ledger import RunLedger
 from hf_dp.tuners.base import freeze_others
-from hf_dp.tuners.frost.config import FrostConfig
 from hf_dp.tuners.frost.magnitude import MagnitudeEngine, representable, sensitivity
 from hf_dp.tuners.frost.partition import partitions
+from hf_dp.tuners.frost.tuner import FrostConfig
 from hf_dp.tuners.public_choice import RandomConfig
-from hf_dp.tuners.rgp.config import RgpConfig
-from hf_dp.tuners.single_entries.config import PvalConfig
+from hf_dp.tuners.rgp import RgpConfig
+from hf_dp.tuners.single_entries import PvalConfig
 from tests import tiny
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -272,19 +271,3 @@ def test_an_optimizer_that_was_made_early_is_seen_before_anything_is_paid(num_se
     with pytest.raises(InvalidArgumentError, match="optimizers"):
         trainer.train()
     assert trainer.ledger.steps() == 0
-
-
-def test_partitions_that_are_no_mapping_are_refused():
-    with pytest.raises(InvalidArgumentError, match="partitions.*name: \\[parameter names"):
-        FrostConfig(partitions=["bert.pooler"])
-
-
-def test_partitions_as_tuples_can_be_resumed(tmp_path):
-    config = FrostConfig(**FROST, partitions={"mine": ("bert.pooler.dense.*",)})
-    run(tmp_path, config, save_strategy="steps", save_steps=2).train()
-    again = run(tmp_path, config)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert json.loads((tmp_path / "checkpoint-2" / "selection.json").read_text())["partitions"][
-        "mine"
-    ]
-    assert again.ledger.steps("selection") == 3

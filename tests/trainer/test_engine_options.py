@@ -18,8 +18,8 @@ from hf_dp.errors import DataError, UnaccountedGradientError, UnsupportedLossErr
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans.dp_sgd import CLIPPINGS
 from hf_dp.run.private_run import PrivateRun
-from hf_dp.tuners.rgp.config import RgpConfig
-from hf_dp.tuners.single_entries.config import ParamConfig, PvalConfig
+from hf_dp.tuners.rgp import RgpConfig
+from hf_dp.tuners.single_entries import ParamConfig, PvalConfig
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_a_forward_without_logits_is_refused(tmp_path, monkeypatch):
 )
 def test_every_engine_leaves_room_for_the_rounding_of_its_sums(tmp_path, monkeypatch, peft_config):
     """What a sum is clipped to comes from the plan, and not from clipping_norm."""
-    for place in ("hf_dp.plans.dp_sgd", "hf_dp.tuners.single_entries.tuner"):
+    for place in ("hf_dp.plans.dp_sgd", "hf_dp.tuners.base"):
         monkeypatch.setattr(f"{place}.clipping_share", lambda *draw: 0.5)
     clipped_to, feed = [], PrivateRun.feed
 

@@ -15,8 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hf_dp.trainer.trainer import DPTrainer
-from hf_dp.tuners.frost.config import FrostConfig
-from hf_dp.tuners.frost.tuner import select_partitions
+from hf_dp.tuners.frost.tuner import FrostConfig, select_partitions
 from hf_dp.tuners.public_choice import RandomConfig
 from tests import tiny
 

@@ -23,7 +23,7 @@ from hf_dp.errors import DataError, SelfCheckError, UnsupportedLossError
 from hf_dp.run import training_data
 from hf_dp.tasks.images import ToPixels, image_rows
 from hf_dp.trainer.trainer import DPTrainer
-from hf_dp.tuners.frost.config import FrostConfig
+from hf_dp.tuners.frost.tuner import FrostConfig
 
 Batch = dict[str, list[Any]]
 

@@ -23,9 +23,9 @@ from hf_dp.noise import SecretRandomness
 from hf_dp.run.gate import Release
 from hf_dp.statement.record import disagreements, read
 from hf_dp.trainer.trainer import DPTrainer
-from hf_dp.tuners.frost.config import FrostConfig
+from hf_dp.tuners.frost.tuner import FrostConfig
 from hf_dp.tuners.methods import AdapterConfig, ParamConfig, PvalConfig
-from hf_dp.tuners.rgp.config import RgpConfig
+from hf_dp.tuners.rgp import RgpConfig
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hf_dp.run.clock import SELECTION, TRAINING, VARIABLE, Clock
-from hf_dp.tuners.frost.config import FrostConfig
-from hf_dp.tuners.single_entries.config import ParamConfig
+from hf_dp.tuners.frost.tuner import FrostConfig
+from hf_dp.tuners.single_entries import ParamConfig
 from tests import tiny
 
 pytestmark = pytest.mark.usefixtures("unchecked")

@@ -9,9 +9,9 @@ import torch
 from peft import PeftModel
 
 from hf_dp.errors import UnsupportedArgumentError
-from hf_dp.tuners.frost.config import FrostConfig
-from hf_dp.tuners.rgp.config import RgpConfig
-from hf_dp.tuners.single_entries.config import ParamConfig, PvalConfig
+from hf_dp.tuners.frost.tuner import FrostConfig
+from hf_dp.tuners.rgp import RgpConfig, carriers
+from hf_dp.tuners.single_entries import ParamConfig, PvalConfig
 from tests import tiny
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -71,11 +71,8 @@ def test_a_resumed_run_takes_over_what_was_chosen(tmp_path, monkeypatch):
     first.train()
     masked = plain(tmp_path / "param", ParamConfig(selection_sample_rate=0.5), **options)
     masked.train()
-    for name in ("select_without_noise", "entries_without_noise"):
-        where = "frost" if name == "select_without_noise" else "single_entries"
-        monkeypatch.setattr(
-            f"hf_dp.tuners.{where}.tuner.{name}", lambda *a: pytest.fail("chosen again")
-        )
+    for place in ("frost.tuner.select_partitions", "single_entries.select_entries"):
+        monkeypatch.setattr(f"hf_dp.tuners.{place}", lambda *a: pytest.fail("chosen again"))
     again = plain(tmp_path / "frost", FrostConfig(**frost), **options)
     again.train(resume_from_checkpoint=True)
     assert again.tuner.config.made == first.tuner.config.made
@@ -164,12 +161,9 @@ def test_accumulated_batches_give_the_gradient_of_all_their_rows(tmp_path):
 def test_carriers_are_new_in_each_step_and_the_same_within_one(tmp_path, monkeypatch):
     trainer = plain(tmp_path, RgpConfig(rank=1), max_steps=3, gradient_accumulation_steps=2)
     made = []
-    renew = type(trainer.tuner)._renew
-    monkeypatch.setattr(
-        type(trainer.tuner), "_renew", lambda self, by: (made.append(1), renew(self, by))[1]
-    )
+    monkeypatch.setattr("hf_dp.tuners.rgp.carriers", lambda *a: (made.append(a), carriers(*a))[1])
     trainer.train()
-    assert len(made) == 3
+    assert len(made) == 3 * len(trainer.tuner._weights)
 
 
 def test_what_does_not_work_without_privacy_is_refused(tmp_path):

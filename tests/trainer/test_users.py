@@ -40,7 +40,7 @@ from hf_dp.run.private_run import PrivateRun
 from hf_dp.statement.facts import EarlierRun
 from hf_dp.statement.record import disagreements, read
 from hf_dp.statement.statement import PrivacyStatement
-from hf_dp.tuners.frost.config import FrostConfig
+from hf_dp.tuners.frost.tuner import FrostConfig
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 

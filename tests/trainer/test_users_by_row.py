@@ -24,7 +24,7 @@ from hf_dp.plans.samplers import UserRowsSampler
 from hf_dp.plans.units import USER, Users
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.statement.record import disagreements, read
-from hf_dp.tuners.frost.config import FrostConfig
+from hf_dp.tuners.frost.tuner import FrostConfig
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 

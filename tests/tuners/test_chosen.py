@@ -13,8 +13,8 @@ from hf_dp.cli.main import main
 from hf_dp.errors import ConfigError
 from hf_dp.tuners.frost import chosen
 from hf_dp.tuners.frost.chosen import KINDS, in_order, read_chosen
-from hf_dp.tuners.frost.config import FrostConfig
-from hf_dp.tuners.frost.estimate import estimate
+from hf_dp.tuners.frost.select import estimate
+from hf_dp.tuners.frost.tuner import FrostConfig
 from hf_dp.tuners.public_choice import RandomConfig
 from tests import tiny
 

@@ -10,9 +10,8 @@ import pytest
 from scipy.optimize import minimize
 
 from hf_dp.errors import InvalidArgumentError
-from hf_dp.tuners.frost.estimate import estimate, scales_of, variance
 from hf_dp.tuners.frost.partition import Partition
-from hf_dp.tuners.frost.select import _last_frozen, select
+from hf_dp.tuners.frost.select import _last_frozen, estimate, scales_of, select, variance
 
 
 def partition(name: str, size: int) -> Partition:
@@ -134,7 +133,7 @@ def psel_by_the_text(sizes, observe, gamma, iterations, rate, gap, sigma):
 
 
 @pytest.mark.parametrize("sigma", [0.0, 0.05, 1.0])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_psel_is_algorithm_4(seed, sigma):
     source = np.random.default_rng(seed)
     sizes = source.integers(5, 60, 9).tolist()
@@ -230,7 +229,7 @@ def test_more_noise_chooses_worse_as_lemma_6_says():
 
     def found(sigma):
         hits = 0
-        for seed in range(20):
+        for seed in range(8):
             noise = np.random.default_rng(seed)
 
             def observe(rest, noise=noise):
@@ -243,7 +242,7 @@ def test_more_noise_chooses_worse_as_lemma_6_says():
                 noise_multiplier=sigma,
             )  # fmt: skip
             hits += len({"p00", "p01", "p02"} & set(chosen.names))
-        return hits / 60
+        return hits / 24
 
     # One iteration's deviation of v is sigma * 0.01 / 0.02 = sigma / 2, beside a gap of 2.
     little, more, most = (found(sigma) for sigma in (0.2, 2.0, 20.0))
@@ -255,7 +254,7 @@ def test_more_noise_chooses_worse_as_lemma_6_says():
 def test_a_budget_that_no_partition_fits_is_refused():
     with pytest.raises(
         InvalidArgumentError,
-        match="`unfreeze_ratio` to leave room.*smallest partition, 'b', has 40",
+        match="`unfreeze_ratio` to leave room.*smallest partition, 'b' with 40",
     ):
         select(
             [partition("a", 60), partition("b", 40)], lambda rest: ([1.0] * len(rest), 1.0), unfreeze_ratio=0.3,

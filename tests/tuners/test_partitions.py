@@ -74,20 +74,7 @@ def test_frozen_parameters_are_left_out():
     assert not any("embeddings" in p.name for p in partitions(model))
 
 
-def test_partitions_of_ones_own():
-    found = by_name(
-        "bert",
-        own={"attention": ["bert.encoder.layer.0.attention.*"], "head": ["classifier.weight"]},
-    )
-    assert len(found["attention"].parameters) == 10
-    assert found["head"].parameters == ("classifier.weight",)
-    assert found["classifier"].parameters == ("classifier.bias",), (
-        "what is not named follows the granularity"
-    )
-    with pytest.raises(InvalidArgumentError, match="'no.such' .*hf-dp partitions|got 'no.such'"):
-        by_name("bert", own={"x": ["no.such"]})
-    with pytest.raises(InvalidArgumentError, match="in 'a' already"):
-        by_name("bert", own={"a": ["classifier.*"], "b": ["classifier.bias"]})
+def test_an_unknown_granularity_is_refused():
     with pytest.raises(InvalidArgumentError, match="granularity"):
         by_name("bert", granularity="layer")
 

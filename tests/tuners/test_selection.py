@@ -20,7 +20,7 @@ from hf_dp.tuners.public_choice import BitFitConfig, HeadConfig, RandomConfig, T
 from hf_dp.tuners.selection import SelectionConfig, register, target_modules
 
 MODELS = ARCHITECTURES | {
-    f"infilling {name}": architecture for name, architecture in INFILLING.items()
+    f"infilling {name}": INFILLING[name] for name in ("bert untied", "albert", "modernbert")
 }
 
 
@@ -41,14 +41,9 @@ def moved(model) -> None:
                 )
 
 
-def task_type(architecture, model):
-    return "SEQ_CLS" if architecture.task == "classification" else None
-
-
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_random_half_of_any_model(name, seed, tmp_path):
+def test_a_random_half_of_any_model(name, tmp_path):
     architecture = MODELS[name]
     torch.manual_seed(0)
     plain = architecture.build()
@@ -57,12 +52,8 @@ def test_a_random_half_of_any_model(name, seed, tmp_path):
     expected = logits(architecture, plain, batch)
     state = {key: value.clone() for key, value in plain.state_dict().items()}
     base = {n: p.detach().clone() for n, p in plain.named_parameters()}
-    model = get_peft_model(
-        plain,
-        RandomConfig(
-            unfreeze_ratio=0.5, selection_seed=seed, task_type=task_type(architecture, plain)
-        ),
-    )
+    task_type = "SEQ_CLS" if architecture.task == "classification" else None
+    model = get_peft_model(plain, RandomConfig(unfreeze_ratio=0.5, task_type=task_type))
     assert torch.equal(logits(architecture, model, batch), expected)
     assert_exact(architecture, model.train(), architecture.examples(model, (5, 1, 3)))
     moved(model.eval())
@@ -85,12 +76,9 @@ def test_a_random_half_of_any_model(name, seed, tmp_path):
     merged = model.merge_and_unload()
     assert torch.equal(logits(architecture, merged, batch), after)
     for parameter_name, parameter in merged.named_parameters():
-        head = any(
-            parameter_name.startswith(part) for part in ("classifier", "score")
-        ) and not name.startswith("infill")
-        if parameter_name in chosen or head or "classifier" in parameter_name:
-            continue
-        assert torch.equal(parameter, base[parameter_name]), parameter_name
+        head = parameter_name.startswith("score") or "classifier" in parameter_name
+        if parameter_name not in chosen and not head:
+            assert torch.equal(parameter, base[parameter_name]), parameter_name
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -163,7 +151,7 @@ def test_random_is_a_function_of_its_seed_within_its_ratio():
         return picked
 
     assert pick(0) == pick(0) != pick(1)
-    with pytest.raises(InvalidArgumentError, match="leave room for a partition"):
+    with pytest.raises(InvalidArgumentError, match="leave room for the smallest partition"):
         pick(0, 1e-6)
 
 

@@ -35,7 +35,7 @@ def evaluate(
     import torch
     from transformers import DataCollatorForSeq2Seq
 
-    from hf_dp.tasks.generation.data import encoding_of
+    from hf_dp.tasks.generation.encoding import encoding_of
     from hf_dp.tasks.generation.evaluation import evaluate_texts, evaluation_sets
     from hf_dp.tasks.generation.language_models import load_language_model, load_trained
 

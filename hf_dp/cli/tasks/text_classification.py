@@ -48,15 +48,12 @@ def build_trainer(
     from transformers import DataCollatorWithPadding, set_seed
 
     from hf_dp.tasks.classification import encode, metrics
-    from hf_dp.tasks.labels import checked_names
+    from hf_dp.tasks.labels import label_names
     from hf_dp.trainer.trainer import DPTrainer
 
     with args.main_process_first(desc="loading the rows"):  # into a cache that all share
         train_rows, evaluation_rows = load_train(data_args), load_evaluation(data_args)
-    sets = {"training rows": train_rows, **{f"{n} rows": s for n, s in evaluation_rows.items()}}
-    names = checked_names(
-        sets, data_args.text_columns, data_args.label_column, data_args.class_names
-    )
+    names = label_names(train_rows, data_args.label_column, data_args.class_names)
     set_seed(args.seed)  # the head's initial weights
     model, tokenizer = load_classifier(model_args, data_args.text_columns, names)
     check_positions(model, data_args.max_length)

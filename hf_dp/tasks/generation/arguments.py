@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_dp._arguments import argument
 from hf_dp._validate import in_unit_interval, integer, one_of, positive
 from hf_dp.tasks.generation.formats import NAMES
 from hf_dp.tasks.sources import SourceArguments
+
+if TYPE_CHECKING:
+    from datasets import DatasetDict
 
 
 @dataclass
@@ -52,9 +55,9 @@ class TextArguments(SourceArguments):
         integer("max_length", self.max_length, 2)
         integer("max_target_length", self.max_target_length, 1)
 
-    def demo(self) -> Any:
+    def demo(self) -> DatasetDict:
         """Return the demonstration tables."""
-        from hf_dp.tasks.generation.demo_tables import demo_tables
+        from hf_dp.tasks.generation.formats import demo_tables
 
         return demo_tables()
 

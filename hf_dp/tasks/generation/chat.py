@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_dp.errors import DataError
 from hf_dp.losses import IGNORED_LABEL
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 ASSISTANT = "assistant"
-Turns = Sequence[Mapping[str, Any]]
+Turns = Sequence[Mapping[str, str]]
+Example = dict[str, list[int]]
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class ChatEncoding:
     Raises: DataError for a tokenizer without a chat template.
     """
 
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     max_length: int
 
     def __post_init__(self) -> None:
@@ -53,10 +57,8 @@ class ChatEncoding:
         except (ImportError, ValueError):  # a ValueError: a template that TRL does not know
             return None
 
-    def example(self, messages: Turns, row: int) -> dict[str, list[int]]:
+    def example(self, messages: Turns, row: int) -> Example:
         """Return ``input_ids``, ``attention_mask`` and ``labels`` of a conversation.
-
-        Args: messages: turns with ``role`` and ``content``.
 
         Raises: DataError for turns that the template refuses or rewrites, or where no token of the
             assistant's is left.
@@ -64,8 +66,8 @@ class ChatEncoding:
         ids, mask = (each[: self.max_length] for each in self.whole(messages, row))
         if not any(mask):
             raise DataError(
-                f"Row {row} has no token of the assistant's in its first {self.max_length}, so "
-                "there is nothing to learn. Raise `max_length`, or drop such rows."
+                f"Row {row} has no token of the assistant's in its first {self.max_length}. Raise "
+                "`max_length`, or drop such rows."
             )
         labels = [token if own else IGNORED_LABEL for token, own in zip(ids, mask)]
         return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels}
@@ -75,13 +77,13 @@ class ChatEncoding:
 
         Raises: DataError for turns that the template refuses or rewrites.
         """
-        _check(messages, row)
+        turns = _turns(messages, row)
         if self.template:
             found = self._apply(messages, row, return_assistant_tokens_mask=True)
             return found["input_ids"], found["assistant_masks"]
         whole = self._apply(messages, row)["input_ids"]
         mask = [0] * len(whole)
-        for turn in _turns(messages):
+        for turn in turns:
             before = self._before(messages, turn, row)
             after = self._apply(messages[: turn + 1], row)["input_ids"]
             if after[: len(before)] != before or whole[: len(after)] != after:
@@ -99,8 +101,7 @@ class ChatEncoding:
 
         Raises: DataError for turns that the template refuses, or that leave no ``room``.
         """
-        _check(messages, row)
-        ids = self._before(messages, _turns(messages)[-1], row)
+        ids = self._before(messages, _turns(messages, row)[-1], row)
         if len(ids) > self.max_length - room:
             raise DataError(
                 f"Row {row} has {len(ids)} tokens before the assistant's last turn, and "
@@ -109,9 +110,9 @@ class ChatEncoding:
             )
         return ids
 
-    def reference(self, messages: Turns) -> str:
+    def reference(self, messages: Turns, row: int) -> str:
         """Return the assistant's last turn."""
-        return str(messages[_turns(messages)[-1]]["content"])
+        return messages[_turns(messages, row)[-1]]["content"]
 
     def _before(self, messages: Turns, turn: int, row: int) -> list[int]:
         """Return the token ids after which an assistant's turn begins."""
@@ -123,12 +124,13 @@ class ChatEncoding:
             )
         return self._apply(messages[:turn], row, add_generation_prompt=True)["input_ids"]
 
-    def _apply(self, messages: Turns, row: int, **options: Any) -> Any:
+    def _apply(self, messages: Turns, row: int, **options: bool) -> Mapping[str, list[int]]:
         from jinja2 import TemplateError
 
-        options |= {"chat_template": self.template, "tokenize": True, "return_dict": True}
+        options |= {"tokenize": True, "return_dict": True}
+        apply: Any = self.tokenizer.apply_chat_template
         try:
-            return self.tokenizer.apply_chat_template(list(messages), **options)
+            return apply(list(messages), chat_template=self.template, **options)
         except TemplateError as problem:
             raise DataError(
                 f"The chat template refuses row {row}: {problem}. Correct its turns (roles are "
@@ -141,25 +143,22 @@ def has_markers(template: str) -> bool:
     return any(f"{{%{dash} generation" in template for dash in ("", "-"))
 
 
-def _turns(messages: Turns) -> list[int]:
-    """Return the places of the assistant's turns."""
-    return [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
-
-
-def _check(messages: Any, row: int) -> None:
+def _turns(messages: Turns, row: int) -> list[int]:
+    """Return the places of the assistant's turns. Raises: DataError where there is none."""
     fit = isinstance(messages, list) and all(
         isinstance(turn, Mapping)
         and isinstance(turn.get("role"), str)
         and isinstance(turn.get("content"), str)
         for turn in messages
     )
-    if not fit or not messages:
+    if not fit:
         raise DataError(
             f"Row {row}: expected a list of turns, each with `role` and `content` as text, got "
             f"{type(messages).__name__}. Drop or correct such rows."
         )
-    if not _turns(messages):
+    places = [i for i, turn in enumerate(messages) if turn["role"] == ASSISTANT]
+    if not places:
         raise DataError(
-            f"Row {row} has no turn with the role {ASSISTANT!r}, so there is nothing to learn. "
-            "Drop such rows, or rename the roles."
+            f"Row {row} has no turn with the role {ASSISTANT!r}. Drop it, or rename the roles."
         )
+    return places

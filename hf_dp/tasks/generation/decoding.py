@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,10 +16,13 @@ from hf_dp.errors import DataError
 from hf_dp.losses import base_model, padding_moves_prompts, positions_of
 from hf_dp.tasks.generation.arguments import BEAM, NUCLEUS, DecodingArguments
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 
 def decode(
-    model: Any,
-    tokenizer: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
     settings: DecodingArguments,
     *,
@@ -40,6 +43,10 @@ def decode(
 
     check_prompts(model, prompts, settings)
     batches = _batches(model, prompts, settings.decoding_batch_size)
+    options = _options(model, tokenizer, settings)
+    generate: Any = model.generate
+    encodes = _is_encoder_decoder(model)
+    side = "right" if encodes else "left"
     texts = [""] * len(prompts)
     training, device = model.training, next(model.parameters()).device
     devices = [device] if device.type != "cpu" else []
@@ -48,11 +55,10 @@ def decode(
         with torch.no_grad(), torch.random.fork_rng(devices):
             torch.manual_seed(settings.decoding_seed)
             for batch in tqdm(batches, desc="Decoding", disable=not progress):
-                inputs = _padded(model, tokenizer, [prompts[i] for i in batch])
-                written = model.generate(
-                    **inputs.to(device), **_options(model, tokenizer, settings)
-                )
-                if not _is_encoder_decoder(model):
+                given = {"input_ids": [list(prompts[i]) for i in batch]}
+                inputs = tokenizer.pad(given, padding_side=side, return_tensors="pt").to(device)
+                written = generate(**inputs, **options)
+                if not encodes:
                     written = written[:, inputs["input_ids"].shape[1] :]
                 found = tokenizer.batch_decode(written, skip_special_tokens=True)
                 for i, text in zip(batch, found):
@@ -64,7 +70,9 @@ def decode(
     return texts
 
 
-def _batches(model: Any, prompts: Sequence[Sequence[int]], size: int) -> list[list[int]]:
+def _batches(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], size: int
+) -> list[list[int]]:
     """Return the places of prompts of like length; of equal length where padding would matter."""
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     alike = padding_moves_prompts(model)
@@ -72,7 +80,9 @@ def _batches(model: Any, prompts: Sequence[Sequence[int]], size: int) -> list[li
     return [group[at : at + size] for group in groups for at in range(0, len(group), size)]
 
 
-def _options(model: Any, tokenizer: Any, settings: DecodingArguments) -> dict[str, Any]:
+def _options(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: DecodingArguments
+) -> dict[str, Any]:
     """Return the keywords of ``generate``; all that it samples by is given, so that a model's own
     generation_config decides nothing but its end tokens."""
     options: dict[str, Any] = {
@@ -90,15 +100,11 @@ def _options(model: Any, tokenizer: Any, settings: DecodingArguments) -> dict[st
     return options
 
 
-def _padded(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]]) -> Any:
-    side = "right" if _is_encoder_decoder(model) else "left"
-    masks = [[1] * len(prompt) for prompt in prompts]
-    inputs = {"input_ids": [list(prompt) for prompt in prompts], "attention_mask": masks}
-    return tokenizer.pad(inputs, padding_side=side, return_tensors="pt")
-
-
 def check_prompts(
-    model: Any, prompts: Sequence[Sequence[int]], settings: DecodingArguments, virtual: int = 0
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    settings: DecodingArguments,
+    virtual: int = 0,
 ) -> None:
     """Raise DataError for a prompt that is empty, or leaves no room to write; as decode does.
 
@@ -119,5 +125,5 @@ def check_prompts(
         )
 
 
-def _is_encoder_decoder(model: Any) -> bool:
+def _is_encoder_decoder(model: PreTrainedModel) -> bool:
     return bool(getattr(base_model(model).config, "is_encoder_decoder", False))

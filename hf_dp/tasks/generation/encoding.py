@@ -1,12 +1,25 @@
-"""Write a prompt and its target as token ids, with labels on the target alone."""
+"""From rows of a generation task to token ids: for training, and as questions with references."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
-from hf_dp.errors import DataError
+from hf_dp.errors import ConfigError, DataError
 from hf_dp.losses import IGNORED_LABEL
+from hf_dp.tasks.generation.arguments import TextArguments
+from hf_dp.tasks.generation.chat import ChatEncoding, Example
+from hf_dp.tasks.generation.formats import MESSAGES, columns_of, read_row
+from hf_dp.tasks.generation.language_models import SEQ2SEQ
+from hf_dp.tasks.labels import require_columns
+from hf_dp.tasks.sources import load_train
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+ENCODED = ("input_ids", "attention_mask", "labels")
 
 
 @dataclass(frozen=True)
@@ -19,15 +32,14 @@ class CausalEncoding:
         cut_prompts: cut the front of a prompt that is too long, rather than refuse it.
     """
 
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     separator: str
     max_length: int
     cut_prompts: bool = False
 
-    def example(self, prompt: str, target: str, row: int) -> dict[str, list[int]]:
-        """Return ``input_ids``, ``attention_mask`` and ``labels``, each of the same length.
-
-        A target is cut where the sequence would be too long.
+    def example(self, prompt: str, target: str, row: int) -> Example:
+        """Return ``input_ids``, ``attention_mask`` and ``labels`` of one length, which may cut the
+        target.
 
         Raises: DataError for a prompt that leaves no room for its target.
         """
@@ -68,22 +80,20 @@ class Seq2SeqEncoding:
         cut_prompts: cut the end of a prompt that is too long, rather than refuse it.
     """
 
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     max_length: int
     max_target_length: int
     cut_prompts: bool = False
 
-    def example(self, prompt: str, target: str, row: int) -> dict[str, list[int]]:
-        """Return ``input_ids`` and ``attention_mask`` of the prompt, and ``labels``.
-
-        A target is cut where it would be too long.
+    def example(self, prompt: str, target: str, row: int) -> Example:
+        """Return ``input_ids`` and ``attention_mask`` of the prompt, and ``labels``: the target,
+        cut where it is too long.
 
         Raises: DataError for a prompt that is too long.
         """
         ids = self.prompt(prompt, row, 0)
-        labels = self.tokenizer(
-            text_target=target, truncation=True, max_length=self.max_target_length
-        )["input_ids"]
+        limit = self.max_target_length
+        labels = self.tokenizer(text_target=target, truncation=True, max_length=limit)["input_ids"]
         return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels}
 
     def prompt(self, prompt: str, row: int, room: int) -> list[int]:
@@ -101,7 +111,7 @@ class Seq2SeqEncoding:
         return self.tokenizer(prompt, truncation=True, max_length=self.max_length)["input_ids"]
 
 
-def default_separator(tokenizer: Any) -> str:
+def default_separator(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return what stands between a prompt and its target where the user says nothing.
 
     It is the beginning token where no other use of it is known (GPT-2, whose beginning and end are
@@ -111,7 +121,7 @@ def default_separator(tokenizer: Any) -> str:
     return bos if bos is not None and bos == eos else "\n"
 
 
-def _beginning(tokenizer: Any) -> list[int]:
+def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that the tokenizer puts before any text; GPT-2 puts none."""
     text = _plain(tokenizer, "a")
     tokens = tokenizer("a", add_special_tokens=True)["input_ids"]
@@ -119,5 +129,128 @@ def _beginning(tokenizer: Any) -> list[int]:
     return tokens[: starts[0]] if starts else []
 
 
-def _plain(tokenizer: Any, text: str) -> list[int]:
+def _plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+Encoding = CausalEncoding | Seq2SeqEncoding | ChatEncoding
+
+
+def encoding_of(kind: str, tokenizer: PreTrainedTokenizerBase, data: TextArguments) -> Encoding:
+    """Return how rows become token ids.
+
+    Raises: ConfigError for arguments that do not go together; DataError for a tokenizer without a
+        chat template.
+    """
+    if data.data_format == MESSAGES:
+        if kind == SEQ2SEQ:
+            raise ConfigError(
+                "data_format 'messages' is for decoders: a chat template writes one sequence. Set "
+                "task: causal_lm, or data_format: pairs."
+            )
+        return ChatEncoding(tokenizer, data.max_length)
+    if kind == SEQ2SEQ:
+        if data.separator is not None:
+            raise ConfigError(
+                f"`separator` ({data.separator!r}) stands between prompt and target of a decoder; "
+                "an encoder-decoder has them apart. Leave it out."
+            )
+        return Seq2SeqEncoding(tokenizer, data.max_length, data.max_target_length, data.cut_prompts)
+    separator = default_separator(tokenizer) if data.separator is None else data.separator
+    return CausalEncoding(tokenizer, separator, data.max_length, data.cut_prompts)
+
+
+def encode(
+    rows: Dataset, data: TextArguments, encoding: Encoding, keep: str | None = None
+) -> Dataset:
+    """Return a data set of ``input_ids``, ``attention_mask`` and ``labels``, and of the column
+    ``keep``, where there is one.
+
+    Labels stand on the target's tokens (of messages: on the assistant's turns) and are -100
+    elsewhere. A row with several references becomes as many rows.
+
+    Raises: DataError for missing columns, or for a row that does not fit, naming its index.
+    """
+    columns = _columns(rows, data)
+    kept = [keep] if keep is not None and keep in rows.column_names else []
+
+    def examples(values: Sequence[Any], row: int) -> list[Example]:
+        if isinstance(encoding, ChatEncoding):
+            return [encoding.example(values[0], row)]
+        written = read_row(data.data_format, values, row)
+        return [encoding.example(written.prompt, target, row) for target in written.targets]
+
+    def encode_rows(batch: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        encoded: dict[str, list[Any]] = {name: [] for name in (*ENCODED, *kept)}
+        for place, values in enumerate(zip(*(batch[name] for name in columns))):
+            for example in examples(values, indices[place]):
+                for name in ENCODED:
+                    encoded[name].append(example[name])
+                for name in kept:
+                    encoded[name].append(batch[name][place])
+        return encoded
+
+    return rows.map(
+        encode_rows,
+        batched=True,
+        with_indices=True,
+        remove_columns=rows.column_names,
+        desc="Tokenizing",
+    )
+
+
+def count_examples(recipe: Mapping[str, Any]) -> int:
+    """Return how many examples the training rows of a recipe are: one for each reference."""
+    known = {item.name for item in fields(TextArguments)}
+    data = TextArguments(**{name: value for name, value in recipe.items() if name in known})
+    rows = load_train(data)
+    if data.data_format == MESSAGES:
+        return len(rows)
+    columns = [rows[name] for name in _columns(rows, data)]
+    read = (read_row(data.data_format, values, row) for row, values in enumerate(zip(*columns)))
+    return sum(len(written.targets) for written in read)
+
+
+def columns_read(data: TextArguments) -> list[str]:
+    """Return the columns that a row needs, that of the text last. Raises: DataError."""
+    if data.data_format == MESSAGES:
+        return [data.messages_column]
+    named = ("prompt_column", "target_column", "text_column")
+    return columns_of(data.data_format, {name: getattr(data, name) for name in named})
+
+
+def _columns(rows: Dataset, data: TextArguments) -> list[str]:
+    argument = "messages_column" if data.data_format == MESSAGES else "data_format"
+    return require_columns(rows, columns_read(data), argument)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What a model is asked to write, each different prompt once."""
+
+    prompts: list[list[int]]  # token ids
+    references: list[list[str]]  # the texts that are right for each prompt, at least one
+
+    def first(self, count: int | None) -> Questions:
+        """Return the first questions only; all for None."""
+        return Questions(self.prompts[:count], self.references[:count])
+
+
+def questions(rows: Dataset, data: TextArguments, encoding: Encoding, room: int = 1) -> Questions:
+    """Return each prompt of the rows once, with all its references, in the order of the rows.
+
+    Args: room: how many tokens of ``max_length`` stay free for what the model writes.
+
+    Raises: DataError as :func:`encode` does.
+    """
+    columns = _columns(rows, data)
+    found: dict[tuple[int, ...], list[str]] = {}
+    for row, values in enumerate(zip(*(rows[name] for name in columns))):
+        if isinstance(encoding, ChatEncoding):
+            prompt = encoding.prompt(values[0], row, room)
+            texts: Sequence[str] = [encoding.reference(values[0], row)]
+        else:
+            written = read_row(data.data_format, values, row)
+            prompt, texts = encoding.prompt(written.prompt, row, room), written.targets
+        found.setdefault(tuple(prompt), []).extend(text.strip() for text in texts)
+    return Questions([list(prompt) for prompt in found], list(found.values()))

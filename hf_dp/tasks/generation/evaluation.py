@@ -4,40 +4,41 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import DataError
 from hf_dp.losses import number_of_targets, per_example_loss
 from hf_dp.tasks.generation.arguments import DecodingArguments, TextArguments
-from hf_dp.tasks.generation.data import ENCODED, Encoding, Questions, encode, questions
 from hf_dp.tasks.generation.decoding import decode
+from hf_dp.tasks.generation.encoding import ENCODED, Encoding, Questions, encode, questions
 from hf_dp.tasks.generation.scores import score
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Collate = Callable[[list[dict[str, list[int]]]], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """One evaluation set.
+    """One evaluation set."""
 
-    Attributes:
-        name: of the split or file.
-        encoded: one row for each reference, with labels.
-        asked: what the model is to write.
-    """
-
-    name: str
-    encoded: Any
-    asked: Questions
+    name: str  # of the split or file
+    encoded: Dataset  # one row for each reference, with labels
+    asked: Questions  # what the model is to write
 
 
 def evaluation_sets(
-    sets: Mapping[str, Any],
+    sets: Mapping[str, Dataset],
     data: TextArguments,
     decoding: DecodingArguments,
     encoding: Encoding,
@@ -61,24 +62,17 @@ def evaluation_sets(
     return found
 
 
-@dataclass(frozen=True)
-class Evaluated:
-    """What the evaluation found.
+class Evaluated(NamedTuple):
+    """What the evaluation found."""
 
-    Attributes:
-        metrics: by the Trainer's names: eval_perplexity, eval_bleu, or eval_NAME_bleu where there
-            are several sets.
-        lines: the same to read, and what was not available.
-    """
-
-    metrics: dict[str, float]
-    lines: list[str]
+    metrics: dict[str, float]  # eval_bleu, or eval_NAME_bleu where there are several sets
+    lines: list[str]  # the same to read, and what was not available
 
 
 def evaluate_texts(
-    model: Any,
-    tokenizer: Any,
-    collate: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    collate: Collate,
     sets: list[EvaluationSet],
     data: TextArguments,
     decoding: DecodingArguments,
@@ -98,10 +92,14 @@ def evaluate_texts(
     metrics: dict[str, float] = {}
     lines: list[str] = []
     for one in sets:
-        several = len(sets) > 1
-        prefix = f"eval_{one.name}_" if several else "eval_"
-        where = f"{len(one.encoded)} {one.name + ' ' if several else ''}evaluation rows"
-        found = {"perplexity": _perplexity(model, collate, one.encoded, batch_size, processes)}
+        name = f"{one.name} " if len(sets) > 1 else ""
+        where = f"{len(one.encoded)} {name}evaluation rows"
+        rows = one.encoded.select_columns(list(ENCODED))  # without what only says whose they are
+        own = [dict(row) for row in rows.select(range(processes.rank, len(rows), processes.count))]
+        shares = processes.from_each(
+            partial(negative_log_likelihood, model, collate, own, batch_size)
+        )
+        found = {"perplexity": perplexity(*(sum(each) for each in zip(*shares)))}
         lines.append(f"perplexity on the {where}: {found['perplexity']:.4f}")
         if data.metrics:
             asked = one.asked
@@ -116,26 +114,16 @@ def evaluate_texts(
             missing = scores.not_available.items()
             lines += [f"{name}: not available ({why})" for name, why in missing]
             if folder is not None and processes.is_main:
-                name = f"generations_{one.name}.jsonl" if several else "generations.jsonl"
-                _write(Path(folder, name), tokenizer, asked, texts)
+                file = f"generations_{one.name}.jsonl" if len(sets) > 1 else "generations.jsonl"
+                _write(Path(folder, file), tokenizer, asked, texts)
+        prefix = f"eval_{one.name}_" if len(sets) > 1 else "eval_"
         metrics |= {prefix + name: value for name, value in found.items()}
     return Evaluated(metrics, lines)
 
 
-def _perplexity(
-    model: Any, collate: Any, encoded: Any, batch_size: int, processes: Processes
-) -> float:
-    rows = encoded.select_columns(list(ENCODED))  # without what only says whose they are
-    own = rows.select(range(processes.rank, len(rows), processes.count))
-    shares = processes.from_each(
-        lambda: negative_log_likelihood(model, collate, [dict(row) for row in own], batch_size)
-    )
-    return perplexity(sum(total for total, _ in shares), sum(count for _, count in shares))
-
-
 def _decode(
-    model: Any,
-    tokenizer: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     prompts: list[list[int]],
     decoding: DecodingArguments,
     processes: Processes,
@@ -147,7 +135,9 @@ def _decode(
     return [shares[i % processes.count][i // processes.count] for i in range(len(prompts))]
 
 
-def _write(path: Path, tokenizer: Any, asked: Questions, texts: list[str]) -> None:
+def _write(
+    path: Path, tokenizer: PreTrainedTokenizerBase, asked: Questions, texts: list[str]
+) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for prompt, text, references in zip(asked.prompts, texts, asked.references):
@@ -156,14 +146,12 @@ def _write(path: Path, tokenizer: Any, asked: Questions, texts: list[str]) -> No
 
 
 def negative_log_likelihood(
-    model: Any, collate: Any, examples: Sequence[dict[str, Any]], batch_size: int
+    model: PreTrainedModel,
+    collate: Collate,
+    examples: Sequence[dict[str, list[int]]],
+    batch_size: int,
 ) -> tuple[float, int]:
-    """Return the sum over all labeled tokens of -ln p(token), and the number of these tokens.
-
-    Args:
-        collate: the task's data collator, which pads.
-        examples: encoded rows.
-    """
+    """Return the sum over all labeled tokens of -ln p(token), and the number of these tokens."""
     total, count = 0.0, 0
     device, training = next(model.parameters()).device, model.training
     order = sorted(range(len(examples)), key=lambda i: len(examples[i]["input_ids"]))
@@ -182,7 +170,7 @@ def negative_log_likelihood(
     return total, count
 
 
-def perplexity(total: float, count: int) -> float:
+def perplexity(total: float, count: float) -> float:
     """Return exp(total / count), the number of tokens that a model is in doubt between on average;
     infinity where it is too large for a number.
 

@@ -1,48 +1,43 @@
 """The layouts of data that the generation tasks read: columns to a prompt and its targets.
 
 Besides pairs and free texts these are the data sets of Li et al. (2021): E2E (Novikova et al.,
-2017), DART (Nan et al., 2021) and Persona-Chat (Zhang et al., 2018).
+2017), DART (Nan et al., 2021) and Persona-Chat (Zhang et al., 2018). Synthetic tables in E2E's
+columns are built in.
 """
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_dp.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import DatasetDict
 
 
 @dataclass(frozen=True)
 class Written:
-    """What one row says.
+    """What one row says."""
 
-    Attributes:
-        prompt: what the model is given; empty where it writes freely.
-        targets: the texts that it should write; several where a row has several references.
-    """
-
-    prompt: str
-    targets: tuple[str, ...]
+    prompt: str  # what the model is given; empty where it writes freely
+    targets: tuple[str, ...]  # what it should write; several where there are several references
 
 
 @dataclass(frozen=True)
 class Format:
-    """A layout of data.
+    """A layout of data: which columns a row needs, that of the targets last, and how they are read.
 
-    Attributes:
-        help: one line.
-        columns: which columns a row needs, that of the targets last: the names of arguments for
-            columns that the user names.
-        read: makes a prompt and its targets from the values of these columns.
-        write: makes the value of the last column from one text; its inverse.
+    A column that the user names is called as the argument, ``..._column``.
     """
 
     help: str
     columns: tuple[str, ...]
-    read: Callable[..., Written]
-    write: Callable[[str], Any] = str
+    read: Callable[..., Written]  # takes the values of these columns
+    write: Callable[[str], object] = str  # makes the value of the last column from one text
 
 
 _CELL = re.compile(r"\s*([^\[\],]+?)\s*\[([^\]]*)\]\s*(?:,|$)")
@@ -107,11 +102,9 @@ def persona_dialog(personality: Sequence[str], history: Sequence[str]) -> str:
     return "\n".join(["persona : " + " ".join(personality), *turns, "self :"])
 
 
-def _texts(value: Any, before: str = "") -> tuple[str, ...]:
-    return tuple(
-        f"{before}{one}" if before else one
-        for one in ([value] if isinstance(value, str) else value)
-    )
+def _texts(value: str | Sequence[str], before: str = "") -> tuple[str, ...]:
+    each = [value] if isinstance(value, str) else value
+    return tuple(f"{before}{one}" if before else one for one in each)  # not text stays as it is
 
 
 # A text inside a sentence begins with a space in the vocabularies of GPT-2 and its like.
@@ -151,11 +144,9 @@ NAMES = (*FORMATS, MESSAGES)
 
 
 def columns_of(name: str, named: Mapping[str, str | None]) -> list[str]:
-    """Return the columns that a layout reads.
+    """Return the columns that a layout of :data:`FORMATS` reads.
 
-    Args:
-        name: of :data:`FORMATS`.
-        named: the columns that the user named, by argument.
+    Args: named: the columns that the user named, by argument.
 
     Raises: DataError for a column that has to be named and is not.
     """
@@ -171,15 +162,9 @@ def columns_of(name: str, named: Mapping[str, str | None]) -> list[str]:
     return [str(column) for column in columns]
 
 
-def read_row(name: str, values: Sequence[Any], row: int) -> Written:
-    """Return what the values of a row's columns say.
-
-    Args:
-        values: in the order of :func:`columns_of`.
-        row: its index, for the message.
-
-    Raises: DataError for a value of another kind, or a row without any target.
-    """
+def read_row(name: str, values: Sequence[object], row: int) -> Written:
+    """Return what the values of a row's columns say. Raises: DataError, naming the row, for a value
+    of another kind, or without any target."""
     try:
         written = FORMATS[name].read(*values)
         fits = isinstance(written.prompt, str) and all(isinstance(t, str) for t in written.targets)
@@ -198,3 +183,51 @@ def read_row(name: str, values: Sequence[Any], row: int) -> Written:
             f"Row {row} has no target, so there is nothing to learn or to compare with. Drop it."
         )
     return written
+
+
+# -- built-in rows: made by rule, they hold nobody's data and show that a recipe runs, no more --
+
+_FIRST = ("Golden", "Silver", "Quiet", "Green", "Old", "Little", "Blue", "Merry", "Lucky", "Stone")
+_SECOND = ("Fern", "Harbor", "Lantern", "Kettle", "Orchard", "Garden", "Bridge", "Clock", "Anchor")
+_VALUES = {
+    "eatType": ("restaurant", "pub", "coffee shop"),
+    "food": ("Italian", "Indian", "Chinese", "French", "Greek"),
+    "priceRange": ("cheap", "moderate", "high"),
+    "area": ("riverside", "city center"),
+    "familyFriendly": ("yes", "no"),
+}
+_SENTENCES = (
+    "{name} is a {priceRange} {eatType} in the {area} that serves {food} food.{family}",
+    "In the {area} there is a {eatType} called {name}, with {food} food at {priceRange} prices."
+    "{family}",
+    "{name} serves {food} food. It is a {priceRange} {eatType} in the {area}.{family}",
+)
+_FAMILY = {"yes": " Families are welcome.", "no": " It is not for families."}
+
+
+def demo_tables(num_train: int = 2_000, num_validation: int = 100) -> DatasetDict:
+    """Return rows of ``meaning_representation`` and ``human_reference``: ``train``, ``validation``.
+
+    The two share no name, so no row of one is in the other.
+    """
+    from datasets import Dataset, DatasetDict
+
+    half = len(_SECOND) // 2
+    train = _rows("train", num_train, _SECOND[half:])
+    validation = _rows("validation", num_validation, _SECOND[:half])
+    splits = {"train": train, "validation": validation}
+    return DatasetDict({split: Dataset.from_list(rows) for split, rows in splits.items()})
+
+
+def _rows(split: str, count: int, names: tuple[str, ...]) -> list[dict[str, str]]:
+    chosen = random.Random(split)
+    rows = []
+    for _ in range(count):
+        name = f"The {chosen.choice(_FIRST)} {chosen.choice(names)}"
+        cells = {key: chosen.choice(values) for key, values in _VALUES.items()}
+        table = ", ".join(f"{key}[{value}]" for key, value in {"name": name, **cells}.items())
+        sentence = chosen.choice(_SENTENCES).format(
+            name=name, family=_FAMILY[cells["familyFriendly"]], **cells
+        )
+        rows.append({"meaning_representation": table, "human_reference": sentence})
+    return rows

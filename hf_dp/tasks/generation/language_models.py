@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.tasks.files import loading, resolve_model
 from hf_dp.tasks.models import StartArguments, without_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
 CAUSAL, SEQ2SEQ = "causal_lm", "seq2seq"
 
 
-def load_language_model(arguments: StartArguments, kind: str) -> tuple[Any, Any]:
+def load_language_model(
+    arguments: StartArguments, kind: str
+) -> tuple[Any, PreTrainedTokenizerBase]:
     """Return model and tokenizer of a decoder (``causal_lm``) or encoder-decoder (``seq2seq``).
 
-    Raises: DataError for what cannot be loaded; UnsupportedModelError for a tokenizer that does not
-        fit the model.
+    Raises: DataError for what cannot be loaded; UnsupportedModelError as :func:`fit_tokens`.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -37,11 +41,11 @@ def load_language_model(arguments: StartArguments, kind: str) -> tuple[Any, Any]
     return model, tokenizer
 
 
-def load_trained(path: str, arguments: StartArguments, kind: str) -> tuple[Any, Any]:
-    """Return model and tokenizer that ``hf-dp train`` wrote; an adapter on its base.
-
-    Raises: DataError for what cannot be loaded.
-    """
+def load_trained(
+    path: str, arguments: StartArguments, kind: str
+) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Return model and tokenizer that ``hf-dp train`` wrote; an adapter on its base. Raises: as
+    :func:`load_language_model`."""
     folder = resolve_model(path)
     if not Path(folder, "adapter_config.json").exists():
         return load_language_model(StartArguments(path), kind)
@@ -53,9 +57,8 @@ def load_trained(path: str, arguments: StartArguments, kind: str) -> tuple[Any, 
         return PeftModel.from_pretrained(base, folder), tokenizer
 
 
-def fit_tokens(model: Any, tokenizer: Any) -> None:
-    """Give the tokenizer a padding token, let the model stop at its end token, and refuse a
-    tokenizer that does not fit the model.
+def fit_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give the tokenizer a padding token, and let the model stop at its end token.
 
     A missing padding token becomes the end token. Nothing attends to padding and no label stands
     on it, so no embedding is needed for it.
@@ -68,7 +71,7 @@ def fit_tokens(model: Any, tokenizer: Any) -> None:
             "The tokenizer has no end token (eos_token), so the model could not learn where a text "
             "ends. Set tokenizer.eos_token to one of its tokens and save it beside the model."
         )
-    embeddings = model.get_input_embeddings().num_embeddings
+    embeddings = getattr(model.get_input_embeddings(), "num_embeddings", 0)
     if len(tokenizer) > embeddings:
         raise UnsupportedModelError(
             f"The tokenizer has {len(tokenizer)} tokens, and the model {embeddings} embeddings. "

@@ -24,16 +24,14 @@ METRICS = {
     "dialog_f1": "F1 of words as ParlAI scores dialog, 0 to 1: the best reference of a row",
 }
 
-# The function in hf_dp/tasks/metrics/texts.py of each metric, where it is named otherwise.
+# The function in metrics.py of each metric, where it is named otherwise.
 _FUNCTIONS = {"rouge1": "rouge", "rouge2": "rouge", "rougeL": "rouge", "bertscore_f1": "bertscore"}
 # What each function imports of the extra `generation`.
 _PACKAGES = {
     "bleu": ("sacrebleu",),
     "e2e_nist": ("sacrebleu", "nltk"),
     "rouge": ("rouge_score",),
-    "e2e_rouge_l": ("pycocoevalcap",),
-    "cider": ("pycocoevalcap",),
-    "meteor": ("pycocoevalcap",),
+    **dict.fromkeys(("e2e_rouge_l", "cider", "meteor"), ("pycocoevalcap",)),
     "bertscore": ("bert_score",),
 }
 
@@ -82,14 +80,14 @@ def score(
     """
     check_metrics(names, bertscore_model=bertscore_model)
     _check_rows(predictions, references)
-    from hf_dp.tasks.metrics.texts import TextMetric
+    from hf_dp.tasks.generation.metrics import TextMetric
 
     texts, rows = list(predictions), [list(row) for row in references]
     values: dict[str, float] = {}
     how: dict[str, str] = {}
     not_available: dict[str, str] = {}
-    for function in dict.fromkeys(map(_function, names)):
-        asked = [name for name in dict.fromkeys(names) if _function(name) == function]
+    for function in dict.fromkeys(_FUNCTIONS.get(name, name) for name in names):
+        asked = [name for name in names if _FUNCTIONS.get(name, name) == function]
         options = {"model": bertscore_model} if function == "bertscore" else {}
         metric = TextMetric(config_name=function, keep_in_memory=True)  # and so writes no texts
         try:
@@ -113,7 +111,7 @@ def check_metrics(names: Sequence[str], *, bertscore_model: str | Path | None = 
     """
     for name in names:
         one_of("metrics", name, METRICS)
-        for package in _PACKAGES.get(_function(name), ()):
+        for package in _PACKAGES.get(_FUNCTIONS.get(name, name), ()):
             if importlib.util.find_spec(package) is None:
                 expected = f"with {package.replace('_', '-')} installed"
                 advice = "Install it with: pip install 'hf-dp[generation]'"
@@ -122,11 +120,6 @@ def check_metrics(names: Sequence[str], *, bertscore_model: str | Path | None = 
         expected = "to be a local folder with a model's config.json"
         advice = "Nothing is downloaded: save an encoder and its tokenizer there, or leave it out."
         raise invalid("bertscore_model", str(bertscore_model), expected, advice)
-
-
-def _function(name: str) -> str:
-    """Return the name of the function that computes a metric."""
-    return _FUNCTIONS.get(name, name)
 
 
 def _check_rows(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> None:
@@ -140,15 +133,13 @@ def _check_rows(predictions: Sequence[str], references: Sequence[Sequence[str]])
         raise invalid("predictions", [], "to have a row", "No rows have no score.")
     for index, (text, row) in enumerate(zip(predictions, references, strict=True)):
         if not isinstance(text, str):
-            raise DataError(
-                f"The prediction of row {index} is no text but of type {type(text).__name__}. Use "
-                "'' where nothing was generated."
+            problem = (
+                f"a prediction of type {type(text).__name__}. Use '' where nothing was written"
             )
-        if isinstance(row, str) or not all(isinstance(each, str) for each in row):
-            raise DataError(
-                f"The references of row {index} are no list of texts. Put a single one into a "
-                "list, too."
-            )
-        if not row or not all(each.strip() for each in row):
-            what = "an empty reference" if row else "no reference"
-            raise DataError(f"Row {index} has {what}. Leave it out, or fill it in.")
+        elif isinstance(row, str) or not all(isinstance(each, str) for each in row):
+            problem = "references that are no list of texts. Put a single one into a list, too"
+        elif not row or not all(each.strip() for each in row):
+            problem = "no reference, or an empty reference. Leave it out, or fill it in"
+        else:
+            continue
+        raise DataError(f"Row {index} has {problem}.")

@@ -6,6 +6,7 @@ Everything here is computed from noisy magnitudes that the run released, so it c
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hf_dp.errors import ConfigError
-from hf_dp.tuners.frost.estimate import estimate
+from hf_dp.tuners.frost.select import estimate
 from hf_dp.tuners.public_choice import BLOCK
 from hf_dp.tuners.selection import FILE_NAME, read_details
 
@@ -36,38 +37,23 @@ _ENDS = {kind: re.compile(rf"(^|.*\.){pattern}$") for kind, pattern in KINDS.ite
 
 @dataclass(frozen=True)
 class Part:
-    """One partition.
-
-    Attributes:
-        name: as the selection has it.
-        block: which transformer block it is in, "" outside the blocks.
-        kind: what it does there, such as "query"; outside the blocks the end of its name.
-        magnitude: the estimate of its gradient's magnitude over all rows (PGM-EST).
-        order: when it was chosen, from 1; None if it was not.
-    """
+    """One partition."""
 
     name: str
-    block: str
-    kind: str
-    magnitude: float
-    order: int | None
+    block: str  # which transformer block it is in, "" outside the blocks
+    kind: str  # what it does there, such as "query"; outside the blocks the end of its name
+    magnitude: float  # the estimate of its gradient's magnitude over all rows (PGM-EST)
+    order: int | None  # when it was chosen, from 1
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """One selection of a run.
-
-    Attributes:
-        parts: all that could be chosen, in the model's order.
-        magnitude: ``mg``, ``mgn`` or ``mgna``.
-        norm_order: alpha, 1 or 2.
-        noised: whether the magnitudes are noised, as they are in every private run.
-    """
+    """One selection of a run, and all that could be chosen, in the model's order."""
 
     parts: tuple[Part, ...]
-    magnitude: str
-    norm_order: int
-    noised: bool
+    magnitude: str  # mg, mgn or mgna
+    norm_order: int  # alpha
+    noised: bool  # as they are in every private run
 
 
 def read_chosen(folder: str) -> list[Chosen]:
@@ -108,34 +94,31 @@ def _chosen(made: Mapping[str, Any], details: Mapping[str, Any]) -> Chosen:
 def _placed(names: Sequence[str]) -> list[tuple[str, str, str]]:
     """Return each name with its block and its kind; kinds that a block has twice are numbered."""
     matches = [BLOCK.match(f"{name}.") for name in names]
-    stems = {match[1] for match in matches if match}
+    several = len({match[1] for match in matches if match}) > 1
     found: list[tuple[str, str, str]] = []
     for name, match in zip(names, matches, strict=True):
         if match is None:
             found.append((name, "", ".".join(name.split(".")[-2:])))
             continue
-        block = match[2] if len(stems) == 1 else f"{match[1]} {match[2]}"
         local = name[match.end() :]
         kind = next((kind for kind, end in _ENDS.items() if end.match(local)), local)
-        found.append((name, block, kind))
-    inside = [(block, kind) for _, block, kind in found if block]
-    twice = {kind for block, kind in inside if inside.count((block, kind)) > 1}
-    seen: dict[tuple[str, str], int] = {}
-    numbered = []
-    for name, block, kind in found:
+        found.append((name, f"{match[1]} {match[2]}" if several else match[2], kind))
+    counts = Counter((block, kind) for _, block, kind in found if block)
+    twice = {kind for (_, kind), count in counts.items() if count > 1}
+    seen: Counter[tuple[str, str]] = Counter()
+    for place, (name, block, kind) in enumerate(found):
         if block and kind in twice:
-            seen[block, kind] = seen.get((block, kind), 0) + 1
-            kind = f"{kind} {seen[block, kind]}"
-        numbered.append((name, block, kind))
-    return numbered
+            seen[block, kind] += 1
+            found[place] = (name, block, f"{kind} {seen[block, kind]}")
+    return found
 
 
 def in_order(kinds: Sequence[str]) -> list[str]:
     """Return different kinds in the order of a block; those that are not known come last."""
-    places = {kind: place for place, kind in enumerate(KINDS)}
+    known = list(KINDS)
 
     def place(kind: str) -> tuple[int, str]:
         stem = kind.rstrip("0123456789 ")
-        return (places[stem], kind) if stem in places else (len(places), "")
+        return (known.index(stem), kind) if stem in known else (len(known), "")
 
     return sorted(dict.fromkeys(kinds), key=place)

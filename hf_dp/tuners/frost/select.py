@@ -1,4 +1,5 @@
-"""PSEL: choose the partitions with the largest gradient magnitudes (DP-FROST, Algorithm 4).
+"""PSEL: choose the partitions with the largest gradient magnitudes (DP-FROST, Algorithm 4), as
+PGM-EST estimates them from noisy observations (section 4.5, Algorithm 5).
 
 Each iteration takes a few partitions. Those that are clearly large are taken early; later
 magnitudes are then clipped over fewer partitions, and their noise weighs less. Everything here is
@@ -8,6 +9,11 @@ Where Algorithm 4 (line 20) ends an iteration at the first partition that exceed
 the ratio, we skip it and try the next one. RoBERTa's word embedding is 31 % of the model: an
 iteration in which noise ranks it first would select nothing. We end an iteration at the first
 partition below the threshold. They are in order, so no later one passes.
+
+*The estimate.* In iteration t the noisy magnitude of each remaining partition i was observed:
+``o_ti = lambda_t v_i + noise``, with standard deviation ``sigma Delta_t``. Unknown are the
+magnitudes v_i on all data and the scales lambda_t of the samples; the first scale is the sample
+rate. The likelihood is maximized in alternation over magnitudes and scales, each in closed form.
 """
 
 from __future__ import annotations
@@ -18,9 +24,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_dp.errors import InvalidArgumentError
-from hf_dp.tuners.frost.estimate import estimate, scales_of, variance
-from hf_dp.tuners.frost.partition import Partition
+from hf_dp.tuners.frost.partition import Partition, refuse_too_small
+
+ITERATIONS = 1000  # J
 
 # Returns the noisy magnitudes of the remaining partitions, in their order, and the sensitivity that
 # the noise was scaled to.
@@ -29,19 +35,11 @@ Observe = Callable[[Sequence[Partition]], tuple[Sequence[float], float]]
 
 @dataclass(frozen=True)
 class Selection:
-    """What was chosen, and from which released observations.
-
-    Attributes:
-        names: of the selected partitions, in the order in which they were taken.
-        observed: for each iteration, the noisy magnitudes by partition name.
-        sensitivities: for each iteration.
-        unfreeze_ratio: gamma.
-    """
+    """What was chosen, in the order in which it was taken, and from which released observations."""
 
     names: tuple[str, ...]
-    observed: tuple[dict[str, float], ...]
-    sensitivities: tuple[float, ...]
-    unfreeze_ratio: float
+    observed: tuple[dict[str, float], ...]  # for each iteration, noisy magnitudes by partition
+    sensitivities: tuple[float, ...]  # for each iteration
 
 
 def select(
@@ -62,17 +60,18 @@ def select(
         iterations: T; 1 is the single-shot variant.
         sample_rate: q_ps.
         gap_coefficient: nu.
-        noise_multiplier: sigma_ps; 0 for magnitudes without noise (tests).
+        noise_multiplier: sigma_ps; 0 for magnitudes without noise.
 
     Raises: InvalidArgumentError when even the smallest partition exceeds ``unfreeze_ratio``.
     """
+    refuse_too_small(partitions, unfreeze_ratio)
     total = sum(partition.size for partition in partitions)
     budget = unfreeze_ratio * total
-    refuse_too_small(partitions, unfreeze_ratio)
     index = {partition.name: position for position, partition in enumerate(partitions)}
     observed = np.full((0, len(partitions)), np.nan)
     sensitivities: list[float] = []
-    remaining, selected, used = list(partitions), [], 0
+    remaining, used = list(partitions), 0
+    selected: list[Partition] = []
     for t in range(1, iterations + 1):
         if not remaining:
             break
@@ -82,18 +81,15 @@ def select(
         observed = np.vstack([observed, row])
         sensitivities.append(sensitivity)
         magnitudes = estimate(observed, sensitivities, sample_rate)
-        deviation = math.sqrt(
-            variance(noise_multiplier, scales_of(observed, magnitudes, sample_rate), sensitivities)
-        )
+        scales = scales_of(observed, magnitudes, sample_rate)
+        deviation = math.sqrt(variance(noise_multiplier, scales, sensitivities))
         # By increasing magnitude. Ties are broken by name, so that the same numbers give the same
         # choice everywhere.
         order = sorted(
             remaining, key=lambda partition: (magnitudes[index[partition.name]], partition.name)
         )
-        threshold = (
-            magnitudes[index[_last_frozen(order, (1 - unfreeze_ratio) * total).name]]
-            + gap_coefficient * deviation
-        )
+        frozen = _last_frozen(order, (1 - unfreeze_ratio) * total)
+        threshold = magnitudes[index[frozen.name]] + gap_coefficient * deviation
         allowed = budget if t == iterations else t * budget / iterations
         taken = []
         for partition in reversed(order):
@@ -104,28 +100,14 @@ def select(
                 used += partition.size
         selected += taken
         remaining = [partition for partition in remaining if partition not in taken]
-    names = [partition.name for partition in partitions]
     return Selection(
         tuple(partition.name for partition in selected),
         tuple(
-            {n: float(v) for n, v in zip(names, row, strict=True) if not math.isnan(v)}
+            {name: float(value) for name, value in zip(index, row) if not math.isnan(value)}
             for row in observed
         ),
         tuple(sensitivities),
-        unfreeze_ratio,
     )
-
-
-def refuse_too_small(partitions: Sequence[Partition], unfreeze_ratio: float) -> None:
-    """Raise InvalidArgumentError when even the smallest partition exceeds the ratio."""
-    total = sum(partition.size for partition in partitions)
-    smallest = min(partitions, key=lambda partition: partition.size)
-    if smallest.size > unfreeze_ratio * total:
-        raise InvalidArgumentError(
-            f"Expected `unfreeze_ratio` to leave room for a partition, got {unfreeze_ratio!r}. It "
-            f"allows {unfreeze_ratio * total:,.0f} of {total:,} numbers, and the smallest "
-            f"partition, {smallest.name!r}, has {smallest.size:,}. Raise it."
-        )
 
 
 def _last_frozen(order: Sequence[Partition], numbers: float) -> Partition:
@@ -139,3 +121,58 @@ def _last_frozen(order: Sequence[Partition], numbers: float) -> Partition:
         if held >= numbers:
             return partition
     return order[-1]
+
+
+def estimate(
+    observed: np.ndarray,
+    sensitivities: Sequence[float],
+    sample_rate: float,
+    iterations: int = ITERATIONS,
+) -> np.ndarray:
+    """Estimate the magnitudes v, (M,).
+
+    Args:
+        observed: (t, M) noisy magnitudes, NaN for a partition that no longer remained.
+        sensitivities: (t,), Delta.
+        sample_rate: q_ps, the value of the first scale. At t = 1 the estimate is therefore
+            o_1 / q_ps, as in section 4.5. Algorithm 5, line 2, returns o_1 itself, which differs
+            by a common factor.
+        iterations: J, how often magnitudes and scales are updated.
+    """
+    observed = np.atleast_2d(np.asarray(observed, dtype=np.float64))
+    there = ~np.isnan(observed)
+    values = np.where(there, observed, 0.0)
+    inverse = 1 / np.asarray(sensitivities, dtype=np.float64) ** 2
+    scales = np.ones(len(observed))
+    scales[0] = sample_rate
+    magnitudes = values[0] / sample_rate
+    for _ in range(iterations if len(observed) > 1 else 0):
+        # Lemma 5: v_i = sum_t (o_ti lambda_t / Delta_t^2) / sum_t (lambda_t^2 / Delta_t^2), over
+        # the iterations t that observed i.
+        weight = scales * inverse
+        magnitudes = (weight @ values) / ((weight * scales) @ there)
+        before, scales = scales, scales_of(observed, magnitudes, sample_rate)
+        if np.array_equal(before, scales):
+            break  # further updates change nothing
+    return magnitudes
+
+
+def scales_of(observed: np.ndarray, magnitudes: np.ndarray, sample_rate: float) -> np.ndarray:
+    """Return the scales (t,) that fit these magnitudes; the first is the sample rate.
+
+    Lemma 4: lambda_t = sum_i o_ti v_i / sum_i v_i^2, over the partitions i observed in t.
+    """
+    squares = ~np.isnan(observed) @ magnitudes**2
+    products = np.nan_to_num(observed) @ magnitudes
+    found = np.divide(products, squares, out=np.ones(len(observed)), where=squares > 0)
+    found[0] = sample_rate
+    return found
+
+
+def variance(noise_multiplier: float, scales: np.ndarray, sensitivities: Sequence[float]) -> float:
+    """Return the variance of the estimate for a partition that remained in all iterations.
+
+    By Lemma 6 it is ``sigma^2 / sum_t (lambda_t^2 / Delta_t^2)``.
+    """
+    ratios = np.asarray(scales, dtype=np.float64) / np.asarray(sensitivities, dtype=np.float64)
+    return float(noise_multiplier**2 / np.sum(ratios**2))

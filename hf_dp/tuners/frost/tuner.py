@@ -1,98 +1,152 @@
-"""DP-FROST in a run: it selects once, as an adapter, or repeatedly, in place."""
+"""DP-FROST: it selects what trains from the private rows, once, as an adapter, or repeatedly, in
+place. ``DPTrainer`` makes the choice, and its ledger counts what the choice costs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
 
 from torch import nn
 from transformers.utils import logging
 
-from hf_dp._validate import invalid
+from hf_dp._validate import integer, invalid, non_negative, one_of
 from hf_dp.accounting import SUM
 from hf_dp.errors import ConfigError, UnsupportedArgumentError
-from hf_dp.plans.rounding import ROUNDING_MARGIN, clipping_share
-from hf_dp.plans.selection import SelectionPlan
+from hf_dp.plans.rounding import ROUNDING_MARGIN
+from hf_dp.plans.selection import MAGNITUDES, SelectionPlan
 from hf_dp.run.clock import SELECTION
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.tuners.apply import apply_peft, describe_training
 from hf_dp.tuners.base import (
+    ConfiguredTuner,
+    ExactSamples,
+    PlainRun,
+    Run,
+    Samples,
     Tuner,
     freeze_others,
     only_trains,
-    refuse_made_before,
-    refuse_other_options,
-    refuse_several_processes,
     serves,
 )
-from hf_dp.tuners.frost.config import FrostConfig, chosen_from, made_from
 from hf_dp.tuners.frost.magnitude import MagnitudeEngine, sensitivity
-from hf_dp.tuners.frost.partition import Partition
-from hf_dp.tuners.frost.select import Observe, Selection, select
-from hf_dp.tuners.selection import candidates
-from hf_dp.tuners.without_privacy import PlainRun
+from hf_dp.tuners.frost.partition import GRANULARITIES, Partition, partitions, refuse_too_small
+from hf_dp.tuners.frost.select import select
+from hf_dp.tuners.selection import PrivateConfig, candidates, register
 
 logger = logging.get_logger(__name__)
 
-# Without privacy no gradient is clipped (definition 6): far above any norm, and a float64.
-_NO_CLIPPING = 1e300
+
+@register
+@dataclass
+class FrostConfig(PrivateConfig):
+    """DP-FROST: the weight matrices with the largest noisy gradient magnitudes train.
+
+    All other matrices are frozen. A new classification head and ``modules_to_save`` always train
+    and are not counted. The defaults are the paper's (section 5, with the largest of its four
+    ratios).
+
+    Args:
+        selection_iterations: T; 1 is the single-shot variant.
+        gap_coefficient: nu.
+        magnitude: ``mg``, ``mgn`` or ``mgna``.
+        norm_order: alpha, 1 or 2, of the gradient's norm that is clipped.
+        num_selections: K. Above 1, what trains is chosen again every 1/K of the steps, and a whole
+            checkpoint is saved.
+        granularity: as in :func:`hf_dp.tuners.frost.partition.partitions`.
+        made: the selections so far, filled in by the trainer.
+
+    Raises: InvalidArgumentError naming the argument.
+    """
+
+    selection_iterations: int = field(default=5)
+    gap_coefficient: float = field(default=5.0)
+    magnitude: str = field(default="mgna")
+    norm_order: int = field(default=1)
+    num_selections: int = field(default=1)
+    granularity: str = field(default="weight")
+    made: list[dict[str, Any]] = field(default_factory=list)
+
+    method: ClassVar[str] = "frost"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        integer("selection_iterations", self.selection_iterations, 1)
+        integer("num_selections", self.num_selections, 1)
+        non_negative("gap_coefficient", self.gap_coefficient)
+        one_of("magnitude", self.magnitude, MAGNITUDES)
+        one_of("granularity", self.granularity, GRANULARITIES)
+
+    def choose(self, model: nn.Module) -> list[str]:
+        raise ConfigError(
+            "FrostConfig holds no selection yet. The selection is made from the private rows and "
+            "costs privacy: pass the configuration to DPTrainer(model, args, train_dataset=..., "
+            "peft_config=FrostConfig(...)) and call train(). To load what such a run trained, call "
+            "PeftModel.from_pretrained(model, folder)."
+        )
+
+    def candidate_partitions(self, model: nn.Module) -> list[Partition]:
+        """Return the partitions that may be selected.
+
+        Raises: InvalidArgumentError when nothing may be selected, or when even the smallest
+            partition exceeds ``unfreeze_ratio``.
+        """
+        found = partitions(model, self.granularity, set(self.candidates(model).values()))
+        if not found:
+            expected = "to find parameters that it may select"
+            advice = "Everything outside the head is frozen. Unfreeze some parameters first."
+            raise invalid("peft_config", "FrostConfig", expected, advice)
+        refuse_too_small(found, self.unfreeze_ratio)
+        return found
 
 
-Run = TypeVar("Run", PrivateRun, PlainRun)
+class SelectOnce(ConfiguredTuner):
+    """K = 1: an adapter of the selected weights takes the place of the model."""
 
-
-class _Frost(Tuner):
-    def __init__(self, config: FrostConfig):
-        self.config = config
-        self._applied = False
+    config: FrostConfig
+    _applied = False
 
     @property
     def undecided(self) -> bool:
         return not self._applied
 
     def plan(self, clipping_norm: float) -> SelectionPlan:
-        return self.config.selection_plan(clipping_norm)
+        config = self.config
+        iterations = config.selection_iterations * config.num_selections
+        return config.selection_plan(clipping_norm, config.magnitude, iterations, config.norm_order)
 
-    def prepare(self, run: PrivateRun) -> None:
-        refuse_made_before(run, self.config)
+    def prepare(self, run: Run) -> None:
+        super().prepare(run)
         self.config.candidate_partitions(run.model)
-        if self.config.num_selections > run.plan.steps:
-            raise invalid(
-                "num_selections",
-                self.config.num_selections,
-                f"to be at most the {run.plan.steps} steps of the run",
-                "Selections beyond them would be paid for and never made.",
-            )
 
-    def start(self, run: PrivateRun, checkpoint: str | None = None) -> None:
+    def start(self, run: Run, checkpoint: str | None = None) -> None:
         if self._applied:
             return
         self.prepare(run)  # again: things may have changed, and what follows costs privacy
         if checkpoint is not None:
-            self._read(checkpoint)
+            self.config.made = self.earlier(checkpoint).made  # instead of paying for it again
         elif not self.config.made:
-            self._select(run, select_partitions)
+            self._select(run)
         run.selections = self.config.made
         self._apply(run)
         self._applied = True
 
-    def _select(self, run: Run, select_by: Callable[[Run, FrostConfig], dict[str, Any]]) -> None:
+    def _select(self, run: Run) -> None:
         with run.clock.part(SELECTION):
-            made = select_by(run, self.config)
+            made = select_partitions(run, self.config)
         self.config.made.append(made)
         logger.info(
             "DP-FROST selected %d of %d partitions.", len(made["partitions"]), made["candidates"]
         )
 
-    def _read(self, checkpoint: str) -> None:
-        """Take over what the run selected before, instead of paying for it again."""
-        earlier = FrostConfig.from_pretrained(checkpoint)
-        refuse_other_options(earlier, self.config)
-        self.config.made = earlier.made
+    def _apply(self, run: Run) -> None:
+        self.config.parameters = list(self.config.made[0]["parameters"])
+        run.model = apply_peft(run.model, self.config, run.device)
 
-    def _apply(self, run: PrivateRun) -> None:
-        raise NotImplementedError
+    def save(self, folder: str) -> None:
+        """Write nothing: the adapter's own ``save_pretrained`` does."""
 
     def describe(self, model: nn.Module) -> str:
         if not self.config.made:
@@ -106,26 +160,7 @@ class _Frost(Tuner):
         )
 
 
-class SelectOnce(_Frost):
-    """K = 1: an adapter of the selected weights takes the place of the model."""
-
-    def _apply(self, run: PrivateRun | PlainRun) -> None:
-        self.config.parameters = list(self.config.made[0]["parameters"])
-        run.model = apply_peft(run.model, self.config, run.device)
-
-    def start_plain(self, run: PlainRun, checkpoint: str | None = None) -> None:
-        if self._applied:
-            return
-        refuse_made_before(run, self.config)
-        if checkpoint is not None:
-            self._read(checkpoint)
-        else:
-            self._select(run, select_without_noise)
-        self._apply(run)
-        self._applied = True
-
-
-class Reselect(_Frost):
+class Reselect(SelectOnce):
     """K > 1 (section 5.3): selection k takes place at step ``(k - 1) floor(U / K)`` of U.
 
     The model trains in place, and a whole checkpoint is saved.
@@ -136,7 +171,18 @@ class Reselect(_Frost):
     )
     _may_train: Sequence[nn.Parameter] = ()
 
-    def _apply(self, run: PrivateRun) -> None:
+    def prepare(self, run: Run) -> None:
+        super().prepare(run)
+        assert isinstance(run, PrivateRun)  # as tuner() has seen to
+        if self.config.num_selections > run.plan.steps:
+            raise invalid(
+                "num_selections",
+                self.config.num_selections,
+                f"to be at most the {run.plan.steps} steps of the run",
+                "Selections beyond them would be paid for and never made.",
+            )
+
+    def _apply(self, run: Run) -> None:
         freeze_others(run.model, self.config)
         self._may_train = [*candidates(run.model, self.config)]
         self._switch(run.model)
@@ -148,12 +194,13 @@ class Reselect(_Frost):
             if parameter in may_train:
                 parameter.requires_grad_(name in selected)
 
-    def before_step(self, run: PrivateRun, step: int) -> None:
+    def before_step(self, run: Run, step: int) -> None:
+        assert isinstance(run, PrivateRun)
         every = max(1, run.plan.steps // self.config.num_selections)
         made = len(self.config.made)
         if made < self.config.num_selections and step >= made * every:
             with self.all_that_may_train(run.model):
-                self._select(run, select_partitions)
+                self._select(run)
             self._switch(run.model)
 
     def releases_to_come(self) -> int:
@@ -197,83 +244,60 @@ def tuner(config: FrostConfig, is_private: bool) -> Tuner | None:
         advice = "There the partitions are chosen once. Set it to 1."
         count = config.num_selections
         raise invalid("num_selections", count, expected, advice, UnsupportedArgumentError)
-    return Reselect(config) if config.num_selections > 1 else SelectOnce(config)
+    return (Reselect if config.num_selections > 1 else SelectOnce)(config, is_private)
 
 
-def select_partitions(run: PrivateRun, config: FrostConfig) -> dict[str, Any]:
-    """Run PSEL (DP-FROST, Algorithm 4) on the run's model and private rows; see :func:`made_from`.
+def select_partitions(run: Run, config: FrostConfig) -> dict[str, Any]:
+    """Run PSEL (DP-FROST, Algorithm 4) on the run's model and rows.
 
     In each iteration only the remaining partitions are trainable, so the gradient is clipped over
-    these alone.
+    these alone. In a run without privacy the magnitudes are those of definition 6, neither clipped
+    nor noised.
+
+    Returns: the selection as ``selection.json`` keeps it: names, noisy magnitudes and
+        sensitivities, and of a private run nothing that was not noised.
     """
-    plan = run.plan.selection
-    assert plan is not None and plan.noise_multiplier is not None
-    parts, rows = config.candidate_partitions(run.model), run.plan.num_examples
-    share = clipping_share(plan.sample_rate * rows, rows, ROUNDING_MARGIN)
-    with only_trains(run.model, {name for part in parts for name in part.parameters}):
-        run.check_engine()
-        run.model.train()  # as in the steps to come
-        draws = iter(run.draws(plan.sampler(rows, config.selection_iterations)))
+    parts, kind = config.candidate_partitions(run.model), (config.magnitude, config.norm_order)
+    with only_trains(run.model, {name for part in parts for name in part.parameters}) as restrict:
+        samples = (
+            ExactSamples(run, config, config.selection_sample_rate)
+            if isinstance(run, PlainRun)
+            else Samples(run, config.selection_iterations, ROUNDING_MARGIN)
+        )
 
         def observe(remaining: Sequence[Partition]) -> tuple[list[float], float]:
-            kind = plan.quantity, plan.norm_order
-            bound = sensitivity(remaining, *kind, plan.clipping_norm)
-            engine = MagnitudeEngine(run.model, remaining, plan.clipping_norm * share, *kind)
-            with engine:
-                run.feed(engine, next(draws))
+            restrict({name for part in remaining for name in part.parameters})
+            # Without noise all iterations weigh the same in the estimate.
+            exact = samples.noise_multiplier == 0
+            bound = 1.0 if exact else sensitivity(remaining, *kind, samples.clipping_norm)
+            with MagnitudeEngine(run.model, remaining, samples.clips_to, *kind) as engine:
+                samples.feed(engine)
                 magnitudes = engine.magnitudes(run.processes)
             logger.info("DP-FROST: %d partitions remain.", len(remaining))
-            with run.release(plan.release(bound)) as release:
-                noised = release.sum({SUM: magnitudes})[SUM]
-            return noised.tolist(), bound
+            return samples.release({SUM: magnitudes}, bound)[SUM].tolist(), bound
 
-        selection = _select(run.model, config, parts, observe, plan.noise_multiplier)
-    return made_from(selection, plan, parts)
-
-
-def select_without_noise(run: PlainRun, config: FrostConfig) -> dict[str, Any]:
-    """Run PSEL on un-clipped magnitudes without noise, for a run without privacy.
-
-    The magnitudes are those of definition 6, in the variant that the configuration names.
-
-    Raises: UnsupportedArgumentError with several processes, which would sample different rows.
-    """
-    refuse_several_processes(run, config)
-    parts, kind = config.candidate_partitions(run.model), (config.magnitude, config.norm_order)
-    run.model.train()  # as in the steps to come
-
-    def observe(remaining: Sequence[Partition]) -> tuple[list[float], float]:
-        with MagnitudeEngine(run.model, remaining, _NO_CLIPPING, *kind) as engine:
-            for batch in run.sample(config.selection_sample_rate):
-                engine.backward(run.losses(run.model, batch))
-            # Without noise all iterations weigh the same in the estimate.
-            return engine.magnitudes().tolist(), 1.0
-
-    selection = _select(run.model, config, parts, observe, 0.0)
-    observed = [dict(row) for row in selection.observed]
-    return {**chosen_from(selection, parts), "magnitudes_without_noise": observed}
-
-
-def _select(
-    model: nn.Module,
-    config: FrostConfig,
-    parts: Sequence[Partition],
-    observe: Observe,
-    noise_multiplier: float,
-) -> Selection:
-    """Run PSEL; while ``observe`` looks, only what remains is trainable."""
-    with only_trains(model, {name for part in parts for name in part.parameters}) as restrict:
-
-        def look(remaining: Sequence[Partition]) -> tuple[Sequence[float], float]:
-            restrict({name for part in remaining for name in part.parameters})
-            return observe(remaining)
-
-        return select(
+        selection = select(
             parts,
-            look,
+            observe,
             unfreeze_ratio=config.unfreeze_ratio,
             iterations=config.selection_iterations,
             sample_rate=config.selection_sample_rate,
             gap_coefficient=config.gap_coefficient,
-            noise_multiplier=noise_multiplier,
+            noise_multiplier=samples.noise_multiplier,
         )
+    by_name = {part.name: part for part in parts}
+    chosen = {
+        "partitions": list(selection.names),
+        "parameters": [p for name in selection.names for p in by_name[name].parameters],
+        "candidates": len(parts),
+    }
+    observed = list(selection.observed)
+    if isinstance(samples, ExactSamples):
+        return {**chosen, "magnitudes_without_noise": observed}
+    return {
+        **chosen,
+        "noisy_magnitudes": observed,
+        "sensitivities": list(selection.sensitivities),
+        "plan": asdict(samples.plan),
+        "events": [samples.plan.event(len(observed)).to_dict()],
+    }

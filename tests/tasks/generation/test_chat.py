@@ -115,14 +115,14 @@ def test_a_question_ends_where_the_assistant_begins():
     chat = encoding(PLAIN)
     prompt = chat.prompt(TURNS, 0, room=1)
     assert chat.tokenizer.decode(prompt).endswith("Where?</s>\n<assistant>")
-    assert chat.reference(TURNS) == "The riverside."
+    assert chat.reference(TURNS, 0) == "The riverside."
 
 
 @pytest.mark.parametrize(
     ("turns", "message"),
     [
         ("text", "list of turns"),
-        ([], "list of turns"),
+        ([], "no turn with the role"),
         ([{"role": "user"}], "list of turns"),
         ([{"role": "user", "content": None}], "list of turns"),
         ([{"role": "user", "content": "x"}], "no turn with the role 'assistant'"),

@@ -11,8 +11,13 @@ from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast
 
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.tasks.generation.arguments import TextArguments
-from hf_dp.tasks.generation.data import encode, encoding_of, questions
-from hf_dp.tasks.generation.encoding import CausalEncoding, Seq2SeqEncoding
+from hf_dp.tasks.generation.encoding import (
+    CausalEncoding,
+    Seq2SeqEncoding,
+    encode,
+    encoding_of,
+    questions,
+)
 from hf_dp.tasks.generation.language_models import CAUSAL, SEQ2SEQ
 
 E2E = TextArguments(data_format="e2e", max_length=160)

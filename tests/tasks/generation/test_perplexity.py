@@ -10,7 +10,7 @@ import torch
 from transformers import DataCollatorForSeq2Seq
 
 from hf_dp.tasks.generation.arguments import TextArguments
-from hf_dp.tasks.generation.data import encode, encoding_of
+from hf_dp.tasks.generation.encoding import encode, encoding_of
 from hf_dp.tasks.generation.evaluation import negative_log_likelihood, perplexity
 from hf_dp.tasks.generation.language_models import CAUSAL, SEQ2SEQ
 
