@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import numbers
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -13,13 +11,7 @@ from typing import Any
 from hf_dp._dataclasses import from_plain, plain
 from hf_dp._validate import invalid
 from hf_dp.cards.escaping import public_name, source_name
-from hf_dp.cards.hub_rules import (
-    check_languages,
-    check_license,
-    check_pipeline_tag,
-    check_tags,
-    is_repository,
-)
+from hf_dp.cards.hub_rules import is_repository
 from hf_dp.errors import InvalidArgumentError
 
 # Where the names go in `usage`, once they are known.
@@ -51,10 +43,9 @@ class CardDetails:
             ``dataset`` is among them.
         usage: Python lines that load the model, with :data:`REPOSITORY` for its name and
             :data:`BASE_MODEL` for its base.
-        metadata: further keys for the card's YAML block, which hf_dp does not write itself.
         given: names of the fields that the user set; they survive every later save.
 
-    Raises: InvalidArgumentError for what the Hub would refuse.
+    Raises: InvalidArgumentError for a value of another type.
     """
 
     model_name: str = "model"
@@ -74,7 +65,6 @@ class CardDetails:
     library_name: str = "transformers"
     pretraining_sources: tuple[str, ...] = ()
     usage: str | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
     given: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -94,18 +84,14 @@ class CardDetails:
             if value is None or _is_number(value)
         }
         made["training"] = {str(key): _shown(value) for key, value in self.training.items()}
-        made["metadata"] = _plain_metadata(self.metadata)
         # Cards are published: what is kept of a path is a name.
         made |= {name: public_name(getattr(self, name)) for name in ("model_name", "recipe")}
         made |= {name: source_name(getattr(self, name)) for name in ("base_model", "dataset")}
         for name, value in made.items():
             object.__setattr__(self, name, value)
-        if self.license is not None:
-            check_license(self.license, self.license_name, self.license_link)
-        check_languages(self.language)
-        check_tags(self.tags)
-        if self.task_tag is not None:
-            check_pipeline_tag(self.task_tag)
+        for tag in self.tags:
+            if not isinstance(tag, str) or not 0 < len(tag) <= 100 or not tag.isprintable():
+                raise invalid("tags", tag, "to be texts of at most 100 characters on one line")
         _refuse_unknown(self.given)
 
     @property
@@ -119,20 +105,6 @@ class CardDetails:
     def hub_base(self) -> str | None:
         """The id of the base model on the Hub; None if its name is none."""
         return self.base_model if is_repository(self.base_model) else None
-
-    def remarks(self) -> list[str]:
-        """Say what the Hub will not show, and how to mend it."""
-        names = {"dataset": self.hub_dataset, "base_model": self.hub_base}
-        said = [
-            f"`{name}` {getattr(self, name)!r} is not an id on the Hub (like 'organization/name'): "
-            "the card names it in words, and its metadata leaves it out. Set it to the id, if it "
-            "has one."
-            for name, known in names.items()
-            if getattr(self, name) and known is None
-        ]
-        if self.license is None:
-            said.append("No `license` is given: the Hub shows none, and few may use the model.")
-        return said
 
     def with_given(self, **given: Any) -> CardDetails:
         """Return these details with what the user says instead.
@@ -161,22 +133,6 @@ def _refuse_unknown(names: Mapping[str, Any] | tuple[str, ...]) -> None:
             )
 
 
-def _plain_metadata(values: Mapping[str, Any]) -> dict[str, Any]:
-    for key, value in values.items():
-        if not isinstance(key, str) or key in _RESERVED or _CLAIM.search(key):
-            raise invalid(
-                "metadata",
-                key,
-                "to have keys that are neither hf_dp's own nor about privacy",
-                "License, language and the like have arguments of their own.",
-            )
-        try:
-            json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise invalid("metadata", {key: value}, "to be plain data, as JSON has it") from error
-    return plain(values)
-
-
 def _is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
@@ -192,11 +148,5 @@ def _shown(value: Any) -> Any:
     return str(value)
 
 
-# Keys that hf_dp writes, and parameters of ModelCardData, which are no keys.
-_RESERVED = frozenset(
-    "license license_name license_link language base_model datasets pipeline_tag tags library_name "
-    "model-index model_name eval_results ignore_metadata_errors metrics".split()
-)
-_CLAIM = re.compile(r"privacy|private|epsilon|delta|guarantee|\bdp\b|dp_", re.IGNORECASE)
 _FROM_THE_RUN = ("given", "metrics", "training", "repository")
 SETTABLE = tuple(item.name for item in fields(CardDetails) if item.name not in _FROM_THE_RUN)

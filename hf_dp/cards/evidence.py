@@ -51,9 +51,8 @@ def card_files(
     repository: str | None = None,
     given: Mapping[str, Any] | None = None,
     replaced: Mapping[str, bytes] | None = None,
-) -> tuple[dict[str, bytes], list[str]]:
-    """Return README.md and ``privacy.json`` of a saved run, made again and belonging together; and
-    remarks on what the Hub will not show.
+) -> dict[str, bytes]:
+    """Return README.md and ``privacy.json`` of a saved run, made again and belonging together.
 
     Args:
         repository: the model's id on the Hub, for the lines that load it; None for none.
@@ -64,7 +63,7 @@ def card_files(
         LedgerError: there is no ``privacy.json``; its run has not ended, or it does not belong to
             the weights beside it, or its claim does not follow from its ledger; or somebody edited
             the README.md there, which would be lost.
-        InvalidArgumentError: ``given`` holds what the Hub would refuse.
+        InvalidArgumentError: ``given`` holds what a card does not have.
     """
     folder = Path(folder)
     record, path = read(folder), folder / CARD
@@ -103,4 +102,4 @@ def card_files(
         beside=_beside(text, details, files),
         head=record.head,
     )
-    return {CARD: text.encode(), FILE_NAME: text_of(document).encode()}, details.remarks()
+    return {CARD: text.encode(), FILE_NAME: text_of(document).encode()}

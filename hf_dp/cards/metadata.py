@@ -38,7 +38,6 @@ def card_data(statement: PrivacyStatement, details: CardDetails) -> ModelCardDat
         tags=_tags(statement, details.tags),
         model_name=details.model_name if results else None,
         eval_results=results or None,
-        **details.metadata,
         **{KEY: plain(statement.to_dict())},
     )
 

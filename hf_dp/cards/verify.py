@@ -107,10 +107,13 @@ def verify(folder: str | os.PathLike[str]) -> Report:
 
 def _looked(about: str, look: Callable[[], Iterable[Check]]) -> list[Check]:
     """Return what was found. What cannot be looked at, whatever is wrong with it, has failed."""
+    found = []
     try:
-        return list(look())
+        for check in look():
+            found.append(check)
     except Exception as error:  # files of strangers may hold anything
-        return [Check(about, FAILED, f"it cannot be read: {type(error).__name__}: {error}")]
+        found.append(Check(about, FAILED, f"it cannot be read: {type(error).__name__}: {error}"))
+    return found
 
 
 def checks_of_evidence(record: PrivacyRecord, folder: Path) -> Iterator[Check]:

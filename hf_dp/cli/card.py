@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from hf_dp._validate import invalid
 from hf_dp.cli.options import Parser
 
 DESCRIPTION = """\
@@ -50,29 +51,28 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write both files; print remarks on what the Hub will not show."""
+    """Write both files."""
     args = build_parser().parse_args(list(argv))
     from hf_dp.cards.evidence import card_files
-    from hf_dp.cards.hub_rules import check_repository
+    from hf_dp.cards.hub_rules import is_repository
     from hf_dp.cards.verify import CARD
     from hf_dp.run.ledger_file import lock_run
     from hf_dp.statement.durable import replace_file
     from hf_dp.statement.record import FILE_NAME, write
 
-    if args.repository is not None:
-        check_repository("--repository", args.repository, "Or leave it out.")
+    if args.repository is not None and not is_repository(args.repository):
+        expected = "to be the id of a repository, like 'organization/name'"
+        raise invalid("--repository", args.repository, expected, "Or leave it out.")
     names = [name.replace("-", "_") for name in (*_OPTIONS, "language", "tags")]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     folder = Path(args.folder)
     lock = lock_run(folder) if folder.is_dir() else None  # a run that goes on writes these files
     try:
-        files, remarks = card_files(folder, repository=args.repository, given=given)
+        files = card_files(folder, repository=args.repository, given=given)
         replace_file(folder / CARD, [files[CARD]])
         write(folder, json.loads(files[FILE_NAME]))
     finally:
         if lock is not None:
             lock.release()
-    for remark in remarks:
-        print(f"remark: {remark}")
     print(folder / CARD)
     return 0

@@ -47,8 +47,8 @@ def add_common(add: Callable[..., Any]) -> None:
     add(
         "--not-private",
         action="store_true",
-        help="publish what no epsilon covers, as what it is: a run with insecure_seed (its card "
-        "says NOT PRIVATE), or a model that was not trained privately",
+        help="publish what no epsilon covers, as what it is: a run with insecure_seed, whose card "
+        "says NOT PRIVATE",
     )
 
 
@@ -71,7 +71,6 @@ def listing(found: Publication) -> str:
         _block(f"goes ({len(goes)} files, {_bytes(found.size)})", goes),
         _block("stays", found.stays),
         _items("changed on the way", found.changes),
-        _items("remarks", found.remarks),
         _items("REFUSED", found.refusals),
     ]
     return "\n".join(block for block in blocks if block)
@@ -108,6 +107,5 @@ def _plain(found: Publication) -> dict[str, Any]:
         "goes": dict(found.goes),
         "stays": dict(found.stays),
         "changes": list(found.changes),
-        "remarks": list(found.remarks),
         "refusals": list(found.refusals),
     }

@@ -137,7 +137,7 @@ class Hub:
         """Return what a branch holds; make one that is not there yet, without files.
 
         Args:
-            run: which is to be pushed; None for a model that was not trained privately.
+            run: which is to be pushed; None before it has begun.
             older: whether the run may be at an older state than the branch.
 
         Raises: PublishError unless it is empty, or holds an earlier state of the same run with the
@@ -162,7 +162,7 @@ class Hub:
         if run is None or run.run_id != record.run_id:
             raise PublishError(
                 f"{repository!r} exists and holds the private run {record.run_id}, and this is "
-                f"{'no private run' if run is None else f'run {run.run_id}'}. {_OTHER_NAME}"
+                f"{'another one' if run is None else f'run {run.run_id}'}. {_OTHER_NAME}"
             )
         if not older and (lost := run.lacks(record)):
             raise PublishError(

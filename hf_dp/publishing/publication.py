@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,18 +12,15 @@ from huggingface_hub import CommitOperationAdd
 
 from hf_dp.cards.evidence import card_files
 from hf_dp.cards.hub_rules import is_repository
-from hf_dp.cards.metadata import FRONT_MATTER
 from hf_dp.cards.verify import CARD, CONFIGS
 from hf_dp.errors import LedgerError, PublishError
 from hf_dp.publishing.allowed import refuse_others, sort_files, why_goes
 from hf_dp.publishing.scan import PrivateWords, Scan
-from hf_dp.run.weights_file import head_in, weights_files
 from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read
 from hf_dp.statement.results import delta_text
 from hf_dp.statement.wording import NOT_PRIVATE, STATUSES
 
 _MASKS = "selection_masks.safetensors"
-_EXPLICIT = "To publish it as what it is, pass --not-private (in Python, not_private=True)."
 
 
 @dataclass(frozen=True)
@@ -37,8 +33,7 @@ class Publication:
         stays: by path, why.
         changes: what was taken out of a file or replaced, in words.
         refusals: why the folder cannot be published, each with its next move.
-        remarks: what others will miss.
-        record: the run's ``privacy.json``; None for a model that was not trained privately.
+        record: the run's ``privacy.json``; None where it cannot be read, which is refused.
     """
 
     folder: Path
@@ -46,7 +41,6 @@ class Publication:
     stays: Mapping[str, str]
     changes: tuple[str, ...]
     refusals: tuple[str, ...]
-    remarks: tuple[str, ...]
     record: PrivacyRecord | None
 
     @classmethod
@@ -64,8 +58,8 @@ class Publication:
         Args:
             repository: its name on the Hub, for the card.
             base_model: the id on the Hub of the base, for the card and for an adapter.
-            not_private: whether to publish what no epsilon covers: a run with ``insecure_seed``, or
-                a model that was not trained privately.
+            not_private: whether to publish what no epsilon covers, as what it is: a run with
+                ``insecure_seed``, above all.
             tokens: secrets to look for, besides those that this process knows.
 
         Raises: PublishError for a path that is no folder, a file in it that cannot be read, or a
@@ -79,13 +73,13 @@ class Publication:
                 f"Expected `base_model` to be an id on the Hub, for example "
                 f"'FacebookAI/roberta-base', got {base_model!r}."
             )
-        record, problem = None, ""
+        record, refusals = None, []
         try:
-            record = _record(folder)
+            record = read(folder)
         except LedgerError as error:
-            problem = str(error)
+            refusals = [str(error)]
         scan = Scan(PrivateWords.of(folder, tokens), base_model or _base_of_card(record))
-        scan.refusals += [problem] * bool(problem)
+        scan.refusals += refusals
         goes, stays = sort_files(folder)
         files: dict[str, bytes | Path] = {}
         for name in goes:
@@ -102,33 +96,28 @@ class Publication:
         for name, content in files.items():
             if isinstance(content, Path):
                 scan.look_at_weights(name, content)
-            elif record is None or name not in (CARD, FILE_NAME):  # which a run makes anew
+            elif name not in (CARD, FILE_NAME):  # which are made anew
                 files[name] = scan.published(name, content)
-        if record is None:
-            scan.refusals += [] if problem else _unfit_without_run(files, not_private)
-        else:
+        if record is not None:
+            given = {} if base_model is None else {"base_model": base_model}
+            configs = {
+                name: content
+                for name, content in files.items()
+                if name in CONFIGS and isinstance(content, bytes)
+            }
             try:
-                given = {} if base_model is None else {"base_model": base_model}
-                configs = {
-                    name: content
-                    for name, content in files.items()
-                    if name in CONFIGS and isinstance(content, bytes)
-                }
-                made, remarks = card_files(
-                    folder, repository=repository, given=given, replaced=configs
-                )
-                scan.remarks += remarks
-                files |= {name: scan.published(name, content) for name, content in made.items()}
-                scan.refusals += _unfit(folder, record, files, not_private)
+                made = card_files(folder, repository=repository, given=given, replaced=configs)
             except LedgerError as error:
                 scan.refusals.append(str(error))
+            else:
+                files |= {name: scan.published(name, content) for name, content in made.items()}
+                scan.refusals += _unfit(folder, record, files, not_private)
         return cls(
             folder,
             MappingProxyType(dict(sorted(files.items()))),
             stays,
             tuple(scan.changes),
             tuple(scan.refusals),
-            tuple(scan.remarks),
             record,
         )
 
@@ -148,7 +137,7 @@ class Publication:
     def in_words(self) -> str:
         """Name the run and its claim."""
         if self.record is None:
-            return "not trained privately"
+            return "nothing is claimed"
         said, status = self.record.statement or {}, STATUSES[self.record.status]
         if said.get("epsilon") is None:
             return status
@@ -175,7 +164,7 @@ class Publication:
             CommitOperationAdd(name, each if isinstance(each, bytes) else str(each))
             for name, each in self.files.items()
         ]
-        saved = {} if self.record is None else self.record.files
+        saved = self.record.files if self.record else {}
         for each in operations:
             name, found = each.path_in_repo, each.upload_info.sha256.hex()
             if isinstance(self.files[name], Path) and saved.get(name, found) != found:
@@ -191,40 +180,6 @@ def _base_of_card(record: PrivacyRecord | None) -> str | None:
     card = {} if record is None else record.card or {}
     base = card.get("base_model") if "base_model" in card.get("given", ()) else None
     return base if isinstance(base, str) and is_repository(base) else None
-
-
-def _record(folder: Path) -> PrivacyRecord | None:
-    """Return a folder's record; None for a model that no private run made.
-
-    Raises: LedgerError for a damaged one, and where weights alone are left of a private run.
-    """
-    if (folder / FILE_NAME).exists():
-        return read(folder)
-    for path in weights_files(folder):
-        if (head := head_in(path)) is not None:
-            raise LedgerError(
-                f"{folder} has no {FILE_NAME}, and {path.name} is of the private run "
-                f"{head.run_id}. Publish the run's own output folder, or one of its "
-                f"checkpoints, with its {FILE_NAME}."
-            )
-    return None
-
-
-def _unfit_without_run(files: Mapping[str, bytes | Path], not_private: bool) -> Iterator[str]:
-    """Yield why a model that no private run made cannot be published."""
-    if not not_private:
-        yield (
-            f"There is no {FILE_NAME}, so nothing says that this model was trained privately. If "
-            f"it was, publish the folder that holds the file. {_EXPLICIT}"
-        )
-        return
-    card = files.get(CARD, b"")
-    text = card.decode(errors="replace") if isinstance(card, bytes) else ""
-    if (said := FRONT_MATTER.match(text)) and re.search("differential[-_]privacy", said[1]):
-        yield (
-            f"The metadata of {CARD} claim differential privacy, and there is no {FILE_NAME}. "
-            "Take the claim out of the card, or publish the folder that holds the evidence."
-        )
 
 
 def _unfit(
@@ -243,4 +198,7 @@ def _unfit(
                 "with trainer.save_model(), or restore the file."
             )
     if record.status == NOT_PRIVATE and not not_private:
-        yield f"This run is NOT private: {record.restated().status_reason}. {_EXPLICIT}"
+        yield (
+            f"This run is NOT private: {record.restated().status_reason}. To publish it as what it "
+            "is, pass --not-private (in Python, not_private=True)."
+        )

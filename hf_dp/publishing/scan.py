@@ -20,7 +20,6 @@ from huggingface_hub import get_token
 
 from hf_dp.cards.hub_rules import is_repository
 from hf_dp.errors import LedgerError
-from hf_dp.run.other_training import NOT_PRIVATE_KEY
 from hf_dp.run.weights_file import HEAD_KEY, head_in, read_metadata
 
 _TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")
@@ -42,7 +41,7 @@ _VOCABULARY = "tokenizer.json vocab.json added_tokens.json entity_vocab.json emo
 _NAME_IT = "Name the base on the Hub: --base-model ID, or trainer.describe(base_model=ID)."
 # What the metadata of weights may hold beside the head. Other entries are refused: the digest of a
 # file covers them, so they cannot be taken out here.
-_METADATA = {"format": ("pt", "tf", "flax", "np", "mlx"), NOT_PRIVATE_KEY: ("hf_dp",)}
+_METADATA = {"format": ("pt", "tf", "flax", "np", "mlx")}
 
 
 @dataclass(frozen=True)
@@ -116,14 +115,12 @@ class Scan:
     Attributes:
         refusals: what keeps the folder from being published, each with its next move.
         changes: what was taken out or replaced, by file and key.
-        remarks: what others will miss.
     """
 
     def __init__(self, words: PrivateWords, base_model: str | None = None):
         self.words, self.base_model = words, base_model
         self.refusals: list[str] = []
         self.changes: list[str] = []
-        self.remarks: list[str] = []
 
     def published(self, name: str, content: bytes) -> bytes:
         """Return what is published of a file that is not weights."""
@@ -186,10 +183,6 @@ class Scan:
             values[_BASE] = None  # refused once, not again as a local path
             what = f"{base!r}, no name on the Hub: a local path, which nobody else could load"
             self._refuse(f"{name}: {_BASE}", what, _NAME_IT)
-        elif not base:
-            self.remarks.append(
-                f"{name} names no base model, so others cannot load the adapter alone. {_NAME_IT}"
-            )
 
     def _refuse(self, where: str, what: str, next_move: str) -> None:
         self.refusals.append(f"{where} holds {what}. {next_move}")

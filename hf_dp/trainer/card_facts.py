@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from hf_dp.cards.details import CardDetails
-from hf_dp.errors import InvalidArgumentError
 from hf_dp.losses import base_model, task_of
 from hf_dp.statement.record import FILE_NAME, read
 from hf_dp.trainer.arguments import DPTrainingArguments
@@ -84,28 +83,9 @@ def given_before(checkpoint: str) -> dict[str, Any]:
 
 def in_our_names(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a ``create_model_card`` by the names of CardDetails, without those
-    that are None.
-
-    Raises: InvalidArgumentError when two of them say the same thing.
-    """
-    found: dict[str, Any] = {}
-    for name, value in options.items():
-        ours = _OTHER_NAMES.get(name, name)
-        if value is None:
-            continue
-        if ours in ("dataset", "base_model", "task_tag") and isinstance(value, (list, tuple)):
-            if len(value) != 1:
-                raise InvalidArgumentError(
-                    f"Expected `{name}` to be one name, got {value!r}: a card is about one."
-                )
-            (value,) = value
-        if ours in found and found[ours] != value:
-            raise InvalidArgumentError(
-                f"Expected `{name}` to agree with what else names the {ours}, got {value!r} and "
-                f"{found[ours]!r}."
-            )
-        found[ours] = value
-    return found
+    that are None."""
+    given = {name: value for name, value in options.items() if value is not None}
+    return {_OTHER_NAMES.get(name, name): value for name, value in given.items()}
 
 
 def pretraining_sources(model: nn.Module) -> list[str]:

@@ -98,8 +98,6 @@ class Publishing(Checkpointing):
         def push() -> None:
             self._the_hub(token)
             publication = self._publication(Path(str(self.args.output_dir)), not_private)
-            for remark in publication.remarks:
-                logger.warning("The card: %s", remark)
             message = commit_message or "End of training"
             done.append(self._push(publication, message, revision, private))
 

@@ -19,7 +19,6 @@ from hf_dp.accounting import Ledger
 from hf_dp.cards.card import render_card
 from hf_dp.cards.details import CardDetails
 from hf_dp.cards.evidence import card_files
-from hf_dp.cards.hub_rules import LICENSES, PIPELINE_TAGS
 from hf_dp.cards.plain_words import in_short, most_found
 from hf_dp.cli.main import main
 from hf_dp.errors import InvalidArgumentError
@@ -40,32 +39,13 @@ def statement_of(**changes: Any) -> PrivacyStatement:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("license", "Apache 2.0", "Did you mean 'apache-2.0'"),
-        ("license", "my own", "use 'other' with `license_name`"),
-        ("license", "other", "`license_name` to be given"),
-        ("license_name", "mine", None),
-        ("language", "English", "ISO 639"),
-        ("language", "xx", "ISO 639"),
-        ("language", ["en", "Klingon"], "'Klingon'"),
-        ("task_tag", "text_classification", "Did you mean 'text-classification'"),
         ("tags", ["a\nb"], "on one line"),
         ("model_name", 3, "to be text"),
         ("metrics", [1], "to be a mapping"),
         ("given", ["colour"], "'colour'"),
-        ("metadata", {"tags": ["a"]}, "neither hf_dp's own"),
-        ("metadata", {"epsilon": 0.01}, "nor about privacy"),
-        ("metadata", {"dp_guarantee": "yes"}, "nor about privacy"),
-        ("metadata", {"model-index": []}, "neither hf_dp's own"),
-        ("metadata", {"a": float("nan")}, "plain data"),
-        ("metadata", {"a": object()}, "plain data"),
     ],
 )
-def test_what_the_hub_would_refuse_is_refused(field: str, value: Any, message: str | None) -> None:
-    if message is None:
-        CardDetails(**{field: value, "license": "other"})
-        with pytest.raises(InvalidArgumentError, match="to be given with license='other'"):
-            CardDetails(**{field: value, "license": "mit"})
-        return
+def test_what_no_card_can_say_is_refused(field: str, value: Any, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         CardDetails(**{field: value})
 
@@ -73,7 +53,6 @@ def test_what_the_hub_would_refuse_is_refused(field: str, value: Any, message: s
 def test_names_that_are_no_ids_are_said_and_stay_out_of_the_metadata() -> None:
     details = CardDetails(dataset="AG News", base_model="/data/models/bert", license="mit")
     assert (details.hub_dataset, details.hub_base) == (None, None)
-    assert [remark.split()[0] for remark in details.remarks()] == ["`dataset`", "`base_model`"]
     assert CardDetails(dataset="nyu-mll/glue/sst2").hub_dataset == "nyu-mll/glue"
     assert CardDetails(base_model="gpt2").hub_base == "gpt2"
     cached = "/data/.cache/huggingface/hub/models--org--bert/snapshots/0a1b"
@@ -106,7 +85,6 @@ def test_metadata_survives_a_round_trip_and_keeps_the_rules(tmp_path: Path) -> N
         "mine",
         "LICENSE",
     )
-    assert found["license"] in LICENSES and found["pipeline_tag"] in PIPELINE_TAGS
     assert (found["base_model"], found["datasets"]) == ("org/base", ["nyu-mll/glue"])
     (index,) = found["model-index"]
     assert index["name"] == "m"
@@ -155,7 +133,7 @@ def test_an_edited_card_is_kept_until_it_is_deleted(
 ) -> None:
     trainer = tiny.trainer(tmp_path, accountant="rdp")
     trainer.train()
-    trainer.describe(metadata={"widget": [{"text": "a film"}]}, tags="films")
+    trainer.describe(tags="films")
     trainer.save_model()
     assert main(["card", str(tmp_path), "--language", "en", "de"]) == 0
     made = (tmp_path / "README.md").read_text()
@@ -169,9 +147,9 @@ def test_an_edited_card_is_kept_until_it_is_deleted(
     assert main(["card", str(tmp_path), "--license", "mit", "--dataset", "org/rows"]) == 0
     data = ModelCard.load(tmp_path / "README.md").data
     assert (data.license, data.language, data.datasets) == ("mit", ["en", "de"], ["org/rows"])
-    assert data["widget"] == [{"text": "a film"}] and "films" in data.tags
+    assert "films" in data.tags
     assert main(["verify", str(tmp_path)]) == 0
-    files, _ = card_files(tmp_path)
+    files = card_files(tmp_path)
     assert files["README.md"] == (tmp_path / "README.md").read_bytes()
 
 

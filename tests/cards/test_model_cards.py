@@ -28,17 +28,13 @@ def test_there_are_cards_of_what_the_papers_do() -> None:
 @pytest.mark.parametrize(
     "folder", folders(), ids=lambda folder: folder.relative_to(CARDS).as_posix()
 )
-def test_a_card_verifies_but_for_its_absent_weights(folder: Path) -> None:
+def test_a_card_verifies_but_for_its_absent_weights_and_made_again_is_the_same(
+    folder: Path,
+) -> None:
     report = verify(folder)
     assert report.outcome == NOT_CHECKED, report
     assert {check.about for check in report.checks if check.outcome == NOT_CHECKED} == {"weights"}
-
-
-@pytest.mark.parametrize(
-    "folder", folders(), ids=lambda folder: folder.relative_to(CARDS).as_posix()
-)
-def test_a_card_made_again_is_the_same(folder: Path) -> None:
-    files, _ = card_files(folder)
+    files = card_files(folder)
     for name in (CARD, FILE_NAME):
         assert files[name] == (folder / name).read_bytes(), "run `hf-dp card` on the folder"
 
