@@ -469,107 +469,64 @@ def tied() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("variant", "options", "message"),
     [
         (
-            {"dp_fp_variant": None},
+            None,
+            {},
             "^Expected `dp_fp_variant` to be one of 'frozen', 'private_encoder', 'published' with "
             "privacy_mode='dp_fp', got None. 'frozen' .* is proven. 'private_encoder' .* is proven, "
             "too. 'published' .* nothing is proven, and no epsilon is printed.$",
         ),
-        ({"dp_fp_variant": "best"}, "`dp_fp_variant` to be one of"),
-        ({"accountant": "pld"}, "`accountant` to be unset for DP-FP as published"),
-        ({"num_micro_batches": 0}, "`num_micro_batches` to be a whole number >= 1"),
-        ({"representation_clipping_norm": 0}, "`representation_clipping_norm` to be > 0"),
+        ("best", {}, "`dp_fp_variant` to be one of"),
+        ("published", {"accountant": "pld"}, "`accountant` to be unset for DP-FP as published"),
+        ("published", {"num_micro_batches": 0}, "`num_micro_batches` to be a whole number >= 1"),
+        ("published", {"representation_clipping_norm": 0}, "`representation_clipping_norm` to be"),
+        ("published", {"label_epsilon": 1.0}, "`label_epsilon` to be left at None with dp_fp_v"),
+        ("published", {"labels_in_vector": True}, "`labels_in_vector` to be left at False with"),
+        ("published", {"clipping": "automatic"}, "`clipping` to be left at 'flat'"),
+        ("published", {"expected_batch_size": 41}, "`expected_batch_size` to be at most num_exam"),
+        ("frozen", {"accountant": "gdp_clt"}, "`accountant` to be a bound with dp_fp_variant='fr"),
+        ("frozen", {"max_logical_batch_size": 20}, "`max_logical_batch_size` to be left at None"),
+        ("frozen", {"representation_noise_multiplier": 1.0}, "There `noise_multiplier` is the noi"),
         (
-            {"label_epsilon": 1.0},
-            "`label_epsilon` to be left at None with dp_fp_variant='published'",
-        ),
-        (
-            {"dp_fp_variant": "frozen", "label_epsilon": 1.0, "labels_in_vector": True},
+            "frozen",
+            {"label_epsilon": 1.0, "labels_in_vector": True},
             "`label_epsilon` to be None with",
         ),
-        (
-            {"dp_fp_variant": "frozen", "accountant": "gdp_clt"},
-            "`accountant` to be a bound with dp_fp_variant='frozen'",
-        ),
-        (
-            {"dp_fp_variant": "frozen", "max_logical_batch_size": 20},
-            "`max_logical_batch_size` to be left at None",
-        ),
-        ({"clipping": "automatic"}, "`clipping` to be left at 'flat'"),
-        (
-            {"dp_fp_variant": "private_encoder"},
-            "`representation_noise_multiplier` to be given beside",
-        ),
-        (
-            {"dp_fp_variant": "private_encoder", "label_epsilon": 1.0},
-            "labels_in_vector=True, at no further cost",
-        ),
-        (
-            {"dp_fp_variant": "private_encoder", "num_micro_batches": 3},
-            "`num_micro_batches` to be 1 with a private enc",
-        ),
-        (
-            {"dp_fp_variant": "frozen", "representation_noise_multiplier": 1.0},
-            "There `noise_multiplier` is the noise",
-        ),
-        (
-            {"privacy_mode": "dp_sgd", "dp_fp_variant": None, "label_epsilon": 1.0},
-            "`label_epsilon` to be left at None when privacy_mode='dp_sgd'",
-        ),
-        (
-            {"privacy_mode": "dp_sgd", "dp_fp_variant": "frozen"},
-            "Only DP-FP reads it. Remove it, or set privacy_mode",
-        ),
-        ({"expected_batch_size": 41}, "`expected_batch_size` to be at most num_examples"),
+        ("private_encoder", {}, "`representation_noise_multiplier` to be given beside"),
+        ("private_encoder", {"label_epsilon": 1.0}, "labels_in_vector=True, at no further cost"),
+        ("private_encoder", {"num_micro_batches": 3}, "`num_micro_batches` to be 1 with a priv"),
+        (None, {"privacy_mode": "dp_sgd", "label_epsilon": 1.0}, "`label_epsilon` to be left at"),
+        ("frozen", {"privacy_mode": "dp_sgd"}, "Only DP-FP reads it. Remove it, or set privacy"),
     ],
 )
-def test_bad_arguments_are_named(tmp_path, options, message):
-    given = {"privacy_mode": "dp_fp", "dp_fp_variant": "published", **options}
+def test_bad_arguments_are_named(tmp_path, variant, options, message):
+    given = {"privacy_mode": "dp_fp", "dp_fp_variant": variant, **options}
     with pytest.raises(InvalidArgumentError, match=message):
         tiny.trainer(tmp_path / "run", **given)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("given", "options", "error", "message"),
+    ("cls", "given", "options", "message"),
     [
+        (OwnLoss, {}, {}, "the last layer trains on released rows"),
+        (DPTrainer, {"model": tied()}, {}, "has no parameters of its own"),
         (
-            {"cls": OwnLoss},
-            {},
-            UnsupportedArgumentError,
-            "the last layer trains on released rows",
-        ),
-        (
-            {"model": tied()},
-            {},
-            UnsupportedModelError,
-            "has no parameters of its own",
-        ),
-        (
+            DPTrainer,
             {"peft_config": FrostConfig(unfreeze_ratio=0.5)},
-            {},
-            InvalidArgumentError,
+            {"noise_multiplier": None, "target_epsilon": 8.0},
             "`peft_config` to be None with dp_fp",
         ),
-        (
-            {},
-            {"representation_module": "bert.pooler"},
-            UnsupportedModelError,
-            "to be the last layer",
-        ),
+        (DPTrainer, {}, {"representation_module": "bert.pooler"}, "to be the last layer"),
     ],
 )
 def test_what_cannot_be_frozen_is_refused_before_anything_is_released(
-    tmp_path, given, options, error, message
+    tmp_path, cls, given, options, message
 ):
-    options = {"privacy_mode": "dp_fp", "dp_fp_variant": "frozen", **options}
-    if "peft_config" in given:
-        options |= {"noise_multiplier": None, "target_epsilon": 8.0}
-    keywords = {name: value for name, value in given.items() if name != "cls"}
-    with pytest.raises(error, match=message):
-        tiny.trainer(tmp_path, cls=given.get("cls", DPTrainer), given=keywords, **options).train()
+    with pytest.raises(HfDpError, match=message):
+        run(tmp_path, "frozen", cls=cls, given=given, **options)
     assert released_nothing(tmp_path)
 
 
@@ -661,12 +618,12 @@ def test_weights_of_16_bits_are_refused(tmp_path):
 def test_other_data_than_planned_is_refused(tmp_path):
     trainer = made(tmp_path / "before", "frozen")
     trainer.train_dataset = tiny.dataset(60)
-    with pytest.raises(DataError, match="has 60 rows, but the privacy plan was made for 40"):
+    with pytest.raises(DataError, match="has 60 rows, and the privacy plan was made for 40"):
         trainer.train()
     assert not (tmp_path / "before" / RELEASED_ROWS).exists()
     trainer = run(tmp_path / "after", "frozen")
     trainer.train_dataset = tiny.dataset()
-    with pytest.raises(DataError, match="replaced after rows of it were used"):
+    with pytest.raises(DataError, match="replaced after it was used"):
         trainer.train()
 
 
