@@ -141,13 +141,14 @@ class Limits:
         base = base_model(model)
         config = getattr(base, "config", None)
         below: dict[str, int | None] = {}
-        embeddings = _input_embeddings(base)
+        embeddings = _table_of(base, "get_input_embeddings")
         if embeddings is not None:
             below = dict.fromkeys(("input_ids", "decoder_input_ids"), embeddings)
         below["token_type_ids"] = getattr(config, "type_vocab_size", None) or None
         task = None if own_loss else _task(model)
+        outputs = _table_of(base, "get_output_embeddings")
         if task in ("causal_lm", "masked_lm", "seq2seq_lm"):
-            below |= dict.fromkeys(LABELS, _vocabulary(base))
+            below |= dict.fromkeys(LABELS, outputs or getattr(config, "vocab_size", None))
         elif task == "token_classification" or (task is not None and _is_single_label(config)):
             below |= dict.fromkeys(LABELS, getattr(config, "num_labels", None))
         below["position_ids"] = getattr(config, "max_position_embeddings", None)
@@ -253,18 +254,11 @@ def _task(model: nn.Module) -> str | None:
         return None
 
 
-def _input_embeddings(base: Any) -> int | None:
+def _table_of(base: Any, getter: str) -> int | None:
     try:
-        return int(base.get_input_embeddings().weight.shape[0])
-    except (AttributeError, NotImplementedError, IndexError):  # a model without token embeddings
+        return int(getattr(base, getter)().weight.shape[0])
+    except (AttributeError, NotImplementedError, IndexError):  # a model without one
         return None
-
-
-def _vocabulary(base: Any) -> int | None:
-    try:
-        return int(base.get_output_embeddings().weight.shape[0])
-    except (AttributeError, NotImplementedError, IndexError):
-        return getattr(getattr(base, "config", None), "vocab_size", None)
 
 
 def _is_single_label(config: object) -> bool:

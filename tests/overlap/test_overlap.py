@@ -95,17 +95,9 @@ OF_THE_SET = {
     "select, contiguous": lambda train: train.select(range(5, 17)),
     "select, scattered": lambda train: train.select([31, 3, 4, 30]),
     "one row": lambda train: train.select([7]),
-    "select of a select": lambda train: train.select(range(5, 17)).select([3, 1]),
     "shuffle": lambda train: train.shuffle(seed=1),
-    "sort": lambda train: train.sort("sentence"),
-    "shard": lambda train: train.shard(num_shards=4, index=1),
     "filter": lambda train: train.filter(lambda row: row["idx"] % 5 == 0),
-    "remove_columns": lambda train: train.remove_columns(
-        ["idx", "label", "weight", "attention_mask"]
-    ),
-    "rename of the label": lambda train: train.rename_column("label", "target"),
     "rename of an input": lambda train: train.rename_column("sentence", "text"),
-    "add_column": lambda train: train.add_column("more", list(range(ROWS))),
     "other labels": lambda train: train.remove_columns("label").add_column("label", [3] * ROWS),
     "with_format": lambda train: train.with_format("torch"),
     "with_transform": lambda train: train.with_transform(words),
@@ -115,7 +107,6 @@ OF_THE_SET = {
     "Subset": lambda train: Subset(train, [3, 8]),
     "nested Subset": lambda train: Subset(Subset(train, range(10, 20)), torch.tensor([3, -1])),
     "Subset of a select": lambda train: Subset(train.select([3, 8]), [1]),
-    "Subset of a formatted set": lambda train: Subset(train.with_format("torch"), np.array([1])),
     "ConcatDataset": lambda train: ConcatDataset([table(100, 5), Subset(train, [4])]),
     "Subset of a ConcatDataset": lambda train: Subset(
         ConcatDataset([table(100, 200), train]), [0, 203]
@@ -123,7 +114,6 @@ OF_THE_SET = {
 }
 COPIES = {
     "padded": lambda train, _: padded(train),
-    "map, new column": lambda train, _: train.map(lambda row: {"length": len(row["sentence"])}),
     "map, other column changed": lambda train, _: train.map(
         lambda row: {"label": 1 - row["label"]}
     ),
@@ -131,19 +121,13 @@ COPIES = {
     "map, the words only": lambda train, _: train.map(
         words, batched=True, remove_columns=["input_ids", "label"]
     ),
-    "flatten_indices": lambda train, _: train.select([7, 3, 9]).flatten_indices(),
     "saved and loaded": lambda train, folder: on_disk(train, folder),
     "parquet": lambda train, folder: through_parquet(train, folder),
-    "pandas": lambda train, _: datasets.Dataset.from_pandas(train.to_pandas()),
-    "from_list": lambda train, _: datasets.Dataset.from_list(train.to_list()),
     "cast": lambda train, _: renumbered(
         train.cast_column("input_ids", datasets.List(datasets.Value("int16")))
     ),
     "a list of rows": lambda train, _: [train[i] for i in range(9)],
-    "a list of one row": lambda train, _: [train[5]],
     "rows as tensors": lambda train, _: list(train.with_format("torch")),
-    "rows as arrays": lambda train, _: list(train.with_format("numpy")),
-    "set_format and a copy": lambda train, _: renumbered(train).with_format("torch"),
     "with_transform on a copy": lambda train, _: renumbered(train).with_transform(words),
     "a torch data set": lambda train, _: Wrapped(train),
     "Subset of a torch data set": lambda train, _: Subset(Wrapped(train), [4, 5]),
