@@ -96,35 +96,32 @@ def self_check(
     if sharded:
         prepare_shards(model)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    per_example_loss = loss = _OnCopies(per_example_loss)
-    with _named_failures(loss), in_training(model), _moved(model, trainable):
+    with _on_copies(per_example_loss) as loss, in_training(model), _moved(model, trainable):
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         versions = {name: parameter._version for name, parameter in model.named_parameters()}
         if have_neighbors:
-            refuse_shared_draws(model, per_example_loss, padded, len(alone))
+            refuse_shared_draws(model, loss, padded, len(alone))
         with no_dropout():
-            expected = [_alone(model, per_example_loss, example, trainable) for example in alone]
+            singles = [_alone(model, loss, example, trainable) for example in alone]
             rtol = _tolerance(model, trainable) if rtol is None else rtol
             # Below every norm, so that every example is clipped.
-            clipping_norm = min(example.norm for example in expected) / 2 or 1.0
+            clipping_norm = min(example.norm for example in singles) / 2 or 1.0
             engine = ClippingEngine(model, clipping_norm, clipping, strategy)
-            with engine as running:
-                losses = per_example_loss(model, padded)
-                norms = running.backward(losses)
-                sums = running.collect()
-                groups = running.groups
-            if sharded:
-                refuse_different_examples([each.loss for each in expected], losses.device)
-            _compare_losses(losses.detach().double(), expected, rtol)
-            _compare_norms(norms.double(), expected, rtol)
-            _compare_sums(sums, expected, groups, clipping, clipping_norm, rtol)
             for batch, order in _arrangements(padded, len(alone)):
-                with engine as running:
-                    norms = running.backward(per_example_loss(model, batch))
-                    _compare_norms(norms.double(), [expected[each] for each in order], rtol)
-                    _compare_one(running, partial(per_example_loss, model, batch), len(order))
-        with engine as running:  # and once with dropout on, as in training
-            running.backward(per_example_loss(model, padded))
+                expected = [singles[place] for place in order]
+                with engine:
+                    losses = loss(model, batch)
+                    norms = engine.backward(losses)
+                    sums = engine.collect()
+                    if sharded:
+                        refuse_different_examples([each.loss for each in singles], losses.device)
+                    _compare_losses(losses.detach().double(), expected, rtol)
+                    _compare_norms(norms.double(), expected, rtol)
+                    if batch is padded:
+                        _compare_sums(sums, expected, engine, rtol)
+                    _compare_one(engine, partial(loss, model, batch), len(order))
+        with engine:  # and once with dropout on, as in training
+            engine.backward(loss(model, padded))
         _refuse_changes(model, buffers, versions)
 
 
@@ -144,8 +141,12 @@ def refuse_notice_of_length(
     Raises: SelfCheckError when they differ.
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    loss = _OnCopies(per_example_loss)
-    with _named_failures(loss), in_training(model), _moved(model, trainable), no_dropout():
+    with (
+        _on_copies(per_example_loss) as loss,
+        in_training(model),
+        _moved(model, trainable),
+        no_dropout(),
+    ):
         one, other = (_alone(model, loss, each, trainable) for each in (alone, beside))
         rtol = _tolerance(model, trainable) if rtol is None else rtol
     pairs = ((other.gradients[name], gradient) for name, gradient in one.gradients.items())
@@ -161,28 +162,25 @@ def refuse_notice_of_length(
         )
 
 
-class _OnCopies:
-    """The loss of a copy of each batch, which it may change; notes which it tried last."""
-
-    def __init__(self, per_example_loss: PerExampleLoss):
-        self._loss, self.tried = per_example_loss, None
-
-    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
-        self.tried = batch
-        return self._loss(model, copy.deepcopy(batch))
-
-
 @contextmanager
-def _named_failures(loss: _OnCopies) -> Iterator[None]:
-    """Say what fails on which made-up rows: a rule may meet a use of its layer that it cannot
-    compute."""
+def _on_copies(per_example_loss: PerExampleLoss) -> Iterator[PerExampleLoss]:
+    """Let the loss change copies of its batches, and say what fails on which made-up rows.
+
+    A rule may meet a use of its layer that it cannot compute.
+    """
+    tried: Mapping[str, object] = {}
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        nonlocal tried
+        tried = batch if isinstance(batch, Mapping) else {}
+        return per_example_loss(model, copy.deepcopy(batch))
+
     try:
-        yield
+        yield loss
     except (HfDpError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as problem:
         said = next(iter(str(problem).splitlines()), "")
-        tried: Mapping[str, object] = loss.tried if isinstance(loss.tried, Mapping) else {}
         shapes = {n: tuple(each.shape) for n, each in tried.items() if isinstance(each, Tensor)}
         if "memory" in said.lower() or "alloc" in said.lower():  # a lack of it
             raise
@@ -321,18 +319,14 @@ def _compare_norms(norms: Tensor, expected: Sequence[_Expected], rtol: float) ->
 
 
 def _compare_sums(
-    sums: Mapping[str, Tensor],
-    expected: Sequence[_Expected],
-    groups: Mapping[str, int],
-    clipping: str,
-    clipping_norm: float,
-    rtol: float,
+    sums: Mapping[str, Tensor], expected: Sequence[_Expected], engine: ClippingEngine, rtol: float
 ) -> None:
+    groups, clipping_norm = engine.groups, engine.clipping_norm
     norms = torch.zeros(len(set(groups.values())), len(expected), dtype=torch.float64)
     for column, example in enumerate(expected):
         for name, gradient in example.gradients.items():
             norms[groups[name], column] += _squared_norm(gradient).cpu()
-    weights = clipping_weights(clipping, norms.sqrt(), clipping_norm)
+    weights = clipping_weights(engine.clipping, norms.sqrt(), clipping_norm)
     for name, total in sums.items():
         exact = torch.zeros_like(total)
         for column, example in enumerate(expected):
