@@ -19,11 +19,11 @@ from pages import PAGES, ROOT, command_of, commands
 
 from hf_dp._validate import one_of
 from hf_dp.benchmarks import modes
-from hf_dp.benchmarks.shapes import SHAPES
+from hf_dp.benchmarks.workload import SHAPES
 from hf_dp.cli import bench, plan, sweep
-from hf_dp.cli.cell_runs import Cell
+from hf_dp.cli.cells import Cell
 from hf_dp.cli.main import main
-from hf_dp.cli.summary import SIGNALS
+from hf_dp.cli.tasks.shared import SIGNALS
 from hf_dp.tuners.frost.chosen import Chosen, Part
 
 RECIPES = {
@@ -48,14 +48,13 @@ WORK = (
     "hf_dp.cli.tasks.image_classification.build_trainer",
     "hf_dp.cli.tasks.masked_lm.build_trainer",
     "hf_dp.cli.tasks.generation.build_trainer",
-    "hf_dp.cli.tasks.generation_evaluation.load_evaluation",
-    "hf_dp.cli.tasks.text_classification_evaluation.load_evaluation",
-    "hf_dp.cli.tasks.image_classification_evaluation.load_evaluation",
+    "hf_dp.cli.tasks.generation.load_evaluation",
+    "hf_dp.cli.tasks.shared.load_evaluation",
     "hf_dp.cli.generate._written",
     "hf_dp.cli.train.launch",
     "hf_dp.cli.plan.Planned.plan",
-    "hf_dp.cli.audit_exposure.train",
-    "hf_dp.cli.audit_exposure.measure",
+    "hf_dp.cli.audit.train_with_canaries",
+    "hf_dp.cli.audit.measure",
 )
 # What says which rows a command reads.
 TRAINED_ON = ("train_file", "dataset_name", "text_files")
@@ -126,7 +125,9 @@ def dry_run(
         words = words[: words.index(">")] if ">" in words else words
         command = words[0]
         if "--help" in words:
-            assert main(words) == 0
+            with pytest.raises(SystemExit) as end:
+                main(words)
+            assert end.value.code == 0
         elif command == "sweep":
             goes_through_its_runs(words, reaches, monkeypatch, tmp_path)
         elif command == "figure":
@@ -185,7 +186,7 @@ def goes_through_its_runs(
 
     every = sweep.grid
     with monkeypatch.context() as patched:
-        patched.setattr("hf_dp.cli.cell_runs.subprocess.run", child)
+        patched.setattr("hf_dp.cli.cells.subprocess.run", child)
         patched.setattr(sweep, "grid", lambda *args: one_at_a_time(list(every(*args))))
         assert main(words) == 1 and reached
 
@@ -193,9 +194,16 @@ def goes_through_its_runs(
 def prints_made_up_results(words: list[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Let a command print JSON of made-up results: of all runs of a sweep, of plans, of FROST."""
 
-    def result(cell: Cell) -> dict[str, Any]:
+    def result(cell: Cell, **asked: bool) -> dict[str, Any]:
         metrics = dict.fromkeys((*SCORES, *SIGNALS), 0.5 + cell.seed / 10)
-        return {"settings": cell.settings, "seed": cell.seed, "metrics": metrics}
+        return {
+            "settings": cell.settings,
+            "seed": cell.seed,
+            "metrics": metrics,
+            "zero_shot": {SCORES[0]: 0.5} if asked["untrained"] else {},
+            "logs": [{"step": 1, "signal_to_noise": 0.1}] if asked["logs"] else [],
+            "size": {"family": "bert", "parameters": 85.1},
+        }
 
     def planned(settings: dict[str, Any]) -> dict[str, Any]:
         rate = settings["expected_batch_size"] / settings["num_examples"]
@@ -212,9 +220,6 @@ def prints_made_up_results(words: list[str], monkeypatch: pytest.MonkeyPatch, fo
     with monkeypatch.context() as patched:
         patched.setattr(sweep, "run_cell", lambda *args: True)
         patched.setattr(sweep, "result", result)
-        patched.setattr(sweep, "zero_shot", lambda cell: {SCORES[0]: 0.5})
-        patched.setattr(sweep, "logs", lambda cell: [{"step": 1, "signal_to_noise": 0.1}])
-        patched.setattr(sweep, "model_size", lambda name: {"family": "bert", "parameters": 85.1})
         patched.setattr(plan.Planned, "plan", settings_of)
         patched.setattr(plan.Planned, "forecast", lambda self, settings: settings)
         patched.setattr(plan, "_json", planned)
@@ -304,7 +309,7 @@ def test_the_command_of_a_recipe_is_of_this_recipe(name):
         # the columns of another figure
         "hf-dp figure figure2.json --x expected_batch_size --y learning_rate --color bleu "
         "--beside recipes/e2e/figure4.csv -o a.png",
-        "hf-dp figure figure5.json --y bleu -o a.png",
+        "hf-dp figure figure5.json --x recipe --y bleu -o a.png",
         "hf-dp plan --config recipes/demo/minilm_dp_adam.yaml --num-exampels 10",
         "hf-dp bench throughput --model gpt2 --modes non_private,goast",
         "hf-dp bench throughput --model gpt3 --modes non_private",

@@ -62,7 +62,7 @@ def parsed(values: dict[str, Any]) -> tuple[Any, ...]:
     values = {**values, "use_cpu": True}
     if values["task"] == "masked_lm":
         values |= GIVEN_BY_THE_USER
-    return parse(ARGUMENTS[values["task"]], values, [], prog="", extra=("task", "peft", "card"))
+    return parse(ARGUMENTS[values["task"]], values, [], prog="")
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -1,5 +1,4 @@
 """Measure what private training costs in speed and memory, beside non-private training.
 
-``hf-dp bench throughput`` and ``memory`` (:mod:`hf_dp.cli.bench`) are the way in, and
-:func:`~hf_dp.benchmarks.private_step.measure_step` that of ``hf-dp suggest --measure``.
+``hf-dp bench throughput`` and ``memory`` (:mod:`hf_dp.cli.bench`) are the way in.
 """

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -34,7 +33,7 @@ from hf_dp.benchmarks.modes import (
     build_mode,
     check_modes,
     refusals,
-    without_yardstick,
+    refuse_without_yardstick,
 )
 from hf_dp.benchmarks.workload import Workload, environment, make_batch
 from hf_dp.errors import HfDpError
@@ -55,17 +54,13 @@ _ALLOCATOR = {
 }
 
 
-def status(field: str) -> int | None:
-    """Return a size of /proc/self/status in bytes; None where there is none."""
+def _resident(field: str) -> int:
+    """Return a size of /proc/self/status in bytes, or where there is none the largest resident size
+    of this process so far."""
     with suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as lines:
         for line in lines:
-            if line.startswith(field + ":"):
+            if line.startswith(f"{field}:"):
                 return int(line.split()[1]) * 1024
-    return None
-
-
-def lifetime_peak() -> int:
-    """Return the largest resident size of this process so far, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes
 
@@ -73,9 +68,7 @@ def lifetime_peak() -> int:
 def probe(workload: Workload, mode: str, steps: int) -> dict[str, Any]:
     """Measure one mode in a new process.
 
-    Returns: what :func:`measure_here` does, or ``{"refused": reason}``.
-    Raises: HfDpError with the last line of its output when the process failed.
-    """
+    Returns: what :func:`measure_here` does, or ``{"refused": reason}``."""
     request = json.dumps([vars(workload), mode, steps])
     done = subprocess.run(
         [sys.executable, "-m", "hf_dp.benchmarks.memory", request],
@@ -95,64 +88,42 @@ def probe(workload: Workload, mode: str, steps: int) -> dict[str, Any]:
 def measure_memory(
     workload: Workload,
     modes: Sequence[str],
-    repeats: int = 1,
     steps: int = 3,
     run: Probe = probe,
     log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Return the median peak of each mode over ``repeats`` processes, and its ratio to non-private.
+    """Return the peak of each mode, and its ratio to non-private, as ``--json`` prints it.
 
     Args: steps: of each process; the peak is taken from the second on. run: the probe, for tests.
-
-    Returns: what ``--json`` prints.
-    Raises: InvalidArgumentError; HfDpError when non-private training cannot run.
     """
-    names = check_modes(modes)
-    repeats, steps = _validate.integer("repeats", repeats, 1), _validate.integer("steps", steps, 2)
-    machine = environment(workload)
-    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    for number in range(repeats):
-        for name in names:
-            log(f"repeat {number + 1} of {repeats}: {name}")
-            answers[name].append(run(workload, name, steps))
-    rows = {name: _row(each) for name, each in answers.items()}
-    if "refused" in rows[NON_PRIVATE]:
-        raise without_yardstick(workload, rows[NON_PRIVATE]["refused"])
-    for row in rows.values():
-        if "refused" not in row:
-            row["ratio"] = row["mebibytes"] / rows[NON_PRIVATE]["mebibytes"]
+    names, steps = check_modes(modes), _validate.integer("steps", steps, 2)
+    rows: dict[str, dict[str, Any]] = {}
+    for name in names:
+        log(name)
+        rows[name] = run(workload, name, steps)
+        refuse_without_yardstick(workload, rows[NON_PRIVATE])
+        if "refused" not in rows[name]:
+            rows[name]["mebibytes"] = rows[name].pop("bytes") / MIB
+            rows[name]["ratio"] = rows[name]["mebibytes"] / rows[NON_PRIVATE]["mebibytes"]
     return {
         "benchmark": "memory",
-        "environment": machine,
+        "environment": environment(workload),
         "workload": vars(workload),
-        "protocol": {"repeats": repeats, "steps": steps},
-        "measured": answers[NON_PRIVATE][0]["measured"],
+        "protocol": {"steps": steps},
         "modes": rows,
     }
 
 
-def _row(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the median of the peaks, or why a process had to refuse."""
-    for answer in answers:
-        if "refused" in answer:
-            return {"refused": answer["refused"]}
-    peaks = [answer["bytes"] / MIB for answer in answers]
-    return {"mebibytes": statistics.median(peaks), "repeats": peaks, "note": answers[0]["note"]}
-
-
-# -- in the new process --
-
-
 def measure_here(workload: Workload, name: str, steps: int) -> dict[str, Any]:
-    """Return the peak bytes of steps 2 to ``steps`` above what was in use before the model was
-    built, how they were measured, and the mode's note."""
+    """Return, in the new process, the peak bytes of steps 2 to ``steps`` above what was in use
+    before the model was built, how they were measured, and the mode's note."""
     torch.set_num_threads(workload.threads or 1)
     # A first step loads libraries and kernels. DP-FP needs a classifier.
     tiny = "tiny-bert" if name == FORWARD else "tiny"
     small = replace(workload, model=tiny, per_device_train_batch_size=2, max_length=8)
     with suppress(Refused):
-        _train(small, name, 1, meter_of(workload.device))
-    meter = meter_of(workload.device)
+        _train(small, name, 1, Meter(workload.device))
+    meter = Meter(workload.device)
     try:
         note = _train(workload, name, steps, meter)
     except Refused as refused:
@@ -160,7 +131,7 @@ def measure_here(workload: Workload, name: str, steps: int) -> dict[str, Any]:
     return {"bytes": meter.peak(), "measured": meter.measured, "note": note}
 
 
-def _train(workload: Workload, name: str, steps: int, meter: ResidentMeter | CudaMeter) -> str:
+def _train(workload: Workload, name: str, steps: int, meter: Meter) -> str:
     """Make steps with a new model, the meter running after the first; return the mode's note."""
     with refusals(name):
         mode = build_mode(name, workload)
@@ -172,15 +143,25 @@ def _train(workload: Workload, name: str, steps: int, meter: ResidentMeter | Cud
         return mode.note
 
 
-class ResidentMeter:
-    """Peak resident size of this process above what it was when the meter was made, in bytes."""
+class Meter:
+    """Peak memory of this process above what it was when the meter was made, in bytes: resident
+    size, or on CUDA what torch's allocator handed out.
 
-    def __init__(self) -> None:
-        self.before = status("VmRSS") or lifetime_peak()
+    Attributes: measured: how.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.cuda = device == "cuda"
         self.measured = "peak resident size, model building and first step included"
+        self.before = torch.cuda.memory_allocated() if self.cuda else _resident("VmRSS")
 
     def start(self) -> None:
         """Forget the peak so far, where the system allows it."""
+        if self.cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self.measured = "torch.cuda.max_memory_allocated from the second step on"
+            return
         with suppress(OSError):
             with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
                 file.write("5")
@@ -188,31 +169,10 @@ class ResidentMeter:
 
     def peak(self) -> int:
         """Return the peak in bytes, at least 0."""
-        return max(0, (status("VmHWM") or lifetime_peak()) - self.before)
-
-
-class CudaMeter:
-    """Peak of what torch's allocator handed out since the meter was made, in bytes."""
-
-    measured = "torch.cuda.max_memory_allocated from the second step on"
-
-    def __init__(self) -> None:
-        self.before = torch.cuda.memory_allocated()
-
-    def start(self) -> None:
-        """Forget the peak so far."""
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-
-    def peak(self) -> int:
-        """Return the peak in bytes."""
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - self.before
-
-
-def meter_of(device: str) -> ResidentMeter | CudaMeter:
-    """Return the meter of a kind of device, ``cpu`` or ``cuda``."""
-    return CudaMeter() if device == "cuda" else ResidentMeter()
+        if self.cuda:
+            torch.cuda.synchronize()
+            return torch.cuda.max_memory_allocated() - self.before
+        return max(0, _resident("VmHWM") - self.before)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import importlib.util
 import inspect
 import time
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -47,12 +46,10 @@ class Refused(HfDpError):
     """A mode cannot run this workload; the message is the reason, for its row."""
 
 
-class BenchmarkMode(ABC):
-    """One way to form a gradient.
+class NonPrivate:
+    """Ordinary training: a mean loss, and gradients in ``.grad``, which starts at None.
 
-    Attributes:
-        note: what the reader must know beside the numbers, or "".
-        sums: the clipped sums of the last step, by the name of the parameter.
+    Attributes: note: what the reader must know beside the numbers, or "".
     """
 
     note = ""
@@ -60,26 +57,21 @@ class BenchmarkMode(ABC):
     def __init__(self, model: nn.Module, workload: Workload):
         self.model = model
         self.workload = workload
-        self.sums: dict[str, Tensor] = {}
 
-    @abstractmethod
     def step(self, batches: Sequence[Batch]) -> None:
-        """Run forward and backward of one logical batch.
-
-        The result stays until the next step or :meth:`reset`.
-        """
+        """Run forward and backward of one logical batch. The result stays until the next step or
+        :meth:`reset`."""
+        self.reset()
+        for batch in batches:
+            (self.losses(batch).mean() / len(batches)).backward()
 
     def reset(self) -> None:
         """Drop the result, so that another mode can use the model; this is not timed."""
-        self.sums = {}
+        self.model.zero_grad(set_to_none=True)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the result of the last step by name: mean gradients, or clipped sums."""
-        return self.sums
-
-    def trained(self) -> dict[str, nn.Parameter]:
-        """Return what trains, by name."""
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        return {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
 
     def losses(self, batch: Batch, chunked: bool = False) -> Tensor:
         """Return one loss per example, (b,)."""
@@ -88,27 +80,13 @@ class BenchmarkMode(ABC):
             return per_example_loss(self.model, batch, chunked)
 
 
-class NonPrivate(BenchmarkMode):
-    """Ordinary training: a mean loss, and gradients in ``.grad``, which starts at None."""
-
-    def step(self, batches: Sequence[Batch]) -> None:
-        self.reset()
-        for batch in batches:
-            (self.losses(batch).mean() / len(batches)).backward()
-
-    def reset(self) -> None:
-        self.model.zero_grad(set_to_none=True)
-
-    def gradients(self) -> dict[str, Tensor]:
-        return {name: p.grad for name, p in self.trained().items() if p.grad is not None}
-
-
-class Clipped(BenchmarkMode):
+class Clipped(NonPrivate):
     """Our engine, entered and collected once a step, as in :class:`hf_dp.DPTrainer`."""
 
     def __init__(self, model: nn.Module, workload: Workload, strategy: str):
         super().__init__(model, workload)
         self.strategy = strategy
+        self.sums: dict[str, Tensor] = {}
 
     def step(self, batches: Sequence[Batch]) -> None:
         self.reset()
@@ -120,30 +98,34 @@ class Clipped(BenchmarkMode):
                 engine.backward(self.losses(batch, self.workload.chunked_loss))
             self.sums = engine.collect()
 
+    def reset(self) -> None:
+        self.sums = {}
+
+    def gradients(self) -> dict[str, Tensor]:
+        return self.sums
+
 
 class ForwardNoised(NonPrivate):
-    """DP-FP as published: ordinary training with the representation clipped and noised."""
+    """DP-FP as published: ordinary training with the representation clipped and noised. Nothing is
+    released: rows are made up."""
 
     def __init__(self, model: nn.Module, workload: Workload):
         super().__init__(model, workload)
         self._layer: nn.Module | None = None
         self._randomness = SecretRandomness()
 
-    def _noised(self, vectors: Tensor) -> Tensor:
-        """Return vectors with noise drawn as a run draws it. Nothing is released: rows are made
-        up."""
-        return vectors + self._randomness.gaussian_like(vectors, 1.0)
-
     def step(self, batches: Sequence[Batch]) -> None:
-        self.reset()
         if self._layer is None:  # before the first round, which warms up
             _, self._layer = find_last_layer(self.model, batches[0])
-        for batch in batches:
-            with noising(self._layer, 1.0, self._noised):
-                (self.losses(batch).mean() / len(batches)).backward()
+
+        def noised(vectors: Tensor) -> Tensor:
+            return vectors + self._randomness.gaussian_like(vectors, 1.0)
+
+        with noising(self._layer, 1.0, noised):
+            super().step(batches)
 
 
-class OpacusMode(BenchmarkMode):
+class OpacusMode(NonPrivate):
     """Opacus (>= 1.6), by per-example gradients or by fast gradient clipping (``opacus_ghost``).
 
     It runs as its maintainers advise: with ``wrap_model=False`` and with position ids given in
@@ -153,11 +135,29 @@ class OpacusMode(BenchmarkMode):
     """
 
     def __init__(self, workload: Workload, name: str):
+        from opacus import PrivacyEngine
+
         self.ghost = name == "opacus_ghost"
         untie = self.ghost and workload.shape.tied
         self.note = "untied head (Opacus ghost refuses tied weights)" if untie else ""
         super().__init__(build_model(workload, tied=not untie), workload)
-        self.hooks, self.optimizer = _make_private(self.model, "ghost" if self.ghost else "hooks")
+        # Opacus takes its sample rate from a loader; nothing here reads either.
+        loader = DataLoader(TensorDataset(torch.zeros(2, 1)), batch_size=1)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            made: Any = PrivacyEngine(accountant="rdp").make_private(
+                module=self.model,
+                optimizer=torch.optim.SGD(trained, lr=0.0),
+                data_loader=loader,
+                criterion=nn.CrossEntropyLoss(),
+                noise_multiplier=0.0,
+                max_grad_norm=CLIPPING_NORM,
+                grad_sample_mode="ghost" if self.ghost else "hooks",
+                poisson_sampling=False,
+                wrap_model=False,
+            )
+        self.hooks, self.optimizer = made[:2]
 
     def step(self, batches: Sequence[Batch]) -> None:
         with warnings.catch_warnings():
@@ -166,7 +166,15 @@ class OpacusMode(BenchmarkMode):
                 p.summed_grad = None
             for batch in batches:
                 self.optimizer.zero_grad(set_to_none=True)
-                self._backward(self.losses(_explicit(self.model, batch)))
+                losses = self.losses(_explicit(self.model, batch))
+                if self.ghost:
+                    from opacus.utils import fast_gradient_clipping_utils as ghost
+
+                    ghost.DPTensorFastGradientClipping(
+                        self.hooks, self.optimizer, losses
+                    ).backward()
+                else:
+                    losses.mean().backward()
                 self.optimizer.signal_skip_step(True)
                 self.optimizer.step()
 
@@ -175,37 +183,8 @@ class OpacusMode(BenchmarkMode):
             p.grad = p.grad_sample = p.summed_grad = None
 
     def gradients(self) -> dict[str, Tensor]:
-        return {name: getattr(p, "summed_grad") for name, p in self.trained().items()}  # noqa: B009
-
-    def _backward(self, losses: Tensor) -> None:
-        if self.ghost:
-            from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
-
-            DPTensorFastGradientClipping(self.hooks, self.optimizer, losses).backward()
-        else:
-            losses.mean().backward()
-
-
-def _make_private(model: nn.Module, mode: str) -> tuple[Any, Any]:
-    from opacus import PrivacyEngine
-
-    # Opacus takes its sample rate from a loader; nothing here reads either.
-    loader = DataLoader(TensorDataset(torch.zeros(2, 1)), batch_size=1)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        hooks, optimizer, *_ = PrivacyEngine(accountant="rdp").make_private(
-            module=model,
-            optimizer=optimizer,
-            data_loader=loader,
-            criterion=nn.CrossEntropyLoss(),
-            noise_multiplier=0.0,
-            max_grad_norm=CLIPPING_NORM,
-            grad_sample_mode=mode,
-            poisson_sampling=False,
-            wrap_model=False,
-        )
-    return hooks, optimizer
+        found: dict[str, Any] = dict(self.model.named_parameters())
+        return {name: p.summed_grad for name, p in found.items() if p.requires_grad}
 
 
 def _explicit(model: nn.Module, batch: Batch) -> Batch:
@@ -232,20 +211,16 @@ def installed_modes() -> tuple[str, ...]:
 
 
 def check_modes(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the modes to run, without repeats, with non_private first, which every ratio needs.
-
-    Raises: InvalidArgumentError for a mode that is unknown or not installed.
-    """
+    """Return the modes to run, without repeats, with non_private first, which every ratio needs."""
     for name in names:
-        _validate.one_of("modes", name, MODES)
-        if name not in installed_modes():
+        if _validate.one_of("modes", name, MODES) not in installed_modes():
             advice = "Run `pip install hf-dp[bench]`, or leave this mode out."
             raise _validate.invalid("modes", name, "to be installed", advice)
     return tuple(dict.fromkeys([NON_PRIVATE, *names]))
 
 
-def build_mode(name: str, workload: Workload, shared: nn.Module | None = None) -> BenchmarkMode:
-    """Return one mode, ready to step. Raises: Refused.
+def build_mode(name: str, workload: Workload, shared: nn.Module | None = None) -> NonPrivate:
+    """Return one mode, ready to step.
 
     Args: shared: the model of all modes; only Opacus, which changes its model, gets its own.
     """
@@ -279,16 +254,17 @@ def refusals(name: str) -> Iterator[None]:
         raise
 
 
-def without_yardstick(workload: Workload, reason: str) -> HfDpError:
-    """Return the error for work that non-private training cannot do."""
-    size = workload.per_device_train_batch_size
-    return HfDpError(
-        f"Non-private training of `model` {workload.model!r} at `per_device_train_batch_size` "
-        f"{size} cannot run: {reason}. Choose smaller ones, or a smaller `max_length`."
-    )
+def refuse_without_yardstick(workload: Workload, row: dict[str, Any]) -> None:
+    """Raise HfDpError for work that non-private training, whose row it is, cannot do."""
+    if "refused" in row:
+        raise HfDpError(
+            f"Non-private training of `model` {workload.model!r} at `per_device_train_batch_size` "
+            f"{workload.per_device_train_batch_size} cannot run: {row['refused']}. Choose smaller "
+            "ones, or a smaller `max_length`."
+        )
 
 
-def seconds_of_step(mode: BenchmarkMode, batches: Sequence[Batch]) -> float:
+def seconds_of_step(mode: NonPrivate, batches: Sequence[Batch]) -> float:
     """Return the wall-clock seconds of one step; leave the model without gradients."""
     gc.collect()  # what another mode left is not collected in this one's time
     # CUDA kernels run after the call that started them has returned.

@@ -1,23 +1,24 @@
-"""The fixed choices of one measurement, the model and batch that follow from them, and the machine.
+"""What is measured: models of published sizes, the choices of one measurement, and the machine.
 
-They are the same for every mode, so that all modes do equal work. Options that ``hf-dp train`` has
-have its names and defaults. Importing this module loads neither torch nor transformers.
+Nothing is downloaded: models have random weights and are built from a configuration, since speed
+and memory of dense layers do not depend on the values of the weights. The choices are the same for
+every mode, so that all modes do equal work. Options that ``hf-dp train`` has have its names and
+defaults. Importing this module loads neither torch nor transformers.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hf_dp import _validate
 from hf_dp._arguments import argument
 from hf_dp._version import __version__
-from hf_dp.benchmarks.shapes import SHAPES, Shape
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -25,14 +26,101 @@ if TYPE_CHECKING:
 Batch = dict[str, "Tensor"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """The fixed choices of one measurement.
+_DROPOUTS = (
+    "resid_pdrop embd_pdrop attn_pdrop attention_dropout hidden_dropout_prob "
+    "attention_probs_dropout_prob"
+).split()
 
-    ``dropout`` is a probability, the same everywhere.
 
-    Raises: InvalidArgumentError naming the field.
+@dataclass(frozen=True)
+class Shape:
+    """One model. Sizes: Radford et al. 2019 (GPT-2), Liu et al. 2019 (RoBERTa), Wang et al. 2020
+    (MiniLM). LoRA has no dropout of its own, as is PEFT's default.
+
+    Attributes:
+        model: its class in transformers.
+        positions: the most tokens of an example.
+        sizes: of its configuration, where they are not the default.
+        tied: whether output head and input embedding are one trainable parameter.
+        lora: arguments of PEFT's ``LoraConfig``; none trains everything.
+        infilling: whether a word of the vocabulary is the class, instead of a head.
     """
+
+    model: str
+    positions: int
+    sizes: Mapping[str, int]
+    tied: bool = False
+    lora: Mapping[str, Any] = field(default_factory=dict)
+    infilling: bool = False
+
+    def build(self, dropout: float, tied: bool = True) -> nn.Module:
+        """Return the model; ``tied=False`` gives a tied head a weight of its own."""
+        import transformers
+
+        cls = getattr(transformers, self.model)
+        untied = {} if tied and self.model != "LlamaForCausalLM" else {"tie_word_embeddings": False}
+        config = cls.config_class(**self.sizes, **untied, use_cache=False)
+        for name in _DROPOUTS:
+            if hasattr(config, name):
+                setattr(config, name, dropout)
+        if self.infilling:
+            from hf_dp.tasks.infilling import InfillingForSequenceClassification as Infilling
+            from hf_dp.tasks.infilling_config import InfillingConfig
+
+            words: dict[str, Any] = {"label_word_ids": [10, 11], "mask_token_id": 4}
+            words |= {"attn_implementation": "sdpa"}
+            return Infilling(InfillingConfig(base_config=config, **words))
+        model: nn.Module = cls(config)
+        if self.lora:
+            from peft import LoraConfig, get_peft_model
+
+            model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **self.lora))
+        return model
+
+
+def _gpt2(layers: int, hidden: int, heads: int, most: int = 1024, **more: int) -> Shape:
+    sizes = {"n_layer": layers, "n_embd": hidden, "n_head": heads, "n_positions": most}
+    return Shape("GPT2LMHeadModel", most, sizes | more, tied=True)
+
+
+def _layers(
+    model: str, most: int, layers: int, hidden: int, heads: int, inner: int, **more: int
+) -> Shape:
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
+    sizes |= {"intermediate_size": inner, "max_position_embeddings": most}
+    return Shape(model, most, sizes | more)
+
+
+_BERT, _ROBERTA = "BertForSequenceClassification", "RobertaForSequenceClassification"
+# Two of RoBERTa's positions are for padding.
+_OF_ROBERTA = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}
+_GPT2 = _gpt2(12, 768, 12)
+_LLAMA = _layers("LlamaForCausalLM", 4096, 12, 768, 12, 2048, vocab_size=32000)
+_BASE = _layers(_ROBERTA, 512, 12, 768, 12, 3072, **_OF_ROBERTA)
+_MINILM = _layers(_BERT, 512, 6, 384, 12, 1536)
+_LORA = {"r": 8, "target_modules": ["c_attn"], "fan_in_fan_out": True}
+
+SHAPES: Mapping[str, Shape] = {
+    "gpt2": _GPT2,
+    "gpt2-medium": _gpt2(24, 1024, 16),
+    "gpt2-large": _gpt2(36, 1280, 20),
+    "gpt2-lora": replace(_GPT2, tied=False, lora=_LORA),  # the tied weight is frozen
+    "llama-small": _LLAMA,
+    "llama-small-lora": replace(_LLAMA, lora={"r": 16, "target_modules": ["q_proj", "v_proj"]}),
+    "roberta-base": _BASE,
+    "roberta-large": _layers(_ROBERTA, 512, 24, 1024, 16, 4096, **_OF_ROBERTA),
+    "roberta-base-infilling": replace(_BASE, infilling=True, tied=True),
+    "minilm": _MINILM,
+    "minilm-infilling": replace(_MINILM, infilling=True, tied=True),
+    # for tests
+    "tiny": _gpt2(2, 16, 2, 32, vocab_size=64, bos_token_id=0, eos_token_id=0),
+    "tiny-bert": _layers(_BERT, 32, 2, 16, 2, 32, vocab_size=64),
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The fixed choices of one measurement."""
 
     model: str
     per_device_train_batch_size: int = argument(8, "examples of a step, one physical batch")
@@ -60,12 +148,8 @@ class Workload:
         _refuse_below(self, per_device_train_batch_size=1, max_length=2, threads=1)
         check_memory_ratio("clipping_memory_ratio", self.clipping_memory_ratio)
         if self.max_length > self.shape.positions:
-            raise _validate.invalid(
-                "max_length",
-                self.max_length,
-                f"to be at most {self.shape.positions}, the positions of {self.model}",
-                "Choose fewer.",
-            )
+            expected = f"to be at most {self.shape.positions}, the positions of {self.model}"
+            raise _validate.invalid("max_length", self.max_length, expected)
 
     @property
     def shape(self) -> Shape:
@@ -80,12 +164,9 @@ class Workload:
         return "cuda" if torch.cuda.is_available() and not self.use_cpu else "cpu"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Protocol:
-    """How speed is timed.
-
-    Raises: InvalidArgumentError naming the field.
-    """
+    """How speed is timed."""
 
     rounds: int = argument(7, "timings of every mode in a run, interleaved, at least 3")
     warmups: int = argument(2, "untimed steps of every mode before a run")
@@ -99,7 +180,7 @@ class Protocol:
         _refuse_below(self, rounds=3, warmups=1, repeats=1, runs=1)
 
 
-def _refuse_below(work: Any, **least: int) -> None:
+def _refuse_below(work: Workload | Protocol, **least: int) -> None:
     for name, minimum in least.items():
         if getattr(work, name) is not None:
             _validate.integer(name, getattr(work, name), minimum)
@@ -155,20 +236,16 @@ def environment(workload: Workload) -> dict[str, Any]:
     """Return versions of what is installed, device, and load; no path, user or host name."""
     import torch
 
-    versions = {"hf_dp": __version__, "python": platform.python_version()}
+    found: dict[str, Any] = {"hf_dp": __version__, "python": platform.python_version()}
     for name in ("torch", "transformers", "peft", "opacus"):
         with suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
+            found[name] = importlib.metadata.version(name)
     device = platform.processor() or platform.machine()
     if workload.device == "cuda":
         device = torch.cuda.get_device_name()
     else:
-        with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
-            names = [line.partition(":")[2] for line in lines if line.startswith("model name")]
-            device = names[0].strip() if names else device
-    return {
-        **versions,
-        "device": device,
-        "processors": os.cpu_count(),
-        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-    }
+        with suppress(OSError, StopIteration), open("/proc/cpuinfo", encoding="utf-8") as lines:
+            named = next(line for line in lines if line.startswith("model name"))
+            device = named.partition(":")[2].strip()
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    return {**found, "device": device, "processors": os.cpu_count(), "load_average": load}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_dp.accounting import ACCOUNTANTS, RELATIONS
 from hf_dp.accounting.events import RUN_DISTRIBUTIONS
@@ -15,37 +15,16 @@ from hf_dp.cli.answers import json_row, table
 from hf_dp.cli.options import Parser
 from hf_dp.errors import LedgerError
 
+if TYPE_CHECKING:
+    from hf_dp.accounting.accountants import Answer
+
+    # delta, the answers, what else stands in the JSON, and lines above the table
+    Found = tuple[float, Sequence[Answer], dict[str, Any], Sequence[str]]
+
 NOTE = (
     "These figures are for Poisson sampling with Gaussian noise on the sum of clipped gradients. A "
     "bound holds; an estimate may be below the true epsilon. Epsilon is rounded up."
 )
-_SST2 = "example (SST-2, 1024 of 67349 examples a step, 3 epochs):\n  hf-dp account "
-_COMMON = "--steps 198 --delta 7.424e-6"
-# question -> (help, example)
-QUESTIONS = {
-    "epsilon": (
-        "epsilon of a run",
-        f"epsilon --noise-multiplier 0.8254 --sample-rate 0.0152044 {_COMMON}",
-    ),
-    "noise": (
-        "smallest noise that meets a target",
-        f"noise --target-epsilon 3 --sample-rate 0.0152044 {_COMMON}",
-    ),
-    "steps": (
-        "largest number of steps that stays within a target",
-        "steps --target-epsilon 3 --noise-multiplier 0.8254 --sample-rate 0.0152044 --delta "
-        "7.424e-6",
-    ),
-    "sample-rate": (
-        "largest sample rate that stays within a target",
-        f"sample-rate --target-epsilon 3 --noise-multiplier 0.8254 {_COMMON}",
-    ),
-    "search": (
-        "epsilon of a search over a secret number of runs that releases only the best",
-        f"search --mean-runs 10 --noise-multiplier 1.2 --sample-rate 0.0152044 {_COMMON}",
-    ),
-    "ledger": ("recompute what a finished or interrupted run cost", "ledger outputs/demo"),
-}
 SEARCH_NOTE = """\
 Epsilon of a hyperparameter search of which only the best run is released (Papernot and Steinke
 2021, arXiv 2110.03620). The number of runs K is random, with the mean that you give. The noise,
@@ -60,127 +39,104 @@ The figure describes a search only if all of this holds:
   - nothing of the other runs leaves, their number included.
 Otherwise all runs compose: use `hf-dp sweep`, whose last line says what they cost together.
 """
+_RATE, _END = "--sample-rate 0.0152044", "--steps 198 --delta 7.424e-6"
+# question -> (help, words of the example, which number is not given)
+QUESTIONS = {
+    "epsilon": ("epsilon of a run", f"--noise-multiplier 0.8254 {_RATE} {_END}", "target-epsilon"),
+    "noise": (
+        "smallest noise that meets a target",
+        f"--target-epsilon 3 {_RATE} {_END}",
+        "noise-multiplier",
+    ),
+    "steps": (
+        "largest number of steps that stays within a target",
+        f"--target-epsilon 3 --noise-multiplier 0.8254 {_RATE} --delta 7.424e-6",
+        "steps",
+    ),
+    "sample-rate": (
+        "largest sample rate that stays within a target",
+        f"--target-epsilon 3 --noise-multiplier 0.8254 {_END}",
+        "sample-rate",
+    ),
+    "search": (
+        "epsilon of a search over a secret number of runs that releases only the best",
+        f"--mean-runs 10 --noise-multiplier 1.2 {_RATE} {_END}",
+        "target-epsilon",
+    ),
+    "ledger": ("recompute what a finished or interrupted run cost", "outputs/demo", ""),
+}
+NUMBERS = {
+    "noise-multiplier": (float, "SIGMA", "noise standard deviation / clipping norm"),
+    "sample-rate": (
+        float,
+        "Q",
+        "probability that an example joins a step = expected batch size / number of examples",
+    ),
+    "steps": (int, "T", "number of optimizer steps"),
+    "target-epsilon": (float, "EPSILON", "epsilon to stay within, > 0"),
+    "delta": (float, "DELTA", "delta, for example 1 / (2 x number of examples)"),
+}
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Return the parser of all questions."""
-    parser = Parser(
-        "hf-dp account",
-        description=NOTE,
-    )
+    parser = Parser("hf-dp account", description=NOTE)
     commands = parser.add_subparsers(
         dest="question", required=True, metavar="{" + ",".join(QUESTIONS) + "}"
     )
-    for question, (text, example) in QUESTIONS.items():
-        before = "example:\n  hf-dp account " if question == "ledger" else _SST2
-        add = commands.add_parser(
+    for question, (text, example, wanted) in QUESTIONS.items():
+        of = "" if question == "ledger" else " (SST-2, 1024 of 67349 examples a step, 3 epochs)"
+        command = commands.add_parser(
             question,
             help=text,
             description=SEARCH_NOTE if question == "search" else textwrap.fill(NOTE, 100),
-            epilog=before + example,
-        ).add_argument
-        _add_numbers(question, add)
-        if question == "search":
-            _add_search(add)
+            epilog=f"example{of}:\n  hf-dp account {question} {example}",
+        )
+        option = command.option
+        if question == "ledger":
+            option("path", "a privacy.json, or the folder that holds it", "PATH")
         else:
-            _add_accountant(question, add)
-        add(
-            "--json",
-            action="store_true",
-            help='one JSON object on stdout; an infinite epsilon is "inf"',
-        )
+            for name, (kind, metavar, said) in NUMBERS.items():
+                if name != wanted:
+                    option(f"--{name}", said, metavar, required=True, type=kind)
+        if question == "search":
+            runs = "expected number of runs, from 1 to 10^9"
+            option("--mean-runs", runs, "K", required=True, type=float)
+            of_runs = {"choices": RUN_DISTRIBUTIONS, "default": RUN_DISTRIBUTIONS[0]}
+            option(
+                "--distribution",
+                "of the number of runs (default: truncated_negative_binomial, at least one run; "
+                "with poisson there may be none, and nothing is released)",
+                **of_runs,
+            )
+            shape = "of the truncated negative binomial: 1 (the default) is the geometric "
+            option("--shape", f"{shape}distribution, 0 the logarithmic one", "ETA", type=float)
+        else:
+            default = "the run's own" if question == "ledger" else "pld"
+            option("--accountant", f"default: {default}", choices=ACCOUNTANTS)
+        if question in ("epsilon", "ledger"):
+            command.switch("--cross-check", "every accountant with its kind")
+        if question == "epsilon":
+            said = "what a neighboring data set is (default: zero_out; replace_one only with pld)"
+            option("--relation", said, choices=RELATIONS, default="zero_out")
+        command.switch("--json", 'one JSON object; an infinite epsilon is "inf"')
     return parser
-
-
-def _add_accountant(question: str, add: Callable[..., Any]) -> None:
-    if question in ("epsilon", "ledger"):
-        add(
-            "--cross-check",
-            action="store_true",
-            help="every accountant with its kind, side by side",
-        )
-    default = "the run's own" if question == "ledger" else "pld"
-    bounds = "" if question in ("epsilon", "ledger") else "; a bound: pld, rdp or prv"
-    add("--accountant", choices=ACCOUNTANTS, help=f"which one (default: {default}{bounds})")
-    if question == "epsilon":
-        add(
-            "--relation",
-            choices=RELATIONS,
-            default="zero_out",
-            help="what a neighboring data set is (default: zero_out; replace_one only with pld)",
-        )
-
-
-def _add_search(add: Callable[..., Any]) -> None:
-    add(
-        "--mean-runs",
-        type=float,
-        required=True,
-        metavar="K",
-        help="expected number of runs, from 1 to 10^9",
-    )
-    add(
-        "--distribution",
-        choices=RUN_DISTRIBUTIONS,
-        default=RUN_DISTRIBUTIONS[0],
-        help="of the number of runs (default: truncated_negative_binomial, at least one run; with "
-        "poisson there may be none, and nothing is released)",
-    )
-    add(
-        "--shape",
-        type=float,
-        metavar="ETA",
-        help="of the truncated negative binomial: 1 is the geometric distribution, 0 the "
-        "logarithmic one (default: 1)",
-    )
-
-
-def _add_numbers(question: str, add: Callable[..., Any]) -> None:
-    if question == "ledger":
-        add("path", metavar="PATH", help="a privacy.json, or the folder that holds it")
-        return
-    options: dict[str, dict[str, Any]] = {
-        "--noise-multiplier": {
-            "type": float,
-            "metavar": "SIGMA",
-            "help": "noise standard deviation / clipping norm",
-        },
-        "--sample-rate": {
-            "type": float,
-            "metavar": "Q",
-            "help": "probability that an example joins a step = expected batch size / number of "
-            "examples",
-        },
-        "--steps": {"type": int, "metavar": "T", "help": "number of optimizer steps"},
-        "--target-epsilon": {
-            "type": float,
-            "metavar": "EPSILON",
-            "help": "epsilon to stay within, > 0",
-        },
-        "--delta": {"type": float, "help": "delta, for example 1 / (2 x number of examples)"},
-    }
-    wanted = {
-        "epsilon": "--target-epsilon",
-        "search": "--target-epsilon",
-        "noise": "--noise-multiplier",
-    }.get(question, f"--{question}")
-    for name, settings in options.items():
-        if name != wanted:
-            add(name, required=True, **settings)
 
 
 def main(argv: Sequence[str]) -> int:
     """Answer one question on stdout; return 2 (with a line on stderr) if there is no answer."""
     args = build_parser().parse_args(list(argv))
-    answers: dict[str, Callable[[argparse.Namespace], int]] = {
-        "epsilon": _epsilon,
-        "search": _search,
-        "ledger": _ledger,
-    }
-    return answers.get(args.question, _calibrated)(args)
+    kinds = {"epsilon": _epsilon, "search": _search, "ledger": _ledger}
+    delta, answers, found, lines = kinds.get(args.question, _calibrated)(args)
+    if args.json:
+        results = [json_row(answer) for answer in answers]
+        print(json.dumps({**found, "delta": delta, "results": results}, allow_nan=False))
+    else:
+        print("\n".join([*lines, table(answers, delta)]))
+    return 0
 
 
-def _epsilon(args: argparse.Namespace) -> int:
+def _epsilon(args: argparse.Namespace) -> Found:
     from hf_dp.accounting import PoissonSampledGaussian, epsilon
     from hf_dp.accounting.accountants import Answer, compare
 
@@ -191,11 +147,10 @@ def _epsilon(args: argparse.Namespace) -> int:
         answers = compare(event, args.delta, names, args.relation)
     else:
         answers = (Answer(name, epsilon(event, args.delta, name, args.relation)),)
-    found = {"event": event.to_dict(), "delta": args.delta, "relation": args.relation}
-    return _print(args, found, answers, "")
+    return args.delta, answers, {"event": event.to_dict(), "relation": args.relation}, ()
 
 
-def _search(args: argparse.Namespace) -> int:
+def _search(args: argparse.Namespace) -> Found:
     from hf_dp.accounting import BestOfRandomRuns, PoissonSampledGaussian, epsilon
     from hf_dp.accounting.accountants import Answer, compare
     from hf_dp.errors import UnsupportedEventError
@@ -209,103 +164,70 @@ def _search(args: argparse.Namespace) -> int:
         with suppress(UnsupportedEventError):  # this accountant cannot describe a search
             answers.append(Answer(name, epsilon(search, args.delta, name)))
     one_run = compare(run, args.delta, [answer.accountant for answer in answers])
-    found = {
-        "event": search.to_dict(),
-        "delta": args.delta,
-        "one_run": [json_row(answer) for answer in one_run],
-    }
+    found = {"event": search.to_dict(), "one_run": [json_row(answer) for answer in one_run]}
     how = args.distribution.replace("_", " ") + ("" if poisson else f" of shape {shape:g}")
-    heading = (
-        f"one run:\n{table(one_run, args.delta)}\n"
-        f"the best of K runs, K {how} with mean {args.mean_runs:g}:"
+    lines = (
+        f"one run:\n{table(one_run, args.delta)}",
+        f"the best of K runs, K {how} with mean {args.mean_runs:g}:",
     )
-    return _print(args, found, answers, heading)
+    return args.delta, answers, found, lines
 
 
-def _calibrated(args: argparse.Namespace) -> int:
+def _calibrated(args: argparse.Namespace) -> Found:
     from hf_dp import accounting
     from hf_dp.accounting.accountants import compare
 
-    name = args.accountant or "pld"
-    given = {"target_epsilon": args.target_epsilon, "target_delta": args.delta, "accountant": name}
-    parts: dict[str, Any] = {
-        key: getattr(args, key, None) for key in ("noise_multiplier", "sample_rate", "steps")
+    calibrate: dict[str, Callable[..., float]] = {
+        "noise_multiplier": accounting.calibrate_noise_multiplier,
+        "steps": accounting.calibrate_steps,
+        "sample_rate": accounting.calibrate_sample_rate,
     }
-    solve: dict[str, tuple[str, Callable[..., float]]] = {
-        "noise": ("noise_multiplier", accounting.calibrate_noise_multiplier),
-        "steps": ("steps", accounting.calibrate_steps),
-        "sample-rate": ("sample_rate", accounting.calibrate_sample_rate),
-    }
-    unknown, calibrate = solve[args.question]
-    parts[unknown] = calibrate(
-        **given, **{key: value for key, value in parts.items() if key != unknown}
-    )
+    name, unknown = args.accountant or "pld", QUESTIONS[args.question][2].replace("-", "_")
+    parts: dict[str, Any] = {key: getattr(args, key) for key in calibrate if key != unknown}
+    target = {"target_epsilon": args.target_epsilon, "target_delta": args.delta}
+    parts[unknown] = calibrate[unknown](**target, accountant=name, **parts)
     event = accounting.PoissonSampledGaussian(**parts)
-    heading = f"{unknown.replace('_', ' ')} {parts[unknown]!r}"
+    line = f"{unknown.replace('_', ' ')} {parts[unknown]!r}"
     if unknown != "noise_multiplier":
-        heading += f" ({event.steps * event.sample_rate:.4g} epochs)"
-    found = {"event": event.to_dict(), "delta": args.delta}
-    return _print(args, found, compare(event, args.delta, (name,)), heading)
+        line += f" ({event.steps * event.sample_rate:.4g} epochs)"
+    answers = compare(event, args.delta, (name,))
+    return args.delta, answers, {"event": event.to_dict()}, (line,)
 
 
-def _ledger(args: argparse.Namespace) -> int:
+def _ledger(args: argparse.Namespace) -> Found:
+    """Compute again what a run recorded."""
     from hf_dp.accounting.accountants import compare
     from hf_dp.run.witnesses import read_run
+    from hf_dp.statement.record import disagreements
     from hf_dp.statement.wording import STATUSES
 
     record = read_run(args.path)
-    verdict = _verdict(record)
-    name = args.accountant or record.plan.accountant
-    names = ACCOUNTANTS if args.cross_check and not args.accountant else (name,)
+    said, verdict = None, "the run has not ended, so nothing is stated yet"
+    if record.statement is not None:
+        if problems := disagreements(record):
+            raise LedgerError(
+                "The statement does not follow from the file's own plan and ledger: "
+                f"{'; '.join(problems)}. It was edited, or computed by another version of hf_dp. "
+                "Do not rely on it."
+            )
+        said = record.statement["epsilon"]
+        verdict = (
+            "consistent: it follows from the plan and the ledger in this file, whoever wrote it"
+        )
+    names = (args.accountant or record.plan.accountant,)
+    if args.cross_check and not args.accountant:
+        names = ACCOUNTANTS
     answers = compare(record.ledger.events, record.plan.delta, names)
-    said = None if record.statement is None else record.statement["epsilon"]
     rows = record.ledger.to_list()
     found = {
         "status": record.status,
         "verdict": verdict,
         "ledger": rows,
-        "delta": record.plan.delta,
         "stated_epsilon": said,
     }
-    lines = [f"run {record.run_id}, status: {STATUSES[record.status]}", *map(_event_line, rows)]
-    return _print(args, found, answers, "\n".join([*lines, f"stated epsilon: {said}; {verdict}"]))
-
-
-def _verdict(record: Any) -> str:
-    """Return whether the statement in the file follows from its ledger, computed now.
-
-    Raises: LedgerError if it does not.
-    """
-    from hf_dp.statement.record import disagreements
-
-    if record.statement is None:
-        return "the run has not ended, so nothing is stated yet"
-    if problems := disagreements(record):
-        raise LedgerError(
-            "The statement does not follow from the file's own plan and ledger: "
-            f"{'; '.join(problems)}. It was edited, or computed by another version of hf_dp. Do "
-            "not rely on it."
-        )
-    return "consistent: it follows from the plan and the ledger in this file, whoever wrote it"
-
-
-def _event_line(row: dict[str, Any]) -> str:
-    fields = ", ".join(
-        f"{key} {value}" for key, value in row.items() if key not in ("type", "purpose")
-    )
-    return f"  {row['purpose']}: {row['type']}({fields})"
-
-
-def _print(
-    args: argparse.Namespace, found: dict[str, Any], answers: Iterable[Any], heading: str
-) -> int:
-    answers = list(answers)
-    if args.json:
-        print(
-            json.dumps(
-                {**found, "results": [json_row(answer) for answer in answers]}, allow_nan=False
-            )
-        )
-    else:
-        print("\n".join(filter(None, [heading, table(answers, found["delta"])])))
-    return 0
+    lines = [f"run {record.run_id}, status: {STATUSES[record.status]}"]
+    for row in rows:
+        fields = (f"{key} {value}" for key, value in row.items() if key not in ("type", "purpose"))
+        lines.append(f"  {row['purpose']}: {row['type']}({', '.join(fields)})")
+    lines.append(f"stated epsilon: {said}; {verdict}")
+    return record.plan.delta, answers, found, lines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -10,8 +9,7 @@ import textwrap
 from collections.abc import Sequence
 
 from hf_dp import _validate
-from hf_dp.benchmarks.shapes import SHAPES
-from hf_dp.benchmarks.workload import Protocol, Workload
+from hf_dp.benchmarks.workload import SHAPES, Protocol, Workload
 from hf_dp.cli.options import Parser, add_fields, taken
 
 NOTE = (
@@ -38,15 +36,12 @@ COMMANDS = {
 }
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Return the parser of both commands."""
-    parser = Parser(
-        "hf-dp bench",
-        description=NOTE,
-    )
-    commands = parser.add_subparsers(
-        dest="benchmark", required=True, metavar=f"{{{','.join(COMMANDS)}}}"
-    )
+    parser = Parser("hf-dp bench", description=NOTE)
+    names = ",".join(COMMANDS)
+    commands = parser.add_subparsers(dest="benchmark", required=True, metavar=f"{{{names}}}")
+    measured = [field.name for field in dataclasses.fields(Workload) if "help" in field.metadata]
     for name, (text, what, words) in COMMANDS.items():
         command = commands.add_parser(
             name,
@@ -54,21 +49,15 @@ def build_parser() -> argparse.ArgumentParser:
             description=textwrap.fill(f"{text} {NOTE}", 100, break_on_hyphens=False),
             epilog=f"example ({what}):\n  hf-dp bench {name} --model {words}\n",
         )
-        add = command.add_argument
-        add("--model", required=True, help="a model listed above")
-        add("--modes", metavar="A,B", help=MODES)
-        add_fields(command, Workload, _fields_with_help(Workload))
+        command.option("--model", "a model listed above", required=True)
+        command.option("--modes", MODES, "A,B")
+        add_fields(command, Workload, measured)
         if name == "throughput":
             add_fields(command, Protocol)
         else:
-            add("--repeats", type=int, default=1, help="processes of each mode (default: 1)")
-            add("--steps", type=int, default=3, help="steps of a process (default: 3)")
-        add("--json", action="store_true", help="one JSON object on stdout, with all raw numbers")
+            command.option("--steps", "steps of a process (default: 3)", "N", type=int, default=3)
+        command.switch("--json", "one JSON object on stdout, with all raw numbers")
     return parser
-
-
-def _fields_with_help(cls: type) -> list[str]:
-    return [field.name for field in dataclasses.fields(cls) if "help" in field.metadata]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -88,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         from hf_dp.benchmarks.memory import measure_memory
 
-        report = measure_memory(workload, modes, args.repeats, args.steps, log=_progress)
+        report = measure_memory(workload, modes, args.steps, log=_progress)
     print(json.dumps(report, allow_nan=False) if args.json else table(report))
     return 0
 

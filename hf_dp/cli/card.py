@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,29 +29,20 @@ _OPTIONS = {
     "task-tag": "the Hub's pipeline tag, for example text-classification",
     "recipe": "what trained it",
 }
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser."""
-    parser = Parser(
-        "hf-dp card",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-    )
-    parser.add_argument("folder", metavar="DIR", help="a saved run, or one of its checkpoints")
-    for name, text in _OPTIONS.items():
-        parser.add_argument(f"--{name}", metavar="TEXT", help=text)
-    for name, text in {"language": "ISO 639 codes", "tags": "tags to add"}.items():
-        parser.add_argument(f"--{name}", nargs="+", metavar="TEXT", help=text)
-    parser.add_argument(
-        "--repository", metavar="ID", help="the model's id on the Hub, for the lines that load it"
-    )
-    return parser
+_LISTS = {"language": "ISO 639 codes", "tags": "tags to add"}
 
 
 def main(argv: Sequence[str]) -> int:
     """Write both files."""
-    args = build_parser().parse_args(list(argv))
+    parser = Parser("hf-dp card", description=DESCRIPTION, epilog=EPILOG)
+    parser.option("folder", "a saved run, or one of its checkpoints", "DIR")
+    for name, text in _OPTIONS.items():
+        parser.option(f"--{name}", text, "TEXT")
+    for name, text in _LISTS.items():
+        parser.option(f"--{name}", text, "TEXT", nargs="+")
+    where = "the model's id on the Hub, for the lines that load it"
+    parser.option("--repository", where, "ID")
+    args = parser.parse_args(list(argv))
     from hf_dp.cards.evidence import card_files
     from hf_dp.cards.hub_rules import is_repository
     from hf_dp.cards.verify import CARD
@@ -63,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     if args.repository is not None and not is_repository(args.repository):
         expected = "to be the id of a repository, like 'organization/name'"
         raise invalid("--repository", args.repository, expected, "Or leave it out.")
-    names = [name.replace("-", "_") for name in (*_OPTIONS, "language", "tags")]
+    names = [name.replace("-", "_") for name in (*_OPTIONS, *_LISTS)]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     folder = Path(args.folder)
     lock = lock_run(folder) if folder.is_dir() else None  # a run that goes on writes these files

@@ -1,30 +1,61 @@
-"""Read flat YAML and the command line into dataclasses.
-
-The command line wins, and an unknown key is an error.
-"""
+"""Read flat YAML and the command line into dataclasses, as TRL does: the YAML file gives defaults,
+the command line wins, and an unknown name is an error."""
 
 from __future__ import annotations
 
 import argparse
 import ast
 import dataclasses
-import difflib
 import functools
 import importlib.util
 import re
-import types
 import typing
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, NoReturn, cast
 
 import yaml
-from huggingface_hub.dataclasses import validate_typed_dict
-from huggingface_hub.errors import StrictDataclassFieldValidationError
 
-from hf_dp.cli.argument_groups import PRIVACY
+from hf_dp._arguments import argument
+from hf_dp._validate import one_of
+from hf_dp.cli.options import Parser, add_fields, check_names, given_options
+from hf_dp.cli.tasks import DEFAULT_TASK, training_module
 from hf_dp.errors import ConfigError, HfDpError
+from hf_dp.trainer.forward_arguments import ForwardArguments
+from hf_dp.trainer.privacy_arguments import (
+    BudgetArguments,
+    MemoryArguments,
+    ReleaseArguments,
+    StepArguments,
+)
+from hf_dp.trainer.row_arguments import AuditArguments, RowArguments, UnitArguments
+
+if typing.TYPE_CHECKING:
+    from peft import PeftConfig
+
+BLOCKS = ("task", "peft", "card")  # keys of a recipe that are no dataclass's
+
+
+@dataclasses.dataclass
+class LengthArguments:
+    """Parameters of transformers' own that every run needs."""
+
+    num_train_epochs: float = argument(
+        3.0, "Passes over the rows: steps = epochs x rows / expected_batch_size, rounded up."
+    )
+    max_steps: int = argument(-1, "Number of optimizer steps, instead of epochs; -1 for none.")
+
+
+# What determines epsilon, and all that is about privacy.
+PLANNED = (
+    BudgetArguments,
+    UnitArguments,
+    StepArguments,
+    LengthArguments,
+    ReleaseArguments,
+    ForwardArguments,
+)
+PRIVACY = (*PLANNED, RowArguments, AuditArguments, MemoryArguments)
 
 
 class _Loader(yaml.SafeLoader):
@@ -39,18 +70,17 @@ _Loader.add_implicit_resolver(
 
 
 def load_yaml(text: str) -> Any:
-    """Return the value of a YAML text. Raises: yaml.YAMLError."""
+    """Return the value of a YAML text."""
     return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
 
 
 def read_yaml(path: str) -> dict[str, Any]:
-    """Return the keys of one configuration file. Raises: ConfigError."""
+    """Return the keys of one configuration file."""
     try:
         values = load_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as problem:
         raise ConfigError(
-            f"The configuration file {path!r} cannot be read: {problem.strerror}. Give --config "
-            "the path of a YAML file."
+            f"The configuration file {path!r} cannot be read: {problem.strerror}."
         ) from problem
     except yaml.YAMLError as problem:
         raise ConfigError(
@@ -64,129 +94,119 @@ def read_yaml(path: str) -> dict[str, Any]:
     return values
 
 
+class CommandParser(Parser):
+    """A parser of a command's own options. The other words belong to the arguments of a task, which
+    its help lists."""
+
+    def __init__(self, prog: str, words: str) -> None:
+        super().__init__(prog, usage=f"{prog} {words}", add_help=False, conflict_handler="resolve")
+        self.add_argument("-h", "--help", action="store_true", help="show this text and exit")
+        self.option("--config", "flat YAML: any argument listed here, by its name", "FILE")
+
+    def add_task(self) -> None:
+        """Add ``--task``."""
+        said = f"one of the tasks above (default: {DEFAULT_TASK}); --help lists its arguments"
+        self.option("--task", said, "NAME")
+
+    def read(
+        self,
+        argv: Sequence[str],
+        described: Callable[[str], tuple[str, str, Iterable[type]]],
+        task: str = DEFAULT_TASK,
+    ) -> tuple[argparse.Namespace, dict[str, Any], list[str]]:
+        """Return the command's own options, the keys of its file, among them the task, and the
+        other words.
+
+        Args: described: what the help says for a task: description, examples, arguments.
+        """
+        args, words = self.parse_known_args(list(argv))
+        values = {} if args.config is None else read_yaml(args.config)
+        values["task"] = getattr(args, "task", None) or values.get("task", task)
+        if args.help or not argv:
+            self.description, self.epilog, arguments = described(values["task"])
+            for cls in arguments:
+                add_fields(self, cls)
+            self.print_help()
+            raise SystemExit(0 if argv else 2)
+        return args, values, words
+
+
 def parse(
-    dataclass_types: Sequence[type],
+    kinds: Sequence[type],
     values: dict[str, Any],
     words: Sequence[str],
     *,
     prog: str,
-    extra: Sequence[str] = (),
 ) -> tuple[Any, ...]:
     """Return instances of the dataclasses, from YAML ``values`` and command-line ``words``.
 
-    The words win. Numbers that stand as text are converted.
+    The words win. Raises: ConfigError for unknown names, and for values of another kind.
 
     Args:
+        kinds: the dataclasses.
         prog: the command's name, for its usage line.
-        extra: keys of ``values`` that are none of the dataclasses'.
-
-    Raises:
-        ConfigError: unknown keys, each with the nearest known one, or a value of another kind.
-        SystemExit: a wrong word, which argparse reports.
     """
-    from transformers import HfArgumentParser, TrainingArguments
+    from transformers import HfArgumentParser
 
-    hints = {name: hint for cls in dataclass_types for name, hint in _hints(cls).items()}
-    check_keys(values, {*hints, *extra})
-    check_words(words, set(hints))
-    defaults = {name: value for name, value in values.items() if name in hints}
-    for name, value in defaults.items():
-        if isinstance(value, str) and str(hints[name]).startswith("list"):
-            defaults[name] = [value]  # one value of a list need not be written as one
-        if value is False and name.endswith("_strategy"):
-            defaults[name] = "no"  # which YAML reads as a truth value
-    for cls in dataclass_types:
-        if not issubclass(cls, TrainingArguments):  # those check their own
-            for name in defaults.keys() & _hints(cls).keys():
-                defaults[name] = checked(name, defaults[name], hints[name])
-    parser = HfArgumentParser(cast(Any, dataclass_types), prog=prog, allow_abbrev=False)
-    parser.set_defaults(**defaults)
+    hints: dict[str, Any] = {}
+    for cls in kinds:
+        names = {field.name for field in dataclasses.fields(cls) if field.init}
+        hints |= {name: hint for name, hint in typing.get_type_hints(cls).items() if name in names}
+    check_names(values, {*hints, *BLOCKS}, "configuration key")
+    _check_words(words, set(hints))
+    parser = HfArgumentParser(cast(Any, kinds), prog=prog, allow_abbrev=False)
+    parser.error = _refuse  # type: ignore[method-assign]
     for action in parser._actions:
-        if action.dest in defaults:
-            action.required = False
-        if {dict, str} <= set(typing.get_args(hints.get(action.dest))):
+        name, hint = action.dest, hints.get(action.dest)
+        if {dict, str} <= set(typing.get_args(hint)):
             action.type = _block_or_text
+        if name in values:
+            parser.set_defaults(**{name: _as_default(name, values[name], hint)})
+            action.required = False
     try:
         return parser.parse_args_into_dataclasses(args=list(words), args_file_flag=None)
     except HfDpError:
         raise
     except ValueError as problem:
-        raise ConfigError(
-            f"{str(problem).splitlines()[0]} See `hf-dp train --help-all` for all keys."
-        ) from problem
+        raise ConfigError(f"{str(problem).splitlines()[0]} See --help for all names.") from problem
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(f"{message}. See --help for all names.")
+
+
+def _as_default(name: str, value: Any, hint: Any) -> Any:
+    """Return a YAML value as a default of argparse, which converts and checks what is text."""
+    if isinstance(value, str) and str(hint).startswith("list"):
+        return [value]  # one value of a list need not be written as one
+    if value is False and name.endswith("_strategy"):
+        return "no"  # which YAML reads as a truth value
+    known = type(value) in (typing.get_args(hint) or (hint,))
+    return str(value) if isinstance(value, (int, float)) and not known else value
 
 
 def _block_or_text(word: str) -> Any:
     """Return the block that a word like ``{template: ...}`` writes in YAML, or the word."""
-    if not word.startswith("{"):
-        return word
     try:
-        return load_yaml(word)
+        return load_yaml(word) if word.startswith("{") else word
     except yaml.YAMLError as problem:
         message = f"{word!r} is not valid YAML: {problem}"
         raise argparse.ArgumentTypeError(message) from problem
 
 
-def _hints(cls: type) -> dict[str, Any]:
-    """Return the annotations of a dataclass's arguments, resolved."""
-    resolved = typing.get_type_hints(cls)
-    return {field.name: resolved[field.name] for field in dataclasses.fields(cls) if field.init}
-
-
-def checked(name: str, value: Any, hint: Any) -> Any:
-    """Return a YAML value if it fits an annotation; convert numbers where a float is expected.
-
-    Raises: ConfigError naming the key, its value and the kind that was expected.
-    """
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if float in kinds and isinstance(value, (str, int)) and not isinstance(value, bool):
-        with suppress(ValueError):
-            value = float(value)  # 1e-3 is text to YAML, and 1 an integer
-    try:
-        validate_typed_dict(TypedDict("Value", {name: hint}), {name: value})  # type: ignore
-    except StrictDataclassFieldValidationError as problem:
-        words = [str(kind) if typing.get_args(kind) else kind.__name__ for kind in kinds]
-        expected = " or ".join(word for word in words if word != "NoneType")
-        expected = expected.replace("str", "text").replace("dict", "a block")
-        raise ConfigError(
-            f"Expected `{name}` to be {expected}, got {value!r}. Change it in the configuration "
-            "file."
-        ) from problem
-    return value
-
-
-def check_keys(
-    values: Iterable[str], known: set[str], what: str = "configuration key", prefix: str = ""
-) -> None:
-    """Raise ConfigError for every key of ``values`` that is not in ``known``."""
-    problems = []
-    for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f" (did you mean `{prefix}{near[0]}`?)" if near else ""
-            problems.append(f"`{prefix}{key}`{hint}")
-    if problems:
-        raise ConfigError(
-            f"Unknown {what} {', '.join(problems)}. See `hf-dp train --help-all` for all keys."
-        )
-
-
-def check_words(words: Sequence[str], known: set[str]) -> None:
+def _check_words(words: Sequence[str], known: set[str]) -> None:
     """Raise ConfigError for every option among the words that sets none of the ``known`` keys."""
-    given = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
-    switches = {"help", *(f"no_{name}" for name in known)}
-    unknown = [name for name in given if name.replace("-", "_") not in known | switches]
-    check_keys(unknown, known, "option", "--")
+    check_names(given_options(words), {"help", *known, *(f"no_{name}" for name in known)}, "option")
 
 
 @functools.cache
-def training_arguments() -> frozenset[str]:
-    """Return the names of the training arguments. Those of transformers are read from its source:
-    to import it takes seconds, in which a misspelled key would wait."""
+def _of_transformers() -> frozenset[str]:
+    """Return the names of transformers' training arguments, read from its source: to import it
+    takes seconds, in which a misspelled key would wait."""
     found = importlib.util.find_spec("transformers")
     assert found is not None and found.origin is not None
     source = Path(found.origin).with_name("training_args.py").read_text(encoding="utf-8")
-    theirs = {
+    return frozenset(
         each.target.id
         for cls in ast.parse(source).body
         if isinstance(cls, ast.ClassDef) and cls.name == "TrainingArguments"
@@ -194,42 +214,52 @@ def training_arguments() -> frozenset[str]:
         if isinstance(each, ast.AnnAssign)
         and isinstance(each.target, ast.Name)
         and not each.target.id.startswith("_")
-    }
-    return frozenset(theirs | {own.name for group in PRIVACY for own in dataclasses.fields(group)})
+    )
+
+
+@functools.cache
+def _of_privacy() -> frozenset[str]:
+    return frozenset(own.name for group in PRIVACY for own in dataclasses.fields(group))
+
+
+def private_keys() -> frozenset[str]:
+    """Return the names of the arguments that only private runs read."""
+    return _of_privacy() - _of_transformers() - {"privacy_mode"}
+
+
+def training_arguments() -> frozenset[str]:
+    """Return the names of all training arguments."""
+    return _of_transformers() | _of_privacy()
 
 
 def check_early(
-    values: dict[str, Any], words: Sequence[str], arguments: Sequence[type], training: bool = True
+    values: dict[str, Any], words: Sequence[str], arguments: Iterable[type], training: bool = True
 ) -> None:
     """Raise ConfigError for keys and options that no argument of a task has, before transformers is
-    imported.
-
-    Args: arguments: the dataclasses of the task. training: whether the words may train.
-    """
+    imported. Args: training: whether the words may train."""
     own = {field.name for cls in arguments for field in dataclasses.fields(cls)}
     known = own | training_arguments()
-    check_keys(values, {*known, "task", "peft", "card"})
-    check_words(words, known if training else own)
+    check_names(values, {*known, *BLOCKS}, "configuration key")
+    _check_words(words, known if training else own)
 
 
 def check_recipe(values: dict[str, Any]) -> None:
     """Raise ConfigError for keys of a recipe that its task does not have."""
-    from hf_dp.cli.tasks import DEFAULT_TASK, training_module
-
     check_early(values, (), training_module(values.get("task", DEFAULT_TASK)).ARGUMENTS)
 
 
-def peft_config(values: dict[str, Any] | None) -> Any:
-    """Return a PEFT config from a YAML block ``{peft_type: lora, r: 8, ...}``, or None.
+def _block(name: str, values: Any, example: str) -> dict[str, Any]:
+    """Return a copy of a block of a recipe, empty where there is none."""
+    if values and not isinstance(values, dict):
+        raise ConfigError(f"Expected `{name}` to be a block like {example}, got {values!r}.")
+    return dict(values or {})
 
-    Raises: ConfigError for an unknown method or option.
-    """
-    if not values:
+
+def peft_config(values: Any) -> PeftConfig | None:
+    """Return a PEFT config from a YAML block ``{peft_type: lora, r: 8, ...}``, or None."""
+    options = _block("peft", values, "{peft_type: lora, r: 8}")
+    if not options:
         return None
-    if not isinstance(values, dict):
-        raise ConfigError(
-            f"Expected `peft` to be a block like {{peft_type: lora, r: 8}}, got {values!r}."
-        )
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
     import hf_dp.tuners.methods  # noqa: F401 - registers ours
@@ -238,40 +268,30 @@ def peft_config(values: dict[str, Any] | None) -> Any:
         str(getattr(kind, "value", kind)).lower(): cls
         for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items()
     }
-    options = dict(values)
-    method = str(options.pop("peft_type", "")).lower()
-    if method not in methods:
-        near = difflib.get_close_matches(method, methods, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(
-            f"Expected `peft.peft_type` to be one of {sorted(methods)}, got {method!r}.{hint}"
-        )
-    fields = {field.name for field in dataclasses.fields(methods[method]) if field.init}
-    check_keys(options, fields)
+    name = one_of("peft.peft_type", str(options.pop("peft_type", "")).lower(), sorted(methods))
+    method: Any = methods[name]
+    check_names(
+        options,
+        [each.name for each in dataclasses.fields(method) if each.init],
+        "configuration key",
+    )
     try:
-        return methods[method](**options)
+        return method(**options)
     except HfDpError:
         raise
     except (TypeError, ValueError) as problem:
         raise ConfigError(
             f"The `peft` block {values!r} is refused by peft: {problem} See the options of peft's "
-            f"{methods[method].__name__}."
+            f"{method.__name__}."
         ) from problem
 
 
 def card_block(values: Any) -> dict[str, Any]:
-    """Return what the YAML block ``card: {license: mit, language: en, ...}`` says of the card.
+    """Return what the YAML block ``card: {license: mit, language: en, ...}`` says of the card."""
+    found = _block("card", values, "{license: mit, language: en}")
+    if found:
+        from hf_dp.cards.details import SETTABLE, CardDetails
 
-    Raises: ConfigError for an unknown key; InvalidArgumentError for what the Hub would refuse.
-    """
-    if not values:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(
-            f"Expected `card` to be a block like {{license: mit, language: en}}, got {values!r}."
-        )
-    from hf_dp.cards.details import SETTABLE, CardDetails
-
-    check_keys(values, set(SETTABLE))
-    CardDetails().with_given(**values)
-    return dict(values)
+        check_names(found, SETTABLE, "configuration key")
+        CardDetails().with_given(**found)
+    return found

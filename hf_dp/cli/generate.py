@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_dp._arguments import argument
 from hf_dp._validate import integer
-from hf_dp.cli.config import read_yaml
+from hf_dp.cli.config import CommandParser
 from hf_dp.cli.launch import refuse_several
-from hf_dp.cli.options import Parser, command_parser
-from hf_dp.cli.tasks.evaluation import parse_evaluation
+from hf_dp.cli.tasks.shared import parse_evaluation
 from hf_dp.errors import ConfigError
 from hf_dp.tasks.generation.arguments import NUCLEUS, DecodingArguments, TextArguments
+from hf_dp.tasks.generation.language_models import CAUSAL
 from hf_dp.tasks.models import StartArguments
 
 DESCRIPTION = """\
@@ -37,19 +38,13 @@ class GenerateArguments:
 
     num: int = field(metadata={"help": "Number of rows."})
     out: str = field(metadata={"help": "File to write, .parquet."})
-    trained: str | None = field(
-        default=None,
-        metadata={
-            "help": "The model, a folder or Hub name. Default: the output_dir of the configuration."
-        },
+    trained: str | None = argument(
+        None, "The model, a folder or Hub name. Default: the output_dir of the configuration."
     )
-    prompts: str | None = field(
-        default=None,
-        metadata={
-            "help": "File with the columns of the prompts, taken in turn; they must be public."
-        },
+    prompts: str | None = argument(
+        None, "File with the columns of the prompts, taken in turn; they must be public."
     )
-    use_cpu: bool = field(default=False, metadata={"help": "Leave a GPU alone."})
+    use_cpu: bool = argument(False, "Leave a GPU alone.")
 
     def __post_init__(self) -> None:
         integer("num", self.num, 1)
@@ -58,39 +53,11 @@ class GenerateArguments:
 ARGUMENTS = (GenerateArguments, StartArguments, TextArguments, DecodingArguments)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the options that are not arguments of the rows."""
-    parser = Parser(
-        "hf-dp generate",
-        add_help=False,
-    )
-    add = parser.add_argument
-    add("-h", "--help", action="store_true", help="show this text and exit")
-    add("--config", metavar="FILE", help="the configuration that the model was trained with")
-    return parser
-
-
-def help_text() -> str:
-    """Return the help of ``hf-dp generate``."""
-    parser = command_parser(
-        "hf-dp generate",
-        "hf-dp generate --config FILE --num N --out FILE [--NAME VALUE ...]",
-        DESCRIPTION,
-        EXAMPLES,
-        build_parser(),
-        ARGUMENTS,
-    )
-    return parser.format_help()
-
-
 def main(argv: Sequence[str]) -> int:
-    """Write the rows; print what they carry, and how like real rows they are where asked."""
-    args, words = build_parser().parse_known_args(list(argv))
-    if args.help or not argv:
-        print(help_text())
-        return 0 if argv else 2
-    refuse_several("hf-dp generate", "Start it without a launcher.")
-    values = {} if args.config is None else read_yaml(args.config)
+    """Write the rows; print what they carry."""
+    parser = CommandParser("hf-dp generate", "--config FILE --num N --out FILE [--NAME VALUE ...]")
+    _, values, words = parser.read(argv, lambda task: (DESCRIPTION, EXAMPLES, ARGUMENTS), CAUSAL)
+    refuse_several("hf-dp generate")
     values["decoding"] = NUCLEUS  # a recipe says how scored texts are written; the words may differ
     asked, model_args, data, decoding = parse_evaluation(
         ARGUMENTS, values, words, prog="hf-dp generate"
@@ -98,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     name = asked.trained or values.get("output_dir")
     if name is None:
         raise ConfigError("Expected `trained`, the model's folder or Hub name, got none.")
-    rows, facts = _written(name, values.get("task", "causal_lm"), asked, model_args, data, decoding)
+    rows, facts = _written(name, values["task"], asked, model_args, data, decoding)
 
     from hf_dp.tasks.generation.synthetic import save
 
@@ -119,8 +86,6 @@ def _written(
     decoding: DecodingArguments,
 ) -> tuple[Any, dict[str, Any]]:
     """Return the rows, and what is to stand in the file's metadata."""
-    import dataclasses
-
     import torch
 
     from hf_dp.cli.verify import fetched
@@ -130,62 +95,52 @@ def _written(
     from hf_dp.tasks.generation.synthetic import check_out, write_rows
 
     check_out(Path(asked.out))
-    _refuse_training_rows(asked.prompts, data.train_file)
-    folder = fetched(name)
-    facts = claim_of(folder)
-    if "differential_privacy" in facts:
-        _refuse_another_base(folder, model_args.model_name_or_path)
-    prompts = None if asked.prompts is None else load_file(asked.prompts)
-    model, tokenizer = load_trained(str(folder), model_args, kind)
-    if torch.cuda.is_available() and not asked.use_cpu:
-        model = model.to("cuda")
-    encoding = encoding_of(kind, tokenizer, data)
-    rows = write_rows(model, tokenizer, data, encoding, prompts, decoding, asked.num)
-    # The name of a folder may tell where it lies; its last part is enough to know it by.
-    of_prompts = None if asked.prompts is None else Path(asked.prompts).name
-    settings = dataclasses.asdict(decoding)
-    if of_prompts is not None:
-        facts["not_covered"] = "the prompts, which stand in the rows as they were given"
-    return rows, {**facts, "model": Path(name).name, "prompts": of_prompts, "decoding": settings}
-
-
-def _refuse_training_rows(prompts: str | None, train_file: str | None) -> None:
-    """Raise ConfigError for prompts out of the file that the configuration trains on."""
-    if prompts and train_file and Path(prompts).resolve() == Path(train_file).resolve():
+    prompts = asked.prompts
+    if prompts and data.train_file and Path(prompts).resolve() == Path(data.train_file).resolve():
         raise ConfigError(
             f"Expected `prompts` to be public, got {Path(prompts).name!r}, the configuration's "
             "train_file: its prompts would stand in the rows as they are, and no epsilon covers "
             "that. Give a file of public prompts."
         )
+    folder = fetched(name)
+    facts = claim_of(folder)
+    if "differential_privacy" in facts:
+        _refuse_another_base(folder, model_args.model_name_or_path)
+    model, tokenizer = load_trained(str(folder), model_args, kind)
+    if torch.cuda.is_available() and not asked.use_cpu:
+        model = model.to("cuda")
+    encoding = encoding_of(kind, tokenizer, data)
+    given = None if prompts is None else load_file(prompts)
+    rows = write_rows(model, tokenizer, data, encoding, given, decoding, asked.num)
+    # The name of a folder may tell where it lies; its last part is enough to know it by.
+    facts |= {"model": Path(name).name, "prompts": None, "decoding": dataclasses.asdict(decoding)}
+    if prompts is not None:
+        facts["prompts"] = Path(prompts).name
+        facts["not_covered"] = "the prompts, which stand in the rows as they were given"
+    return rows, facts
 
 
 def _refuse_another_base(folder: Path, base: str) -> None:
     """Raise ConfigError for an adapter on another base than it was trained on, of which its claim
-    says nothing."""
+    says nothing. Where it was trained, the same base may lie in another folder."""
     from hf_dp.tasks.files import resolve_model
 
     file = folder / "adapter_config.json"
     if not file.is_file():
         return
     own = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    given = resolve_model(base)
-    if own and Path(own).resolve() == Path(given).resolve():
-        return
-    # Where it was trained, the same base may lie in another folder.
-    if own and not Path(own).exists() and Path(own).name == Path(given).name:
-        return
-    raise ConfigError(
-        f"The claim of {folder.name!r} is that of an adapter on the base {own!r}, and "
-        f"`model_name_or_path` is {base!r}: what that one has learned, no epsilon covers. Name the "
-        "adapter's base."
-    )
+    given = Path(resolve_model(base))
+    same = own and Path(own).resolve() == given.resolve()
+    if not same and not (own and not Path(own).exists() and Path(own).name == given.name):
+        raise ConfigError(
+            f"The claim of {folder.name!r} is that of an adapter on the base {own!r}, and "
+            f"`model_name_or_path` is {base!r}: what that one has learned, no epsilon covers. Name "
+            "the adapter's base."
+        )
 
 
 def claim_of(folder: Path) -> dict[str, Any]:
-    """Return what is claimed of a model, after a look at whether its files bear it out.
-
-    Raises: ConfigError for a claim that they do not bear out.
-    """
+    """Return what is claimed of a model, after a look at whether its files bear it out."""
     from hf_dp.cards.verify import FAILED, verify
     from hf_dp.statement.record import file_of, read
 

@@ -8,11 +8,11 @@ import difflib
 import inspect
 import types
 import typing
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, NoReturn
 
 from hf_dp._dataclasses import default_of
-from hf_dp.cli.tasks import DEFAULT_TASK, TASKS
+from hf_dp.errors import ConfigError
 
 _METAVARS = {int: "N", float: "X", bool: "True|False"}
 
@@ -22,7 +22,15 @@ class Parser(argparse.ArgumentParser):
     the nearest for one it does not know."""
 
     def __init__(self, prog: str | None = None, **options: Any) -> None:
-        super().__init__(prog, **{"formatter_class": formatter, "allow_abbrev": False, **options})
+        super().__init__(prog, **{"formatter_class": _formatter, "allow_abbrev": False, **options})
+
+    def option(self, name: str, text: str, metavar: str | None = None, **more: Any) -> None:
+        """Add an option, or a word without dashes, with its help."""
+        self.add_argument(name, help=text, metavar=metavar, **more)
+
+    def switch(self, name: str, text: str) -> None:
+        """Add an option without a value."""
+        self.add_argument(name, help=text, action="store_true")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parse the words; values stay as they are, and so do options that it does not know."""
@@ -30,10 +38,9 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args([_spelled(word, known) for word in args or ()], namespace)
 
     def error(self, message: str) -> NoReturn:
-        """End with the message, as argparse does."""
+        """End with the message, as argparse does; raise ConfigError for unknown options."""
         if message.startswith("unrecognized arguments"):
-            given = [word for word in message.split() if word.startswith("--")]
-            message += near_names([word.partition("=")[0] for word in given], self._names())
+            check_names(given_options(message.split()), self._names(), "option")
         super().error(message)
 
     def _names(self) -> set[str]:
@@ -53,15 +60,31 @@ def _spelled(word: str, known: Container[str]) -> str:
     return next((one for one in spellings if one in known), name) + equals + value
 
 
-def near_names(given: Iterable[str], known: Iterable[str]) -> str:
-    """Return `` (did you mean --NAME?)`` for those of the given names that are near a known one."""
-    near = [found for name in given for found in difflib.get_close_matches(name, known, n=1)]
-    return f" (did you mean {', '.join(near)}?)" if near else ""
-
-
-def formatter(prog: str) -> argparse.HelpFormatter:
-    """Return a formatter with 100 columns that keeps the line breaks of descriptions."""
+def _formatter(prog: str) -> argparse.HelpFormatter:
     return argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=100)
+
+
+def given_options(words: Sequence[str]) -> dict[str, str]:
+    """Return the options among words, underscores in their names, with the word that follows."""
+    found = {}
+    for place, word in enumerate(words):
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            after = words[place + 1] if place + 1 < len(words) else ""
+            found[name.replace("-", "_")] = value if equals else after
+    return found
+
+
+def check_names(given: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Raise ConfigError for every given name that is not known, with the nearest that is."""
+    known = {name.removeprefix("--").replace("-", "_") for name in known}
+    problems = []
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            problems.append(f"`{name}`" + (f" (did you mean `{near[0]}`?)" if near else ""))
+    if problems:
+        raise ConfigError(f"Unknown {what} {', '.join(problems)}. See --help for all names.")
 
 
 def add_fields(
@@ -80,19 +103,18 @@ def add_fields(
             continue
         kind, default, text = _kind(hints[field.name]), default_of(field), field.metadata["help"]
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": field.name}
-        repeated = typing.get_origin(kind) is list
-        if repeated:
+        if typing.get_origin(kind) is list:
             options["nargs"], kind = "+", typing.get_args(kind)[0]
             default = " ".join(map(str, default if isinstance(default, list) else ()))
         if kind is bool:  # as HfArgumentParser: the name alone means True
             options |= {"nargs": "?", "const": True}
-        shown = default not in (None, "", False, dataclasses.MISSING) and default != {}
-        text = f"{text.rstrip('.')} (default: {default})" if shown else text
-        options["help"] = text.replace("%", "%%")
+        if default not in (None, "", False, dataclasses.MISSING) and default != {}:
+            text = f"{text.rstrip('.')} (default: {default})"
         add(
             f"--{field.name}",
             type=_truth if kind is bool else kind if kind in (int, float) else str,
             metavar=_METAVARS.get(kind, "TEXT"),
+            help=text.replace("%", "%%"),
             **options,
         )
 
@@ -115,54 +137,3 @@ def taken(cls: type, given: argparse.Namespace) -> Any:
     """Return an instance of a dataclass from the options that were given."""
     names = {field.name for field in dataclasses.fields(cls)}
     return cls(**{name: value for name, value in vars(given).items() if name in names})
-
-
-def command_parser(
-    prog: str,
-    usage: str,
-    description: str,
-    epilog: str,
-    base: argparse.ArgumentParser,
-    arguments: Iterable[type],
-) -> argparse.ArgumentParser:
-    """Return a parser that is only there for its help.
-
-    Args:
-        base: the parser of the options that the command reads itself.
-        arguments: the dataclasses of the other options.
-    """
-    parser = Parser(
-        prog,
-        usage=usage,
-        description=description,
-        epilog=epilog,
-        parents=[base],
-        add_help=False,
-        conflict_handler="resolve",
-    )
-    for cls in arguments:
-        add_fields(parser, cls)
-    return parser
-
-
-def list_tasks(names: Iterable[str]) -> str:
-    """Return a line for each task."""
-    width = max(map(len, TASKS))
-    return "\n".join(["tasks:", *(f"  {name:<{width}}  {TASKS[name].help}" for name in names)])
-
-
-def common_parser(prog: str) -> argparse.ArgumentParser:
-    """Return the parser of what ``train`` and ``eval`` read before the arguments of a task.
-
-    Call its ``parse_known_args``: the remaining words belong to the task.
-    """
-    parser = Parser(prog, add_help=False)
-    add = parser.add_argument
-    add("-h", "--help", action="store_true", help="show this text and exit")
-    add("--config", metavar="FILE", help="flat YAML: any argument listed here, by its name")
-    add(
-        "--task",
-        metavar="NAME",
-        help=f"one of the tasks above (default: {DEFAULT_TASK}); --help lists its arguments",
-    )
-    return parser

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import json
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_dp._arguments import argument, own_fields
 from hf_dp.accounting import ACCOUNTANTS
-from hf_dp.cli import plan_text
-from hf_dp.cli.answers import json_row
-from hf_dp.cli.argument_groups import PLANNED
-from hf_dp.cli.config import check_recipe, peft_config, read_yaml
+from hf_dp.cli.answers import json_row, table
+from hf_dp.cli.config import PLANNED, check_recipe, peft_config, read_yaml
 from hf_dp.cli.options import Parser, add_fields, taken
 from hf_dp.cli.recipes import refuse_other_modes, rows_of, trained_numbers
 from hf_dp.errors import ConfigError, HfDpError
-from hf_dp.plans.dp_fp import DP_FP
+from hf_dp.plans.dp_fp import DP_FP, PRIVATE_ENCODER, PUBLISHED
+from hf_dp.plans.draws import POISSON
+from hf_dp.plans.units import SAMPLINGS
 
 if TYPE_CHECKING:
     from hf_dp.batches.units import UnitTable
@@ -39,6 +39,9 @@ EXAMPLES = """examples (SST-2):
 """
 # One of a pair replaces the other, wherever that was said.
 _PAIRS = (("num_train_epochs", "max_steps"), ("target_epsilon", "noise_multiplier"))
+NO_GUARANTEE = (
+    "DP-FP as published has NO differential privacy guarantee: no epsilon is known for it"
+)
 
 
 @dataclass
@@ -54,9 +57,6 @@ class PlanOptions:
         None,
         "For DP-FP that protects labels: among how many classes. Unset means the recipe's "
         "class_names.",
-    )
-    gradient_norm: float | None = argument(
-        None, "Norm of the mean clipped gradient, for the signal beside noise."
     )
     parameters: int | None = argument(
         None,
@@ -78,23 +78,6 @@ class PlanOptions:
     json: bool = argument(False, "One JSON object on stdout, which hf-dp figure draws.")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser."""
-    parser = Parser(
-        "hf-dp plan",
-        usage="hf-dp plan [--config FILE] [--NAME VALUE ...]",
-        description="Estimate what a private run will cost: noise, epsilon, signal beside noise, "
-        "time. Nothing is run.",
-        epilog=EXAMPLES,
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", help="a recipe; options given here replace its values"
-    )
-    for group in (PlanOptions, *PLANNED):
-        add_fields(parser, group)
-    return parser
-
-
 @dataclass(frozen=True)
 class Planned:
     """A recipe with the options that replace its values, and what is known beside them."""
@@ -103,24 +86,16 @@ class Planned:
     options: PlanOptions
 
     def forecast(self, plan: PrivacyPlan) -> Forecast:
-        """Forecast the cost of a plan. Raises: InvalidArgumentError."""
+        """Forecast the cost of a plan."""
         from hf_dp.planning import forecast
 
         options = self.options
-        return forecast(
-            plan,
-            ACCOUNTANTS if options.cross_check else None,
-            gradient_norm=options.gradient_norm,
-            parameters=options.parameters,
-            throughput=options.throughput,
-        )
+        names = ACCOUNTANTS if options.cross_check else None
+        return forecast(plan, names, parameters=options.parameters, throughput=options.throughput)
 
     def plan(self, changes: Mapping[str, Any]) -> tuple[PrivacyPlan, UnitTable | None]:
         """Return the plan that a trainer would make with some arguments changed, and whose its rows
-        are.
-
-        Raises: ConfigError, DataError, InvalidArgumentError.
-        """
+        are."""
         from hf_dp.trainer.arguments import PlannedArguments
         from hf_dp.trainer.from_arguments import plan_of
         from hf_dp.trainer.row_arguments import users_of
@@ -146,16 +121,23 @@ class Planned:
 def replaced(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return values with some changed; one of a pair of which either decides takes the other's
     place."""
-    kept = dict(values)
-    for one, other in _PAIRS:
-        if one in changes or other in changes:
-            kept.pop(one, None), kept.pop(other, None)
-    return {**kept, **changes}
+    gone = {name for pair in _PAIRS for name in pair if changes.keys() & set(pair)}
+    return {key: value for key, value in values.items() if key not in gone} | dict(changes)
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the plan; return 2 (with a line on stderr) for what cannot be planned."""
-    given = build_parser().parse_args(list(argv))
+    parser = Parser(
+        "hf-dp plan",
+        usage="hf-dp plan [--config FILE] [--NAME VALUE ...]",
+        description="Estimate what a private run will cost: noise, epsilon, signal beside noise, "
+        "time. Nothing is run.",
+        epilog=EXAMPLES,
+    )
+    parser.option("--config", "a recipe; options given here replace its values", "FILE")
+    for group in (PlanOptions, *PLANNED):
+        add_fields(parser, group)
+    given = parser.parse_args(list(argv))
     options = taken(PlanOptions, given)
     recipe = {} if given.config is None else read_yaml(given.config)
     check_recipe(recipe)
@@ -163,26 +145,33 @@ def main(argv: Sequence[str]) -> int:
     recipe = replaced(recipe, {key: value for key, value in vars(given).items() if key in own})
     mode = recipe.get("privacy_mode", "dp_sgd")
     refuse_other_modes(mode, "hf-dp plan", ("dp_sgd", DP_FP))
-    if mode == DP_FP:
-        _refuse_for_sums(options)
+    for option in ("transfer_to", "parameters"):
+        if mode == DP_FP and getattr(options, option) is not None:
+            raise ConfigError(
+                f"`--{option}` is for privacy_mode dp_sgd, where a step releases one noisy sum. "
+                "Leave it out for DP-FP."
+            )
     planned = Planned(recipe, options)
     if options.sweep:
         return _sweep(planned)
     if options.parameters is None and mode != DP_FP and "model_name_or_path" in recipe:
-        try:
+        with suppress(HfDpError):  # `--parameters` says it then
             options.parameters = trained_numbers(recipe, recipe.get("peft"))
-        except HfDpError:  # `--parameters` says it then
-            pass
     plan, units = planned.plan({})
     found = planned.forecast(plan)
-    to = None if options.transfer_to is None else _transfer(found.plan, options.transfer_to)
+    to = None if options.transfer_to is None else _transfer(plan, options.transfer_to)
     if options.json:
         transferred = None if to is None else dataclasses.asdict(to)
         print(json.dumps({**_json(found), "transfer": transferred}, allow_nan=False))
         return 0
-    print(plan_text.forward(found) if mode == DP_FP else plan_text.sums(found))
-    for remark in _remarks(planned, found, units):
-        print(remark)
+    print(plan_text(found))
+    if found.most_signal is not None and options.parameters is not None:
+        from hf_dp.run.outlook import drowned
+
+        for doubt in drowned(plan, options.parameters):
+            print(f"\n{doubt}")
+    if units is not None and plan.users is not None:
+        print(of_users(units, plan, lambda changes: planned.plan(changes)[0]))
     if to is not None:
         print(
             f"\nfor {to.num_examples:,} examples, same sample rate and steps: expected batch size "
@@ -191,30 +180,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _remarks(planned: Planned, found: Forecast, units: UnitTable | None) -> Iterator[str]:
-    """Yield what is doubtful, and how drawing users compares with drawing their rows."""
-    from hf_dp.run.outlook import drowned
-
-    if found.most_signal is not None and planned.options.parameters is not None:
-        for doubt in drowned(found.plan, planned.options.parameters):
-            yield f"\n{doubt}"
-    if units is not None and found.plan.users is not None:
-        yield plan_text.rows_of_users(units, found.plan.users)
-        yield plan_text.both_ways(units, found.plan, lambda changes: planned.plan(changes)[0])
-
-
-def _refuse_for_sums(options: PlanOptions) -> None:
-    """Raise ConfigError for what is only defined where each step releases one noisy sum."""
-    for option in ("transfer_to", "gradient_norm", "parameters"):
-        if getattr(options, option) is not None:
-            raise ConfigError(
-                f"`--{option}` is for privacy_mode dp_sgd, where a step releases one noisy sum. "
-                "Leave it out for DP-FP."
-            )
-
-
 def _transfer(plan: PrivacyPlan, num_examples: int) -> Any:
-    """Return the settings for another number of examples. Raises: ConfigError for a cut sample."""
+    """Return the settings for another number of examples."""
     from hf_dp.planning import transfer
 
     if plan.mechanism.draw.moved > 1:
@@ -225,23 +192,19 @@ def _transfer(plan: PrivacyPlan, num_examples: int) -> Any:
     return transfer(sample_rate=plan.sample_rate, steps=plan.steps, num_examples=num_examples)
 
 
-def _swept() -> dict[str, type]:
-    """Return the arguments that a table can vary: all numbers, by name."""
-    found: dict[str, type] = {"num_examples": int}
+def _sweep(planned: Planned) -> int:
+    """Print a table over arguments that are numbers."""
+    from hf_dp.planning import parse_sweep
+
+    numbers: dict[str, type] = {"num_examples": int}
     for group in PLANNED:
         hints = typing.get_type_hints(group)
         for field in own_fields(group):
             for kind in typing.get_args(hints[field.name]) or (hints[field.name],):
                 if kind in (int, float):
-                    found[field.name] = kind
-    return found
-
-
-def _sweep(planned: Planned) -> int:
-    from hf_dp.planning import parse_sweep
-
+                    numbers[field.name] = kind
     words = planned.options.sweep
-    axes = dict(parse_sweep(word, _swept()) for word in words)
+    axes = dict(parse_sweep(word, numbers) for word in words)
     if len(axes) < len(words) or any(axes.keys() >= set(pair) for pair in _PAIRS):
         raise ConfigError(
             f"Expected each word of `--sweep` to vary another option, got {words}. Of "
@@ -252,21 +215,202 @@ def _sweep(planned: Planned) -> int:
     if planned.options.json:
         found = [{"settings": one, **_json(row)} for one, row in zip(swept, rows, strict=True)]
         print(json.dumps({"rows": found}, allow_nan=False))
-        return 0
-    print(plan_text.table_of(swept, rows))
+    else:
+        print(table_of(swept, rows))
     return 0
 
 
 def _json(found: Forecast) -> dict[str, Any]:
-    forward = found.plan.mechanism.privacy_mode == DP_FP
+    of_sums = found.plan.mechanism.privacy_mode != DP_FP
     return {
         "plan": found.plan.to_dict(),
         "epochs": found.epochs,
-        "effective_noise_multiplier": None if forward else found.effective_noise_multiplier,
-        "signal_to_noise": found.signal_to_noise,
+        "effective_noise_multiplier": found.effective_noise_multiplier if of_sums else None,
         "most_signal": found.most_signal,
         "examples": found.examples,
         "seconds": found.seconds,
         "state_bytes": found.state_bytes,
         "results": [json_row(answer) for answer in found.answers],
     }
+
+
+# -- to read ---
+
+
+def plan_text(found: Forecast) -> str:
+    """Return a plan to read, with the table of its accountants."""
+    plan, lines = found.plan, []
+    of_sums = plan.mechanism.privacy_mode != DP_FP
+    lines += _sums(found) if of_sums else _forward(found)
+    if plan.selection is not None:
+        lines.append(
+            f"before the steps at most {plan.selection.iterations} releases to select what trains, "
+            f"sample rate {plan.selection.sample_rate:g}, noise multiplier "
+            f"{plan.selection.noise_multiplier:.6g}"
+        )
+    if found.seconds is not None:
+        lines.append(
+            f"{found.seconds / 3600:.2f} hours at that throughput, without start, evaluation and "
+            "saving"
+        )
+    if of_sums and found.state_bytes is not None:
+        lines.append(
+            f"{found.state_bytes / 2**30:.2f} GiB for weights, gradient sums and Adam's moments in "
+            "float32; activations on top"
+        )
+    if not of_sums and _variant(plan) == PUBLISHED:
+        return "\n".join([*lines, "", *_published(plan)])
+    return "\n".join([*lines, "", table(found.answers, plan.delta)])
+
+
+def _variant(plan: PrivacyPlan) -> str | None:
+    return getattr(plan.mechanism, "variant", None)
+
+
+def _sums(found: Forecast) -> Iterator[str]:
+    """Yield the lines of a run whose steps release noised sums."""
+    plan = found.plan
+    drawn = "" if plan.words.sampling_code == POISSON else f", {plan.words.drawn}"
+    what = "examples" if plan.users is None else "rows" if plan.users.by_row else "users"
+    most = plan.mechanism.draw.most(plan)
+    capped = "" if most == plan.drawn_from else f", of which at most {most} are used"
+    yield (
+        f"{plan.drawn_from:,} {what}, {plan.expected_batch_size:g} expected in a step{capped}: "
+        f"sample rate {plan.sample_rate:.6g}{drawn}"
+    )
+    yield f"{plan.steps:,} steps, {found.epochs:.4g} epochs, {found.examples:,.0f} {what} in all"
+    yield (
+        f"noise multiplier {plan.noise_multiplier:.6g}, effective "
+        f"{found.effective_noise_multiplier:.5g} (/ sample rate)"
+    )
+    yield from plan.mechanism.outline(plan)
+    yield (
+        "signal beside noise: not known; give --parameters, the numbers that train"
+        if found.most_signal is None
+        else f"the gradients of all steps add up to at most {found.most_signal:.3g} of their noise"
+    )
+
+
+def of_users(
+    units: UnitTable, plan: PrivacyPlan, plan_with: Callable[[Mapping[str, Any]], PrivacyPlan]
+) -> str:
+    """Say how many rows users have, for this console alone, and compare drawing users with drawing
+    their rows, at the same epsilon, steps and rows a step.
+
+    Args: plan_with: returns the plan with some arguments changed.
+    """
+    users, epsilon = plan.users, plan.target_epsilon
+    assert users is not None
+    sizes = sorted(units.sizes().tolist())
+    used, more = len(units.capped(users.max_rows)), sum(size > users.max_rows for size in sizes)
+    lines = [
+        f"\n{units.num_rows:,} rows of {len(sizes):,} users: {sizes[0]} to {sizes[-1]} each, "
+        f"median {sizes[len(sizes) // 2]}; {more:,} users have more than max_rows_per_unit "
+        f"({users.max_rows}), and {used / units.num_rows:.0%} of the rows take part in an epoch. "
+        "These numbers are not private: do not publish them."
+    ]
+    if epsilon is None:
+        return "\n".join([*lines, "Give a target_epsilon to compare users with rows as draws."])
+    rows_of_one = used / len(units)
+    rows = plan.expected_batch_size * (1 if users.by_row else rows_of_one)
+    lines.append(
+        f"\nNoise on the mean gradient of a step of about {rows:,.0f} rows, in clipping norms, at "
+        f"epsilon {epsilon:g}:"
+    )
+    for sampling in SAMPLINGS:
+        by_row = dataclasses.replace(users, sampling=sampling, num_rows=None).by_row
+        drawn = round(rows if by_row else rows / rows_of_one)
+        changes: dict[str, Any] = {"expected_batch_size": drawn, "max_steps": plan.steps}
+        changes["unit_sampling"] = sampling
+        changes["unit_reduction"] = None if by_row else users.reduction
+        try:
+            said = f"{plan_with(changes).noise_multiplier / drawn:.4g}"
+        except HfDpError as problem:
+            said = f"not possible ({problem})"
+        chosen = " (as configured)" if sampling == users.sampling else ""
+        lines.append(f"  unit_sampling={sampling}{chosen}: {said}")
+    lines.append(
+        "The smaller is the better one if a user's mean gradient is about as long as a row's. It "
+        "is shorter where the rows of a user differ much."
+    )
+    return "\n".join(lines)
+
+
+def _forward(found: Forecast) -> Iterator[str]:
+    """Yield the lines of a run of DP-FP."""
+    plan, words = found.plan, found.plan.words
+    mechanism: Any = plan.mechanism
+    epochs = plan.steps * plan.expected_batch_size / plan.num_examples
+    yield (
+        f"{words.name}: {plan.num_examples:,} rows, {plan.expected_batch_size:g} expected in a "
+        f"step, {plan.steps:,} steps, {epochs:.4g} epochs"
+    )
+    yield f"vectors: noise multiplier {mechanism.vector_noise_multiplier:.6g}"
+    if mechanism.variant == PRIVATE_ENCODER:
+        yield f"gradients below: noise multiplier {plan.noise_multiplier:.6g}"
+    yield words.mechanism
+    yield f"draws: {words.sampling}"
+    yield f"labels: {'covered' if mechanism.protects_labels else 'not protected'}"
+
+
+def _published(plan: PrivacyPlan) -> Iterator[str]:
+    """Yield the paper's figure with what it is, and what a bound says of the same noise."""
+    from hf_dp.accounting.accountants import compare
+    from hf_dp.planning.published_forward import assumptions
+
+    yield f"{NO_GUARANTEE}."
+    yield (
+        f"The paper's figure is {_papers(plan)} (GDP-CLT, an estimate under assumptions that do "
+        "not hold)."
+    )
+    yield f"\n{'epsilon':<10}if this were so (a bound, PLD, at delta {plan.delta:g})"
+    event: Any = plan.event()
+    for words, assumed in assumptions(event):
+        if assumed is None:
+            yield f"{'unknown':<10}{words}"
+            continue
+        (answer,) = compare(assumed, plan.delta, ["pld"])
+        if answer.epsilon is None:
+            yield f"{'-':<10}{words} (not computed: {answer.note})"
+        else:
+            yield f"{answer.epsilon.rounded_up(2):<10.2f}{words}"
+
+
+def _papers(plan: PrivacyPlan) -> str:
+    from hf_dp.accounting import epsilon
+
+    return f"{epsilon(plan.event(), plan.delta, 'gdp_clt').value:.3f}"
+
+
+def table_of(swept: Sequence[Mapping[str, float]], rows: Sequence[Forecast]) -> str:
+    """Return a line for each combination of the swept arguments."""
+    from hf_dp.benchmarks.tables import aligned
+
+    first = rows[0].plan
+    of_sums, variant = first.mechanism.privacy_mode != DP_FP, _variant(first)
+    lines = []
+    for values, row in zip(swept, rows, strict=True):
+        plan = row.plan
+        cells = {name: f"{value:g}" for name, value in values.items()}
+        cells["steps"] = str(plan.steps)
+        if of_sums:
+            cells["sample rate"] = f"{plan.sample_rate:.6g}"
+            cells["noise"] = f"{plan.noise_multiplier:.6g}"
+            cells["effective"] = f"{row.effective_noise_multiplier:.5g}"
+        else:
+            if variant == PRIVATE_ENCODER:
+                cells["gradient noise"] = f"{plan.noise_multiplier:.6g}"
+            mechanism: Any = plan.mechanism
+            cells["vector noise"] = f"{mechanism.vector_noise_multiplier:.6g}"
+        if variant == PUBLISHED:
+            cells["paper's figure"] = _papers(plan)
+        else:
+            for answer in row.answers:
+                found = answer.epsilon
+                cells[answer.accountant] = "-" if found is None else f"{found.rounded_up(3):.3f}"
+        lines.append(cells)
+    effective = "; effective: noise multiplier / sample rate" if of_sums else ""
+    names = ", ".join(answer.accountant for answer in rows[0].answers)
+    end = f"{NO_GUARANTEE}." if variant == PUBLISHED else f"epsilon by {names}"
+    shown = aligned(list(lines[0]), [list(cells.values()) for cells in lines])
+    return f"{shown}\nnoise: noise multiplier{effective}; {end}"

@@ -18,15 +18,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hf_dp.cli.cell_runs import Cell, result, run_cell, why_it_failed, with_settings
-from hf_dp.cli.sweep_report import signed
+from hf_dp.cli.cells import Cell, result, run_cell, why_it_failed, with_settings
 from hf_dp.errors import ConfigError, HfDpError
 from hf_dp.plans.dp_sgd import MEAN_RUNS, check_mean_runs
 
-DRAWN = "search.json"
-BEST = "best"
+if TYPE_CHECKING:
+    from hf_dp.trainer.trainer import DPTrainer
+
+DRAWN, BEST = "search.json", "best"
 # Settings that change no event: all runs of a search must cost the same.
 MAY_VARY = frozenset(
     """
@@ -35,6 +36,12 @@ MAY_VARY = frozenset(
     per_example_max_grad_norm warmup_steps weight_decay
     """.split()
 )
+# What a recipe must leave unset: why, and what then.
+_UNSET = {
+    "release": "what is released without noise could decide which run is the best. Remove it.",
+    "push_to_hub": "a private selection releases one run. Publish OUTPUT_DIR/best afterwards.",
+    "report_to": "a private selection releases one run. Publish OUTPUT_DIR/best afterwards.",
+}
 
 
 @dataclass(frozen=True)
@@ -46,8 +53,6 @@ class Search:
         cells: the grid, from which each run draws one cell.
         mean_runs: the expected number of runs, above 1.
         score: a metric of the evaluation rows, which must be public.
-
-    Raises: ConfigError, InvalidArgumentError for what cannot be searched privately.
     """
 
     recipe: dict[str, Any]
@@ -63,22 +68,13 @@ class Search:
                     f"A private selection cannot vary {name!r}: it may change what one run costs "
                     f"or trains on. Fix it with --set, and vary only {sorted(MAY_VARY)}."
                 )
-        if self.recipe.get("privacy_mode", "dp_sgd") != "dp_sgd":
-            raise ConfigError(
-                f"A private selection needs privacy_mode dp_sgd, got "
-                f"{self.recipe['privacy_mode']!r}. Leave --private-selection out."
-            )
-        if self.recipe.get("release"):
-            raise ConfigError(
-                f"Expected `release` to be unset in a private selection, got "
-                f"{self.recipe['release']!r}: what is released without noise could decide which "
-                "run is the best. Remove it."
-            )
-        if self.recipe.get("push_to_hub") or self.recipe.get("report_to", "none") != "none":
-            raise ConfigError(
-                "The recipe sends each run elsewhere (push_to_hub, report_to), and a private "
-                "selection releases one. Remove both; publish OUTPUT_DIR/best afterwards."
-            )
+        if (mode := self.recipe.get("privacy_mode", "dp_sgd")) != "dp_sgd":
+            raise ConfigError(f"A private selection needs privacy_mode dp_sgd, got {mode!r}.")
+        for name, why in _UNSET.items():
+            if (value := self.recipe.get(name)) and value != "none":
+                raise ConfigError(
+                    f"Expected `{name}` to be unset in a private selection, got {value!r}: {why}"
+                )
 
     @property
     def folder(self) -> Path:
@@ -88,19 +84,16 @@ class Search:
     @property
     def settings(self) -> dict[str, Any]:
         """Return those of every run, JSON-ready: the recipe's, and that it is one of a search."""
-        own = {"report_to": "none", MEAN_RUNS: self.mean_runs}
         said = self.recipe.get("card") or {}
         card = {"model_name": self.folder.name, **said} if isinstance(said, dict) else said
-        return {"accountant": "rdp", **self.recipe, **own, "card": card}
+        own = {"report_to": "none", MEAN_RUNS: self.mean_runs, "card": card}
+        return {"accountant": "rdp", **self.recipe, **own}
 
     @property
     def identity(self) -> dict[str, Any]:
         """Return what must be the same when the search goes on."""
-        return {
-            "settings": self.settings,
-            "score": self.score,
-            "grid": [{**cell.settings, "seed": cell.seed} for cell in self.cells],
-        }
+        grid = [{**cell.settings, "seed": cell.seed} for cell in self.cells]
+        return {"settings": self.settings, "score": self.score, "grid": grid}
 
 
 @dataclass(frozen=True)
@@ -127,49 +120,41 @@ def select(search: Search, launched: Sequence[str] = ()) -> Found:
     """Make the runs that are not made, and release the best; return it.
 
     Args: launched: the words that ask for several processes.
-
-    Raises: ConfigError when a run fails, when the folder holds another search or a part of one, or
-        when the runs did not all cost the same. Nothing is released then.
     """
-    if not (search.folder / DRAWN).exists() or _unspent(search):
-        check_runs(search)
     drawn = _drawn(search)
     if "released" not in drawn:
         trials = [_trial(search, run) for run in drawn["runs"]]
-        for number, cell in enumerate(trials):
-            if not run_cell(search.settings, cell, f"run {number + 1}", launched, timed=False):
-                mended = (
-                    "No run has made a step, so the recipe may change, too"
-                    if _unspent(search)
-                    else "The recipe must stay as it is"
-                )
+        scores = []
+        for number, cell in enumerate(trials, start=1):
+            if not run_cell(search.settings, cell, f"run {number}", launched, timed=False):
                 raise ConfigError(
                     f"{cell.label!r} failed; {why_it_failed(cell)}\nNothing is released. Mend the "
-                    f"cause and start the command again: it goes on with this run. {mended}."
+                    "cause and start the command again: it goes on with this run. The recipe must "
+                    "stay as it is."
                 )
-            _score(search, cell)  # a name that no run has is found after the first one
-        drawn = _choose(search, trials, drawn)
+            scores.append(_score(search, cell))  # a name that no run has is found after the first
+        _refuse_unequal(trials)
+        # Of equal ones the first: runs are independent and alike, so that is a random choice.
+        ranks = [_rank(search.score, score) for score in scores]
+        best = ranks.index(max(ranks))
+        drawn = {**drawn, "released": best, "score": scores[best]}
+        _write(search.folder / DRAWN, drawn)
     return _release(search, drawn)
 
 
 def check_runs(search: Search) -> None:
-    """Make the trainer of each cell once, before a number of runs is drawn.
-
-    Raises: ConfigError for a cell that cannot run, or a score that it will not have.
-    """
+    """Make the trainer of each cell once, before a number of runs is drawn."""
     from hf_dp.cli.tasks import DEFAULT_TASK, private_module
 
-    first: dict[str, Cell] = {}
-    for cell in search.cells:
-        first.setdefault(cell.label, cell)  # another seed changes nothing
+    first = {cell.label: cell for cell in reversed(search.cells)}  # a seed changes nothing
     for label, cell in first.items():
         with tempfile.TemporaryDirectory() as folder:
             values = with_settings(search.settings, cell.settings)
-            given = {key: value for key, value in values.items() if value is not None}
-            given |= {"seed": cell.seed, "output_dir": folder}
+            values |= {"seed": cell.seed, "output_dir": folder}
+            values = {key: value for key, value in values.items() if value is not None}
+            values.setdefault("task", DEFAULT_TASK)
             try:
-                module = private_module(given.get("task", DEFAULT_TASK))
-                scores = _scores_to_come(module.trainer_of(given, []))
+                scores = _scores_to_come(private_module(values["task"]).trainer_of(values, []))
             except HfDpError as problem:
                 raise ConfigError(
                     f"{label or 'The recipe'!r} cannot run, and nothing was started: {problem}"
@@ -181,29 +166,17 @@ def check_runs(search: Search) -> None:
             )
 
 
-def _scores_to_come(trainer: Any) -> list[str]:
+def _scores_to_come(trainer: DPTrainer) -> list[str]:
     """Return the names that a classifier's scores will have; none where they are not known."""
     import numpy as np
 
     if trainer.compute_metrics is None:
         return []
-    made_up = SimpleNamespace(
-        predictions=np.eye(2, trainer.model.config.num_labels), label_ids=np.array([0, 1])
-    )
+    logits = np.eye(2, trainer.model.config.num_labels)
+    made_up: Any = SimpleNamespace(predictions=logits, label_ids=np.array([0, 1]))
     sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": None}
     prefixes = [f"{name}_" if name else "" for name in sets]
     return [prefix + name for prefix in prefixes for name in trainer.compute_metrics(made_up)]
-
-
-def _unspent(search: Search) -> bool:
-    """Return whether no run of the search has released anything."""
-    from hf_dp.run.ledger_file import LEDGER
-
-    noted = search.folder / DRAWN
-    if noted.exists() and "released" in json.loads(noted.read_text(encoding="utf-8")):
-        return False
-    ledgers = search.folder.glob(f"trial-*/run*/{LEDGER}")
-    return not any(path.stat().st_size for path in ledgers)
 
 
 def _trial(search: Search, run: dict[str, Any]) -> Cell:
@@ -214,40 +187,30 @@ def _trial(search: Search, run: dict[str, Any]) -> Cell:
 
 
 def _drawn(search: Search) -> dict[str, Any]:
-    """Return what was drawn, from the file; draw it where no run was made yet."""
+    """Return what was drawn, from the file; draw it where the folder is new."""
     path = search.folder / DRAWN
     if path.exists():
-        drawn = json.loads(path.read_text(encoding="utf-8"))
-        if drawn.get("search") == json.loads(json.dumps(search.identity)):
-            return drawn
-        if not _unspent(search):
+        drawn: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if drawn.get("search") != json.loads(json.dumps(search.identity)):
             raise ConfigError(
                 f"{path} is of another search: recipe, grid, --private-selection, --score or "
                 "--seeds differ. Choose another folder; what was spent in this one counts, too."
             )
-        for trial in search.folder.glob("trial-*"):
-            shutil.rmtree(trial)
-        if drawn["search"]["settings"][MEAN_RUNS] == search.mean_runs:
-            return _draw(search, len(drawn["runs"]))  # nobody can draw until it suits
-        return _draw(search, _geometric(search.mean_runs))
+        return drawn
     if search.folder.exists() and any(search.folder.iterdir()):
         raise ConfigError(
             f"Expected `--output-dir` to be a new folder, but {str(search.folder)!r} is not empty "
             f"and has no {DRAWN}. Another number of runs must not be drawn there: choose another "
             "folder."
         )
+    check_runs(search)
     search.folder.mkdir(parents=True, exist_ok=True)
-    return _draw(search, _geometric(search.mean_runs))
-
-
-def _draw(search: Search, count: int) -> dict[str, Any]:
-    """Draw the settings of so many runs, and note them."""
     runs = [
         {"cell": secrets.randbelow(len(search.cells)), "folder": f"trial-{secrets.token_hex(8)}"}
-        for _ in range(count)
+        for _ in range(_geometric(search.mean_runs))
     ]
     drawn = {"search": search.identity, "runs": runs}
-    _write(search.folder / DRAWN, drawn)
+    _write(path, drawn)
     return drawn
 
 
@@ -257,24 +220,8 @@ def _geometric(mean: float) -> int:
     return 1 + int(math.log1p(-uniform) / math.log1p(-1 / mean))
 
 
-def _choose(search: Search, trials: Sequence[Cell], drawn: dict[str, Any]) -> dict[str, Any]:
-    """Note which run is the best.
-
-    Of equal ones it is the first: runs are independent and alike, so that is a random choice.
-
-    Raises: ConfigError where runs did not cost the same.
-    """
-    _refuse_unequal(trials)
-    scores = [_score(search, cell) for cell in trials]
-    ranks = [signed(search.score, score) for score in scores]
-    best = ranks.index(max(ranks))
-    drawn = {**drawn, "released": best, "score": scores[best]}
-    _write(search.folder / DRAWN, drawn)
-    return drawn
-
-
 def _score(search: Search, cell: Cell) -> float:
-    """Return the score of a run that is done. Raises: ConfigError for a score that it has not."""
+    """Return the score of a run that is done."""
     metrics = result(cell)["metrics"]
     if search.score not in metrics:
         raise ConfigError(
@@ -282,6 +229,13 @@ def _score(search: Search, cell: Cell) -> float:
             "the search in another folder with one of these."
         )
     return float(metrics[search.score])
+
+
+def _rank(score: str, value: float) -> float:
+    """Return a score of which the larger is the better, and one that is not a number is worst."""
+    if math.isnan(value):
+        return -math.inf
+    return -value if score.endswith("perplexity") else value
 
 
 def _refuse_unequal(trials: Sequence[Cell]) -> None:
@@ -305,32 +259,24 @@ def _release(search: Search, drawn: dict[str, Any]) -> Found:
     """
     from hf_dp.statement.record import read
 
-    target, best = search.folder / BEST, drawn["released"]
+    target = search.folder / BEST
     if not target.exists():
-        done = _trial(search, drawn["runs"][best]).done
+        done = _trial(search, drawn["runs"][drawn["released"]]).done
         if done is None:
-            raise ConfigError(
-                f"The best run is gone from {search.folder}: it was moved or deleted."
-            )
+            raise ConfigError(f"The best run was moved or deleted from {search.folder}.")
         os.replace(done, target)
     for path in search.folder.glob("trial-*"):
         shutil.rmtree(path)
     if "runs" in drawn:
-        cell = _trial(search, drawn["runs"][best])
+        cell = _trial(search, drawn["runs"][drawn["released"]])
         drawn = {key: value for key, value in drawn.items() if key != "runs"}
         drawn |= {"released": 0, "label": f"{cell.label} seed={cell.seed}".strip()}
         _write(search.folder / DRAWN, drawn)
     statement = read(target).statement
     if statement is None or statement["epsilon"] is None:
         raise HfDpError(f"{target} states no epsilon; `hf-dp account ledger` says why.")
-    return Found(
-        target,
-        drawn["label"],
-        drawn["score"],
-        search.score,
-        statement["epsilon"],
-        statement["delta"],
-    )
+    cost = statement["epsilon"], statement["delta"]
+    return Found(target, drawn["label"], drawn["score"], search.score, *cost)
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:

@@ -1,60 +1,109 @@
-"""``hf-dp publish DIR REPO``: one commit with what may leave, and nothing else."""
+"""``hf-dp inspect DIR`` and ``hf-dp publish DIR REPO``: what may leave, and one commit with it."""
 
 from __future__ import annotations
 
 import argparse
-import textwrap
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from hf_dp.cli.inspect import add_common
 from hf_dp.cli.options import Parser
 
-DESCRIPTION = (
-    "Put a run on the Hub by one commit: weights or adapter, configuration, tokenizer, card and "
-    "privacy.json (see `hf-dp inspect`). The repository then holds exactly that. One that holds "
-    "anything but an earlier state of the same run is refused.",
-    "The token is that of `hf auth login`, or HF_TOKEN. There is no option for it, since options "
-    "end up in histories and process lists.",
-)
-EXAMPLES = """examples:
-  hf-dp publish outputs/demo you/minilm-sst2-dp --private
-  hf-dp publish outputs/lora you/roberta-sst2-lora-dp --base-model FacebookAI/roberta-base
+if TYPE_CHECKING:
+    from hf_dp.publishing.publication import Publication
+
+INSPECT = """\
+List which files of a run's folder `hf-dp publish` would put on the Hub, which stay here, and why.
+Nothing is sent or written. The exit code is 1 when something keeps the folder from being published.
+"""
+PUBLISH = """\
+Put a run on the Hub by one commit: weights or adapter, configuration, tokenizer, card and
+privacy.json (see `hf-dp inspect`). The repository then holds exactly that. One that holds anything
+but an earlier state of the same run is refused.
+
+The token is that of `hf auth login`, or HF_TOKEN. There is no option for it, since options end up
+in histories and process lists.
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser."""
-    parser = Parser(
-        "hf-dp publish",
-        description="\n\n".join(textwrap.fill(part, 100) for part in DESCRIPTION),
-        epilog=EXAMPLES,
+def _parser(command: str, description: str, *examples: str) -> Parser:
+    """Return a parser with what both commands are told."""
+    lines = [f"  hf-dp {command} {words}" for words in examples]
+    epilog = "\n".join(["examples:", *lines])
+    parser = Parser(f"hf-dp {command}", description=description, epilog=epilog)
+    parser.option("folder", "a run's output folder, or one of its checkpoints", "DIR")
+    base = "the Hub id of the base of an adapter that was trained on a local copy"
+    parser.option("--base-model", base, "ID")
+    parser.switch(
+        "--not-private",
+        "publish what no epsilon covers, as what it is: a run with insecure_seed, whose card says "
+        "NOT PRIVATE",
     )
-    add = parser.add_argument
-    add_common(add)
-    add("repository", metavar="REPO", help="you/model; made unless it is there")
-    add(
-        "--private",
-        action=argparse.BooleanOptionalAction,
-        help="who may see a repository that is made (default: what your account's settings say)",
-    )
-    add("--revision", metavar="BRANCH", help="made unless it is there (default: main)")
-    add("--message", metavar="TEXT", default="Publish with hf_dp", help="of the commit")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Publish, and print the commit's address; return 2 (with a line on stderr) when refused."""
-    args = build_parser().parse_args(list(argv))
+    parser = _parser(
+        "publish",
+        PUBLISH,
+        "outputs/demo you/minilm-sst2-dp --private",
+        "outputs/lora you/roberta-sst2-lora-dp --base-model FacebookAI/roberta-base",
+    )
+    parser.option("repository", "you/model; made unless it is there", "REPO")
+    who = "who may see a repository that is made (default: what your account's settings say)"
+    parser.add_argument("--private", action=argparse.BooleanOptionalAction, help=who)
+    parser.option("--revision", "made unless it is there (default: main)", "BRANCH")
+    parser.option("--message", "of the commit", "TEXT", default="Publish with hf_dp")
+    args = parser.parse_args(list(argv))
     from hf_dp.publishing.hub import publish
 
-    done = publish(
-        args.folder,
-        args.repository,
-        private=args.private,
-        base_model=args.base_model,
-        revision=args.revision,
-        not_private=args.not_private,
-        message=args.message,
-    )
-    print(done.commit_url)
+    print(publish(**vars(args)).commit_url)
     return 0
+
+
+def inspect(argv: Sequence[str]) -> int:
+    """Print what would be published; return 1 when the folder cannot be."""
+    base = "outputs/lora --base-model FacebookAI/roberta-base --json"
+    parser = _parser("inspect", INSPECT, "outputs/demo", base)
+    parser.switch("--json", "one JSON object on stdout")
+    args = parser.parse_args(list(argv))
+    from hf_dp.publishing.publication import Publication
+
+    found = Publication.of(args.folder, base_model=args.base_model, not_private=args.not_private)
+    if args.json:
+        names = ("goes", "stays", "changes", "refusals")
+        report = {"folder": str(found.folder), "claim": found.in_words()}
+        report["run_id"] = None if found.record is None else found.record.run_id
+        for name in names:
+            value = getattr(found, name)
+            report[name] = dict(value) if isinstance(value, Mapping) else list(value)
+        print(json.dumps(report, indent=2))
+    else:
+        print(_listing(found))
+    return 1 if found.refusals else 0
+
+
+def _listing(found: Publication) -> str:
+    """Return what goes, what stays and what is refused, for people."""
+    name = "" if found.record is None else f"run {found.record.run_id}: "
+    lines = [f"{found.folder}: {name}{found.in_words()}"]
+    goes = {path: f"{_size(found, path):>10}  {why}" for path, why in found.goes.items()}
+    for title, rows in ((f"goes ({len(goes)} files)", goes), ("stays", found.stays)):
+        if rows:
+            width = max(map(len, rows))
+            lines += [f"{title}:", *(f"  {key:<{width}}  {text}" for key, text in rows.items())]
+    items = (
+        ("changed on the way", found.changes),
+        ("REFUSED", found.refusals),
+    )
+    for title, texts in items:
+        if texts:
+            lines += [f"{title}:", *(f"  - {text}" for text in texts)]
+    return "\n".join(lines)
+
+
+def _size(found: Publication, path: str) -> str:
+    content = found.files[path]
+    size = len(content) if isinstance(content, bytes) else content.stat().st_size
+    return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size} bytes"

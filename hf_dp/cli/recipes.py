@@ -33,8 +33,6 @@ def rows_of(
     rows are here.
 
     Args: num_examples: as given; None for that of the recipe's data.
-
-    Raises: ConfigError, DataError.
     """
     units = None
     if num_examples is None:
@@ -90,15 +88,6 @@ def _count(recipe: dict[str, Any]) -> int:
 
 def trained_numbers(recipe: dict[str, Any], peft: dict[str, Any] | None) -> int:
     """Return how many numbers of the recipe's model train. No weights are made."""
-    model = model_of(recipe, peft, "meta")
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
-
-
-def model_of(recipe: dict[str, Any], peft: dict[str, Any] | None, device: str) -> Any:
-    """Return the recipe's model as it would train, with random weights.
-
-    Raises: DataError for a model that cannot be found; ConfigError for a task without privacy.
-    """
     import torch
     import transformers
 
@@ -120,7 +109,7 @@ def model_of(recipe: dict[str, Any], peft: dict[str, Any] | None, device: str) -
     name = recipe["model_name_or_path"]
     try:
         config = transformers.AutoConfig.from_pretrained(resolve_model(name))
-        with torch.device(device):
+        with torch.device("meta"):
             model = getattr(transformers, kind).from_config(config)
         model.tie_weights()
     except (OSError, ValueError) as problem:
@@ -130,4 +119,6 @@ def model_of(recipe: dict[str, Any], peft: dict[str, Any] | None, device: str) -
         ) from problem
     freeze(model, recipe.get("freeze", ()))
     adapter = peft_config(peft)
-    return model if adapter is None else apply_peft(model, adapter, torch.device(device))
+    if adapter is not None:
+        model = apply_peft(model, adapter, torch.device("meta"))
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)

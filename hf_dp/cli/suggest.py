@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import textwrap
@@ -14,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from hf_dp._arguments import argument
-from hf_dp.cli.argument_groups import LengthArguments
-from hf_dp.cli.config import check_recipe, peft_config, read_yaml
+from hf_dp.cli.config import LengthArguments, check_recipe, peft_config, read_yaml
 from hf_dp.cli.options import Parser, add_fields, taken
-from hf_dp.cli.recipes import model_of, refuse_other_modes, rows_of, trained_numbers
+from hf_dp.cli.recipes import refuse_other_modes, rows_of, trained_numbers
 from hf_dp.errors import ConfigError
+from hf_dp.planning import forecast
 from hf_dp.trainer.privacy_arguments import BudgetArguments
 
 if TYPE_CHECKING:
@@ -26,14 +25,13 @@ if TYPE_CHECKING:
 
 EXAMPLES = """examples:
   hf-dp suggest --num_examples 67349 --target_epsilon 3
-  hf-dp suggest --config recipes/sst2/minilm_dp_adam_eps3.yaml --num_examples 67349 --measure
+  hf-dp suggest --config recipes/sst2/minilm_dp_adam_eps3.yaml --num_examples 67349
   hf-dp suggest --config recipe.yaml --num_train_epochs 1 --output suggested.yaml
 
 The suggestions read public numbers only: how many examples there are, epsilon, delta and the model.
 They are a starting point. A search on private rows costs epsilon for each run (hf-dp sweep).
 A recipe's num_train_epochs is not read: without the option, it is as many as the rules ask for.
 """
-_LENGTH, _PHYSICAL = 128, 8  # where the recipe says nothing; 8 is Trainer's own
 _BUDGET = ("target_epsilon", "target_delta", "accountant")
 
 
@@ -45,10 +43,8 @@ class SuggestOptions:
     parameters: int | None = argument(
         None, "Numbers that train. Unset means those of the recipe's model."
     )
-    throughput: float | None = argument(None, "Examples per second, for the time.")
-    measure: bool = argument(
-        False,
-        "With --config: measure speed and memory on made-up examples of max_length here.",
+    throughput: float | None = argument(
+        None, "Examples per second (hf-dp bench throughput), for the time."
     )
     output: str | None = argument(
         None, "With --config: a new file for the recipe with these settings."
@@ -56,16 +52,8 @@ class SuggestOptions:
     json: bool = argument(False, "One JSON object on stdout.")
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """Examples per second, and the peak bytes of a physical batch; None where not measured."""
-
-    throughput: float | None = None
-    bytes: int | None = None
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser."""
+def main(argv: Sequence[str]) -> int:
+    """Print the suggestion; return 2 (with a line on stderr) for what cannot be suggested."""
     parser = Parser(
         "hf-dp suggest",
         usage="hf-dp suggest [--config FILE] [--NAME VALUE ...]",
@@ -73,44 +61,45 @@ def build_parser() -> argparse.ArgumentParser:
         "for DP-Adam, each with its reason. Prints YAML. Nothing is run on your rows.",
         epilog=EXAMPLES,
     )
-    parser.add_argument(
-        "--config", metavar="FILE", help="a recipe: its data, model, epsilon and delta are read"
-    )
+    parser.option("--config", "a recipe: its data, model, epsilon and delta are read", "FILE")
     add_fields(parser, SuggestOptions)
     add_fields(parser, BudgetArguments, _BUDGET)
     add_fields(parser, LengthArguments, ("num_train_epochs",))
-    return parser
-
-
-def main(argv: Sequence[str]) -> int:
-    """Print the suggestion; return 2 (with a line on stderr) for what cannot be suggested."""
-    given = build_parser().parse_args(list(argv))
+    given = parser.parse_args(list(argv))
     options = taken(SuggestOptions, given)
     recipe = {} if given.config is None else read_yaml(given.config)
     check_recipe(recipe)
     refuse_other_modes(recipe.get("privacy_mode", "dp_sgd"), "hf-dp suggest")
-    _check(options, given.config)
-    recipe |= {name: getattr(given, name) for name in _BUDGET if hasattr(given, name)}
-    found = _suggestion(options, recipe, getattr(given, "num_train_epochs", None))
-    measured = _measure(recipe, found) if options.measure else _Measured(options.throughput)
-    if options.output is not None:
-        _write(recipe, found, Path(options.output))
-    print(_json(found, measured) if options.json else _text(found, measured, recipe))
-    return 0
-
-
-def _check(options: SuggestOptions, config: str | None) -> None:
-    """Raise ConfigError for options that need a recipe, or exclude each other."""
-    for option in ("measure", "output"):
-        if getattr(options, option) and config is None:
-            raise ConfigError(f"`--{option}` needs a recipe. Give --config FILE.")
-    if options.measure and options.throughput is not None:
-        raise ConfigError("`--measure` finds the throughput. Leave `--throughput` out.")
+    if options.output is not None and given.config is None:
+        raise ConfigError("`--output` needs a recipe. Give --config FILE.")
     if options.output is not None and Path(options.output).exists():
         raise ConfigError(
             f"Expected `--output` to be a new file, but {options.output!r} exists. Choose another "
             "name."
         )
+    recipe |= {name: getattr(given, name) for name in _BUDGET if hasattr(given, name)}
+    found = _suggestion(options, recipe, getattr(given, "num_train_epochs", None))
+    if options.output is not None:
+        replaced = {**recipe, **found.settings, "target_epsilon": found.plan.target_epsilon}
+        # max_steps decides; a number of epochs beside it would only mislead.
+        replaced |= {"num_train_epochs": None, "noise_multiplier": None}
+        kept = {key: value for key, value in replaced.items() if value is not None}
+        text = yaml.safe_dump(kept, sort_keys=False)
+        Path(options.output).write_text(text, encoding="utf-8")
+    ahead = forecast(found.plan, parameters=found.parameters, throughput=options.throughput)
+    if options.json:
+        report = {
+            "settings": found.settings,
+            "reasons": {choice.name: choice.reason for choice in found.choices},
+            "plan": found.plan.to_dict(),
+            "effective_noise_multiplier": ahead.effective_noise_multiplier,
+            "seconds": ahead.seconds,
+            "state_bytes": ahead.state_bytes,
+        }
+        print(json.dumps(report, allow_nan=False))
+    else:
+        print(_text(found, ahead, recipe))
+    return 0
 
 
 def _suggestion(
@@ -159,63 +148,37 @@ def _suggestion(
     return found
 
 
-def _measure(recipe: dict[str, Any], found: Suggestion) -> _Measured:
-    """Time private steps of the recipe's model on made-up examples, on this machine."""
-    import torch
-
-    from hf_dp.benchmarks.private_step import measure_step
-
-    device = "cuda" if torch.cuda.is_available() and not recipe.get("use_cpu") else "cpu"
-    cost = measure_step(
-        model_of(recipe, found.settings["peft"], device),
-        int(recipe.get("per_device_train_batch_size", _PHYSICAL)),
-        int(recipe.get("max_length", _LENGTH)),
-        bf16=bool(recipe.get("bf16")),
-    )
-    return _Measured(cost.throughput, cost.bytes)
-
-
-def _write(recipe: dict[str, Any], found: Suggestion, path: Path) -> None:
-    """Write the recipe with the suggested settings in place of its own."""
-    replaced = {**recipe, **found.settings}
-    # max_steps decides; a number of epochs beside it would only mislead.
-    kept = {
-        key: value
-        for key, value in replaced.items()
-        if value is not None and key not in ("num_train_epochs", "noise_multiplier")
-    }
-    kept["target_epsilon"] = found.plan.target_epsilon
-    path.write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
-
-
-def _forecast(found: Suggestion, measured: _Measured) -> Forecast:
-    from hf_dp.planning import forecast
-
-    return forecast(found.plan, parameters=found.parameters, throughput=measured.throughput)
-
-
-def _text(found: Suggestion, measured: _Measured, recipe: dict[str, Any]) -> str:
+def _text(found: Suggestion, ahead: Forecast, recipe: dict[str, Any]) -> str:
     """Return the suggestion as YAML: what it means in comments, then each setting below its
     reason."""
     from hf_dp.run.outlook import doubts
 
-    plan, ahead = found.plan, _forecast(found, measured)
+    plan = found.plan
     what = "users" if plan.users is not None else "examples"
     lines = [
         f"{plan.num_examples:,} {what}, epsilon {plan.target_epsilon:g} at delta "
         f"{plan.delta:.4g} ({plan.accountant}): noise multiplier {plan.noise_multiplier:.4g}, "
         f"effective {ahead.effective_noise_multiplier:.4g} (/ sample rate), {ahead.epochs:.3g} "
         "epochs.",
-        _time(ahead, measured),
-        _memory(found, ahead, measured),
     ]
+    if ahead.seconds is not None:
+        lines.append(
+            f"Time: {ahead.seconds / 3600:.2f} hours for {ahead.examples:,.0f} examples, without "
+            "start, evaluation and saving."
+        )
+    if ahead.state_bytes is not None:
+        lines.append(
+            f"Memory: {ahead.state_bytes / 2**30:.2f} GiB for weights, gradient sums and Adam's "
+            f"moments of the {found.parameters:,} numbers that train; activations on top, which "
+            "per_device_train_batch_size sets."
+        )
     if found.parameters is not None:
         rate = found.settings["learning_rate"]
         lines += doubts(plan, parameters=found.parameters, learning_rate=rate, optimizer="adamw")
     shown = [_comment(line) for line in lines]
     for choice in found.choices:
         before = recipe.get(choice.name)
-        has = "" if not recipe or before in (None, choice.value) else f" The recipe has {before}."
+        has = "" if before in (None, choice.value) else f" The recipe has {before}."
         shown.append("")
         shown.append(_comment(f"{choice.reason[0].upper()}{choice.reason[1:]}.{has}"))
         shown.append(yaml.safe_dump({choice.name: choice.value}, sort_keys=False).strip())
@@ -224,48 +187,3 @@ def _text(found: Suggestion, measured: _Measured, recipe: dict[str, Any]) -> str
 
 def _comment(text: str) -> str:
     return "\n".join(textwrap.wrap(text, 100, initial_indent="# ", subsequent_indent="#   "))
-
-
-def _time(ahead: Forecast, measured: _Measured) -> str:
-    if ahead.seconds is None:
-        return "Time: not known. Give --config and --measure, or --throughput, examples per second."
-    whence = (
-        "measured here on made-up examples of full length; shorter ones are faster"
-        if measured.bytes is not None
-        else "as given"
-    )
-    return (
-        f"Time: {ahead.seconds / 3600:.2f} hours for {ahead.examples:,.0f} examples at "
-        f"{measured.throughput:.3g} a second ({whence}), without start, evaluation and saving."
-    )
-
-
-def _memory(found: Suggestion, ahead: Forecast, measured: _Measured) -> str:
-    if measured.bytes is not None:
-        return (
-            f"Memory: {measured.bytes / 2**30:.2f} GiB at the peak of a physical batch of full "
-            "length, measured here; Adam's moments and the sums of a step on top."
-        )
-    if ahead.state_bytes is None:
-        return "Memory: not known. Give --parameters, or --config with a model."
-    return (
-        f"Memory: {ahead.state_bytes / 2**30:.2f} GiB for weights, gradient sums and Adam's "
-        f"moments of the {found.parameters:,} numbers that train; activations on top, which "
-        "per_device_train_batch_size sets."
-    )
-
-
-def _json(found: Suggestion, measured: _Measured) -> str:
-    ahead = _forecast(found, measured)
-    return json.dumps(
-        {
-            "settings": found.settings,
-            "reasons": {choice.name: choice.reason for choice in found.choices},
-            "plan": found.plan.to_dict(),
-            "effective_noise_multiplier": ahead.effective_noise_multiplier,
-            "seconds": ahead.seconds,
-            "state_bytes": ahead.state_bytes,
-            "measured": {"throughput": measured.throughput, "bytes": measured.bytes},
-        },
-        allow_nan=False,
-    )

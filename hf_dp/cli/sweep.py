@@ -7,31 +7,31 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import statistics
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_dp.cli.cell_runs import (
-    AS_BASELINE,
-    MODEL,
+from hf_dp.cli.cells import (
     RECIPE,
     Cell,
-    logs,
-    model_size,
+    grid,
     result,
     run_cell,
+    setting,
+    spent_together,
     why_it_failed,
     with_settings,
-    zero_shot,
 )
-from hf_dp.cli.grid import grid, read_recipes, setting
+from hf_dp.cli.config import check_recipe, read_yaml
 from hf_dp.cli.launch import add_launch_options, launch_words, refuse_several
-from hf_dp.cli.non_private import NON_PRIVATE, private_keys
+from hf_dp.cli.non_private import AS_BASELINE, NON_PRIVATE, private_keys
 from hf_dp.cli.options import Parser
-from hf_dp.cli.sweep_report import best, spent_together, table
-from hf_dp.errors import ConfigError, DataError
+from hf_dp.cli.train import with_recipe
+from hf_dp.errors import ConfigError
+from hf_dp.statement.wording import NOT_PRIVATE, PROVEN_WEIGHTS_ONLY, STATUSES
 
 EXAMPLES = """examples:
   hf-dp sweep --config recipes/sst2/minilm_dp_adam_eps3.yaml --seeds 0 1 2 \\
@@ -61,75 +61,30 @@ the conditions.
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Return the parser."""
     parser = Parser(
         "hf-dp sweep",
         description="Train a recipe once for every combination of the given values and seeds.",
         epilog=EXAMPLES,
     )
-    add = parser.add_argument
-    add(
-        "--config",
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help="the recipe whose settings are varied; of several, each is run",
-    )
-    add(
-        "--grid",
-        nargs="+",
-        default=[],
-        metavar="KEY=A,B",
-        help="values of a key (peft.r: in a block), as YAML; all combinations are run",
-    )
-    add(
-        "--set",
-        nargs="+",
-        default=[],
-        metavar="KEY=VALUE",
-        help="keys that are the same in all runs",
-    )
-    add(
-        "--seeds",
-        nargs="+",
-        type=int,
-        default=[0],
-        metavar="SEED",
-        help="seeds of initialization (default: 0)",
-    )
-    add("--output-dir", required=True, metavar="FOLDER", help="a folder for each run below it")
-    add(
-        "--best",
-        metavar="NAME",
-        help="also name the combination with the best mean of this metric (larger is better, "
-        "except for perplexity)",
-    )
-    add(
-        "--zero-shot",
-        action="store_true",
-        help="also evaluate each untrained base, with its template and words",
-    )
-    add(
-        "--json",
-        action="store_true",
-        help="one JSON object on stdout instead of the table, for hf-dp figure: of each run its "
-        "settings, seed, metrics, epsilon, times and, in a grid over models, size",
-    )
-    add("--logs", action="store_true", help="with --json: also what each run logged over its steps")
-    add(
-        "--private-selection",
-        type=float,
-        metavar="K",
-        help="release only the best of a secret, random number of runs, K on average; epsilon is "
-        "that of the whole search",
-    )
-    add(
-        "--score",
-        metavar="NAME",
-        help="with it: the metric that decides (larger is better, except for perplexity)",
-    )
-    add("--dry-run", action="store_true", help="print the runs and stop")
+    option, words = parser.option, {"nargs": "+", "default": []}
+    of_several = "the recipe whose settings are varied; of several, each is run"
+    option("--config", of_several, "FILE", nargs="+", required=True)
+    combined = "values of a key (peft.r: in a block), as YAML; all combinations are run"
+    option("--grid", combined, "KEY=A,B", **words)
+    option("--set", "keys that are the same in all runs", "KEY=VALUE", **words)
+    seeds = "seeds of initialization (default: 0)"
+    option("--seeds", seeds, "SEED", nargs="+", type=int, default=[0])
+    option("--output-dir", "a folder for each run below it", "FOLDER", required=True)
+    search = "release only the best of a secret, random number of runs, K on average; epsilon is "
+    option("--private-selection", f"{search}that of the whole search", "K", type=float)
+    score = "with it: the metric that decides (larger is better, except for perplexity)"
+    option("--score", score, "NAME")
+    parser.switch("--zero-shot", "also evaluate each untrained base, with its template and words")
+    parser.switch("--json", "one JSON object instead of the table, which hf-dp figure draws")
+    parser.switch("--logs", "with --json: also what each run logged over its steps")
+    parser.switch("--dry-run", "print the runs and stop")
     add_launch_options(parser)
     return parser
 
@@ -138,95 +93,128 @@ def main(argv: Sequence[str]) -> int:
     """Run what is not done and print the table; return 1 if a run failed, 2 for a bad grid."""
     args = build_parser().parse_args(list(argv))
     refuse_several("hf-dp sweep", "Start it alone: `--num_processes` divides each of its runs.")
-    launched = launch_words(args)
-    if args.logs and not args.json:
-        raise ConfigError("`--logs` adds what runs logged to their JSON. Add --json.")
-    fixed = dict(setting(word) for word in args.set)
-    recipes = read_recipes(args.config, fixed)
-    if Path(args.output_dir).is_file():
-        raise ConfigError(
-            f"Expected `--output-dir` to be a folder, but {args.output_dir!r} is a file. Choose "
-            "another name."
-        )
-    if args.score and args.private_selection is None:
-        raise ConfigError(
-            "`--score` decides in a private search. Add --private-selection K; or, to see which "
-            "combination of all is the best, --best NAME."
-        )
+    launched, fixed = launch_words(args), dict(setting(word) for word in args.set)
+    recipes = _read_recipes(args.config, fixed)
     cells = list(grid(args.grid, args.seeds, Path(args.output_dir), list(recipes)))
     of = {cell: recipes[cell.settings.get(RECIPE, next(iter(recipes)))] for cell in cells}
     for cell in cells:
         with_settings(of[cell], cell.settings)  # raises before the first run
-    _refuse_privacy_arguments(fixed, cells)
+    _check(args, fixed, cells)
     if fixed.get("privacy_mode") == NON_PRIVATE:
         launched = [*launched, *AS_BASELINE]
     if args.dry_run:
         print("\n".join(f"{cell.label} seed={cell.seed}: {cell.folder}" for cell in cells))
         return 0
     if args.private_selection is not None:
-        return _select(args, recipes, cells, launched)
+        from hf_dp.cli.private_selection import Search, select
+
+        (recipe,) = recipes.values()
+        search = Search(recipe, cells, args.private_selection, args.score)
+        print(select(search, launched).in_words())
+        return 0
     failed = [
         cell
         for number, cell in enumerate(cells, start=1)
         if not run_cell(of[cell], cell, f"{number} of {len(cells)}", launched)
     ]
-    results = {cell: _row(cell, args) for cell in cells if cell not in failed}
+    done = [cell for cell in cells if cell not in failed]
+    rows = [result(cell, untrained=args.zero_shot, logs=args.logs) for cell in done]
     spent = spent_together(cells)
     if args.json:
-        print(json.dumps({"rows": list(results.values()), "together": spent}))
+        print(json.dumps({"rows": rows, "together": spent}))
     else:
-        chosen = best(results, args.best) if args.best and results else ""
-        print("\n".join(line for line in (table(results), chosen, spent) if line))
+        print("\n".join(filter(None, [table(done, rows), spent])))
     for cell in failed:
         print(f"failed: {cell.label} seed={cell.seed}; {why_it_failed(cell)}", file=sys.stderr)
     return 1 if failed else 0
 
 
-def _row(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the result of a run with what else is asked for, or known."""
-    row = result(cell)
-    if args.zero_shot:
-        row["zero_shot"] = zero_shot(cell)
-    if args.logs:
-        row["logs"] = logs(cell)
-    if MODEL in cell.settings:
-        with suppress(DataError):  # its configuration is not here any more
-            row["size"] = model_size(cell.settings[MODEL])
-    return row
-
-
-def _select(
-    args: argparse.Namespace, recipes: dict[str, Any], cells: list[Cell], launched: list[str]
-) -> int:
-    """Search privately and print the best run. Raises: ConfigError."""
-    from hf_dp.cli.private_selection import Search, select
-
-    for option in ("zero_shot", "json", "best"):
-        if getattr(args, option):
+def _read_recipes(paths: Sequence[str], fixed: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the recipes by name, which is the path below the folder that they share, without its
+    ending; ``fixed`` is set in all, and the cards of their runs name the file."""
+    files = [Path(path).resolve() for path in paths]
+    shared = os.path.commonpath([file.parent for file in files])
+    found: dict[str, dict[str, Any]] = {}
+    for path, file in zip(paths, files, strict=True):
+        name = file.relative_to(shared).with_suffix("").as_posix()
+        if name in found:
             raise ConfigError(
-                f"`--{option.replace('_', '-')}` shows all runs, and a private selection releases "
-                "one. Leave it out."
+                f"Expected the recipes of `--config` to have different names, got {path!r} twice. "
+                "Leave one out, or rename it."
             )
-    if not args.score or len(recipes) > 1:
+        found[name] = with_recipe(with_settings(read_yaml(path), fixed), path)
+        check_recipe(found[name])
+    return found
+
+
+def _check(args: argparse.Namespace, fixed: dict[str, Any], cells: Sequence[Cell]) -> None:
+    """Raise ConfigError for options that do not go together, and for privacy arguments of a sweep
+    in which no run is private."""
+    if Path(args.output_dir).is_file():
         raise ConfigError(
-            "`--private-selection` needs the metric that decides (--score accuracy, for example) "
-            f"and one recipe in `--config`, since several differ in cost; got {args.score} and "
-            f"{sorted(recipes)}."
+            f"Expected `--output-dir` to be a folder, but {args.output_dir!r} is a file."
         )
-    (recipe,) = recipes.values()
-    found = select(Search(recipe, cells, args.private_selection, args.score), launched)
-    print(found.in_words())
-    return 0
-
-
-def _refuse_privacy_arguments(fixed: dict[str, Any], cells: Sequence[Cell]) -> None:
-    """Raise ConfigError for privacy arguments of a sweep in which no run is private."""
+    if args.logs and not args.json:
+        raise ConfigError("`--logs` adds what runs logged to their JSON. Add --json.")
+    if args.score and args.private_selection is None:
+        raise ConfigError("`--score` decides in a private search. Add --private-selection K.")
+    if args.private_selection is not None:
+        for option in ("zero_shot", "json"):
+            if getattr(args, option):
+                raise ConfigError(
+                    f"`--{option.replace('_', '-')}` shows all runs, and a private selection "
+                    "releases one. Leave it out."
+                )
+        if not args.score or len(args.config) > 1:
+            raise ConfigError(
+                "`--private-selection` needs the metric that decides (--score accuracy, for "
+                "example) and one recipe in `--config`, since several differ in cost; got "
+                f"{args.score} and {args.config}."
+            )
     modes = {cell.settings.get("privacy_mode", fixed.get("privacy_mode")) for cell in cells}
-    if modes != {NON_PRIVATE}:
-        return
-    given = [key for key in {**fixed, **cells[0].settings} if key in private_keys()]
+    given = {**fixed, **cells[0].settings}.keys() & (
+        private_keys() if modes == {NON_PRIVATE} else set()
+    )
     if given:
         raise ConfigError(
-            f"Expected no privacy arguments beside privacy_mode={NON_PRIVATE}, got {given}. Remove "
-            "them; those of the recipe are left out by themselves."
+            f"Expected no privacy arguments beside privacy_mode={NON_PRIVATE}, got "
+            f"{sorted(given)}. Remove them; those of the recipe are left out by themselves."
         )
+
+
+def table(cells: Sequence[Cell], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return each combination's metrics: mean over its seeds, and the smallest and largest."""
+    by_label: dict[str, list[Mapping[str, Any]]] = {}
+    for cell, row in zip(cells, rows, strict=True):
+        by_label.setdefault(cell.label, []).append(row)
+    lines = [f"{label or 'recipe'}: {'; '.join(_said(each))}" for label, each in by_label.items()]
+    if any(row.get("times") for row in rows):
+        lines.append(
+            "times: of training in the main process, a selection included; epsilon does not cover "
+            "them"
+        )
+    return "\n".join(lines)
+
+
+def _said(rows: Sequence[Mapping[str, Any]]) -> Iterable[str]:
+    """Yield what the runs of one combination found and took."""
+    for metric in sorted({metric for row in rows for metric in row["metrics"]}):
+        values = [row["metrics"][metric] for row in rows if metric in row["metrics"]]
+        spread = f" ({min(values):.4f} to {max(values):.4f}, {len(values)} seeds)"
+        yield f"{metric} {statistics.mean(values):.4f}{spread * (len(values) > 1)}"
+    row = rows[0]
+    for metric, value in sorted(row.get("zero_shot", {}).items()):
+        yield f"zero-shot {metric} {value:.4f}"
+    if "size" in row:
+        yield f"{row['size']['parameters']:.1f} M parameters without embeddings"
+    for part in ("training", "selection"):
+        found = [each["times"][part] for each in rows if part in each.get("times", {})]
+        if found:
+            wall, cpu = (
+                statistics.mean(one[kind] for one in found) for kind in ("wall", "processor")
+            )
+            yield f"{part} {wall:.1f} s (processor {cpu:.1f} s)"
+    status = row.get("status") or NOT_PRIVATE
+    only = " (of the weights only)" if status == PROVEN_WEIGHTS_ONLY else ""
+    epsilon = row["epsilon"]
+    yield STATUSES[status] if epsilon is None else f"epsilon {epsilon:.3f} a run{only}"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_dp.cli.argument_groups import PRIVACY
-from hf_dp.cli.config import check_early, read_yaml
+from hf_dp.cli.config import PRIVACY, CommandParser, check_early
 from hf_dp.cli.launch import (
     add_launch_options,
     launch,
@@ -17,8 +16,7 @@ from hf_dp.cli.launch import (
     show_progress_once,
 )
 from hf_dp.cli.non_private import as_asked
-from hf_dp.cli.options import command_parser, common_parser, list_tasks
-from hf_dp.cli.tasks import DEFAULT_TASK, TASKS, training_module
+from hf_dp.cli.tasks import DEFAULT_TASK, TASKS, list_tasks, training_module
 from hf_dp.errors import ConfigError
 
 DESCRIPTION = """\
@@ -37,65 +35,42 @@ with the exit code 128 + signal number (143, 130); go on with --resume_from_chec
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the options that decide which task runs."""
-    parser = common_parser("hf-dp train")
-    parser.add_argument(
-        "--help-all",
-        action="store_true",
-        help="list every argument, those of TrainingArguments included (slow: imports "
-        "transformers)",
-    )
-    add_launch_options(parser)
-    return parser
-
-
-def help_text(task: str) -> str:
-    """Return the help of ``hf-dp train`` with the arguments of one task."""
-    module = training_module(task)
-    parser = command_parser(
-        "hf-dp train",
-        "hf-dp train --config FILE [--NAME VALUE ...]",
-        DESCRIPTION + list_tasks(TASKS),
-        f"example:\n  {module.EXAMPLE}",
-        build_parser(),
-        (*module.ARGUMENTS, *(PRIVACY if TASKS[task].private else ())),
-    )
-    training = parser.add_argument_group("training").add_argument
-    training("--output_dir", metavar="FOLDER", help="where the checkpoint is written")
-    return parser.format_help()
-
-
 def main(argv: Sequence[str]) -> int:
-    """Find the task (``--task``, else the YAML file's ``task:``) and run it.
-
-    Raises: HfDpError for arguments, a configuration or a task that cannot run like this.
-    """
-    args, words = build_parser().parse_known_args(list(argv))
-    values = {} if args.config is None else read_yaml(args.config)
-    task = args.task or values.get("task", DEFAULT_TASK)
-    if args.help or not argv:
-        print(help_text(task))
-        return 0 if argv else 2
+    """Find the task (``--task``, else the YAML file's ``task:``) and run it."""
+    parser = CommandParser("hf-dp train", "--config FILE [--NAME VALUE ...]")
+    parser.add_task()
+    parser.option("--output_dir", "where the checkpoint is written", "FOLDER")
+    parser.switch("--help-all", "list every argument, those of TrainingArguments included (slow)")
+    add_launch_options(parser)
+    args, values, words = parser.read(argv, _described)
+    task = values["task"]
     module = training_module(task)
     if args.help_all:
         return module.train(values, ["--help"])
+    if args.output_dir is not None:
+        words = [*words, "--output_dir", args.output_dir]
     if TASKS[task].one_process:
-        refuse_several(f"hf-dp train --task {task}", "Start it without a launcher.")
+        refuse_several(f"hf-dp train --task {task}")
         if launch_words(args):
             raise ConfigError(
                 f"The task {task!r} runs in one process. Leave `--num_processes` and "
                 "`--accelerate_config` out."
             )
     check_early(values, words, module.ARGUMENTS)
-    if not launch_words(args):
-        show_progress_once()
-        if TASKS[task].private:
-            values = as_asked(values, words)
-        return module.train(with_recipe({**values, "task": task}, args.config), words)
-    named = {"--config": args.config, "--task": args.task}
-    chosen = [word for name, value in named.items() if value is not None for word in (name, value)]
-    return launch("train", [*chosen, *words], args)
+    if launch_words(args):
+        named = {"--config": args.config, "--task": args.task}
+        chosen = [(name, value) for name, value in named.items() if value is not None]
+        return launch("train", [*itertools.chain(*chosen), *words], args)
+    show_progress_once()
+    if TASKS[task].private:
+        values = as_asked(values, words)
+    return module.train(with_recipe(values, args.config), words)
+
+
+def _described(task: str) -> tuple[str, str, Sequence[type]]:
+    module = training_module(task)
+    arguments = (*module.ARGUMENTS, *(PRIVACY if TASKS[task].private else ()))
+    return DESCRIPTION + list_tasks(TASKS), f"example:\n  {TASKS[task].example}", arguments
 
 
 def with_recipe(values: dict[str, Any], path: str | None) -> dict[str, Any]:

@@ -30,22 +30,6 @@ EXIT_FAILED, EXIT_NOT_CHECKED = 1, 3
 _WEIGHTS = ("*.safetensors",)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser."""
-    parser = Parser(
-        "hf-dp verify",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-    )
-    add = parser.add_argument
-    add("model", metavar="MODEL", help="a folder, or a repository on the Hub")
-    add("--pitfalls", action=_Pitfalls, nargs=0, help="print what no epsilon covers, and exit")
-    add("--revision", metavar="NAME", help="of the repository: a branch, tag or commit")
-    add("--skip-weights", action="store_true", help="do not fetch the weights from the Hub")
-    add("--json", action="store_true", help="one JSON object on stdout")
-    return parser
-
-
 class _Pitfalls(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         print(resources.files("hf_dp.statement").joinpath("README.md").read_text(encoding="utf-8"))
@@ -54,7 +38,14 @@ class _Pitfalls(argparse.Action):
 
 def main(argv: Sequence[str]) -> int:
     """Print the report; return 0, 1 or 3, as the help has it."""
-    args = build_parser().parse_args(list(argv))
+    parser = Parser("hf-dp verify", description=DESCRIPTION, epilog=EPILOG)
+    parser.option("model", "a folder, or a repository on the Hub", "MODEL")
+    pitfalls = "print what no epsilon covers, and exit"
+    parser.add_argument("--pitfalls", action=_Pitfalls, nargs=0, help=pitfalls)
+    parser.option("--revision", "of the repository: a branch, tag or commit", "NAME")
+    parser.switch("--skip-weights", "do not fetch the weights from the Hub")
+    parser.switch("--json", "one JSON object on stdout")
+    args = parser.parse_args(list(argv))
     from hf_dp.cards.verify import FAILED, NOT_CHECKED, OK, verify
 
     folder = fetched(args.model, args.revision, _WEIGHTS if args.skip_weights else ())
@@ -73,8 +64,6 @@ def fetched(model: str, revision: str | None = None, skipped: Sequence[str] = ()
     """Return the folder of a model, fetched from the Hub if it is no local one.
 
     Args: skipped: patterns of files to leave on the Hub.
-
-    Raises: ConfigError when there is no such folder or repository.
     """
     path = Path(model)
     if path.is_dir():

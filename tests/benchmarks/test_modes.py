@@ -20,8 +20,7 @@ from hf_dp.benchmarks.modes import (
     check_modes,
     refusals,
 )
-from hf_dp.benchmarks.shapes import SHAPES
-from hf_dp.benchmarks.workload import Workload, build_model, made_up, make_batch
+from hf_dp.benchmarks.workload import SHAPES, Workload, build_model, made_up, make_batch
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.errors import HfDpError, InvalidArgumentError, UnsupportedModelError
 from hf_dp.losses import per_example_loss

@@ -3,25 +3,19 @@ truth is known."""
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import json
-import platform
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from hf_dp.benchmarks import throughput
-from hf_dp.benchmarks.modes import NON_PRIVATE, BenchmarkMode, Refused, seconds_of_step
+from hf_dp.benchmarks.modes import NON_PRIVATE, NonPrivate, Refused, seconds_of_step
 from hf_dp.benchmarks.tables import table
 from hf_dp.benchmarks.throughput import (
-    Ratio,
     interleave,
-    keep_freed_memory,
     measure_throughput,
-    ratio,
+    spread,
     verdict,
 )
 from hf_dp.benchmarks.workload import Protocol, Workload
@@ -149,17 +143,12 @@ def test_a_machine_that_slows_down_does_not_move_the_ratio():
     # 0.8 in every round; dividing medians of a drifting machine, or times of neighboring rounds,
     # would not give that
     rounds = [{NON_PRIVATE: 0.8 * drift, "mode": drift} for drift in (1.0, 1.5, 9.0, 2.0, 1.1)]
-    found = ratio(rounds, "mode", NON_PRIVATE)
-    assert found.median == pytest.approx(0.8)
-    assert found.interquartile_range == pytest.approx(0)
-    assert found.counts
+    assert spread(rounds, "mode", NON_PRIVATE) == (pytest.approx(0.8), pytest.approx(0))
 
 
 def test_median_and_quartiles_by_hand():
     rounds = [{NON_PRIVATE: r, "mode": 1.0} for r in (0.9, 0.5, 0.8, 0.6, 0.7)]
-    found = ratio(rounds, "mode", NON_PRIVATE)
-    assert (found.median, found.interquartile_range) == (pytest.approx(0.7), pytest.approx(0.2))
-    assert not found.counts
+    assert spread(rounds, "mode", NON_PRIVATE) == (pytest.approx(0.7), pytest.approx(0.2))
 
 
 @pytest.mark.parametrize(
@@ -173,11 +162,11 @@ def test_median_and_quartiles_by_hand():
     ],
 )
 def test_verdict(runs, expected):
-    assert verdict([Ratio(*run) for run in runs]) == expected
+    assert verdict(runs) == expected
 
 
 def test_a_timing_is_one_step_and_cleans_up(monkeypatch):
-    class Fake(BenchmarkMode):
+    class Fake(NonPrivate):
         done: list[str] = []
 
         def step(self, batches):
@@ -191,28 +180,3 @@ def test_a_timing_is_one_step_and_cleans_up(monkeypatch):
     mode = Fake(None, TINY)
     assert seconds_of_step(mode, []) == 6.0
     assert mode.done == ["step", "reset"]
-
-
-# -- the allocator: what the settings save is seen in the timings --
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
-def test_glibc_takes_the_settings():
-    """In a process of its own: they hold for good."""
-    program = (
-        "from hf_dp.benchmarks.throughput import keep_freed_memory as k; exit(0 if k() else 3)"
-    )
-    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
-
-
-@pytest.mark.parametrize("refused", [-1, -4])
-def test_a_refused_setting_or_another_c_library_is_reported(monkeypatch, refused):
-    class Library:
-        @staticmethod
-        def mallopt(setting, value):
-            return 0 if setting == refused else 1
-
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library)
-    assert keep_freed_memory() is False
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    assert keep_freed_memory() is False

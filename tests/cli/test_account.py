@@ -12,7 +12,6 @@ from quick import run_quickly
 from rewriting import rewrite
 
 from hf_dp.accounting import (
-    ACCOUNTANTS,
     BestOfRandomRuns,
     Ledger,
     LedgerEntry,
@@ -20,8 +19,6 @@ from hf_dp.accounting import (
     epsilon,
     round_up,
 )
-from hf_dp.accounting.events import RUN_DISTRIBUTIONS
-from hf_dp.cli import account
 from hf_dp.cli.main import main
 from hf_dp.cli.options import Parser
 from hf_dp.plans import PrivacyPlan
@@ -122,7 +119,7 @@ def test_one_accountant_out_of_range_does_not_hide_the_others(capsys):
         (["account", "noise", "--target-epsilon", "3", *RUN, "--accountant", "gdp_clt"], "Calibration "
         "needs a bound"),
         (["account", "noise", "--target-epsilon", "-3", *RUN], "`target_epsilon` to be > 0"),
-        (["acount"], "unknown command 'acount'. Did you mean 'account'? Known: train, eval, generate, sweep, suggest, plan"),
+        (["acount"], "got 'acount'. Did you mean 'account'?"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_on_stderr(words, match, capsys):
@@ -153,11 +150,6 @@ def test_top_level(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_tables_agree():
-    assert account.ACCOUNTANTS == ACCOUNTANTS
-    assert account.RUN_DISTRIBUTIONS == RUN_DISTRIBUTIONS
-
-
 def test_names_of_options_have_hyphens_or_underscores_and_values_stay():
     parser = Parser("x")
     parser.add_argument("--a-b")
@@ -177,16 +169,8 @@ def test_one_accountant_by_default_and_a_relation(capsys):
 
 
 def test_steps_and_sample_rate(capsys):
-    numbers = [
-        "--target-epsilon",
-        "3",
-        "--noise-multiplier",
-        "0.82539",
-        "--delta",
-        "7.424e-6",
-        "--accountant",
-        "rdp",
-    ]
+    numbers = "--target-epsilon 3 --noise-multiplier 0.82539 --delta 7.424e-6 --accountant rdp"
+    numbers = numbers.split()
     assert main(["account", "steps", *numbers, "--sample-rate", "0.0152043831"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == "steps 197 (2.995 epochs)"
     assert main(["account", "sample-rate", *numbers, "--steps", "198"]) == 0
@@ -227,14 +211,8 @@ def test_a_search_is_described_with_its_conditions(capsys):
     with pytest.raises(SystemExit):
         main(["account", "search", "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    for condition in (
-        "stays secret",
-        "independently",
-        "nothing is adaptive",
-        "on public data",
-        "compose",
-    ):
-        assert condition in text
+    for said in ("stays secret", "independently", "nothing is adaptive", "on public", "compose"):
+        assert said in text
     with pytest.raises(SystemExit):
         main(["sweep", "--help"])
     assert "`hf-dp account search --help`" in capsys.readouterr().out

@@ -10,7 +10,6 @@ import pytest
 import tiny_text
 import yaml
 
-from hf_dp.cli.audit_exposure import recipe_of
 from hf_dp.cli.main import main
 
 
@@ -54,7 +53,7 @@ def test_a_private_model_says_what_is_in_it_and_is_measured_again_alike(task, ca
     folder = task.parent / "out_exposure" / "dp_sgd_r2"
     printed = capsys.readouterr().out
     assert printed.strip().splitlines()[-1] == str(folder / "exposure.json")
-    assert "dp_sgd_r2: 2 x 2.00 = 4" in printed
+    assert "A canary of r rows has r times as much" in printed
 
     inserted = json.loads((folder / "canaries.json").read_text())
     assert inserted["repetitions"] == 2 and len(inserted["canaries"]) == 2
@@ -92,33 +91,12 @@ def test_without_privacy_a_repeated_canary_is_learned_by_heart(task, capsys):
     assert found["exact"]["standard_deviation"] is None
 
 
-def test_a_private_recipe_keeps_its_batch_without_privacy(capsys):
-    recipe = {
-        "task": "causal_lm",
-        "expected_batch_size": 1024,
-        "per_device_train_batch_size": 48,
-        "target_epsilon": 3,
-        "learning_rate": 1e-3,
-    }
-    found = recipe_of(recipe, {"privacy_mode": "non_private"})
-    assert found == {
-        "task": "causal_lm",
-        "learning_rate": 1e-3,
-        "privacy_mode": "non_private",
-        "per_device_train_batch_size": 32,
-        "gradient_accumulation_steps": 32,
-    }
-    assert "expected_batch_size 1024, target_epsilon 3" in capsys.readouterr().err
-    assert recipe_of(recipe, {}) == recipe
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--repetitions", "1", "--task", "seq2seq"], "'seq2seq': an encoder-decoder"),
         (["--repetitions", "1", "--task", "text_classification"], "'text_classification'"),
         (["--repetitions", "1", "0"], "Expected `repetitions` to be a whole number >= 1, got 0"),
-        (["--repetitions", "1", "1"], "differ from each other"),
         (["--repetitions", "1", "--candidates", "5"], "candidates"),
         (["--repetitions", "1", "--canaries", "0"], "canaries"),
         (["--repetitions", "1", "--data_format", "dart"], "'dart'"),
@@ -138,5 +116,6 @@ def test_what_cannot_be_audited_is_named_before_anything_is_written(task, capsys
 def test_an_unknown_audit_is_named(task, capsys):
     assert main(["audit", "exposre", "--config", str(task)]) == 2
     assert "Did you mean 'exposure'" in capsys.readouterr().err
-    assert main(["audit", "--help"]) == 0
+    with pytest.raises(SystemExit):
+        main(["audit", "--help"])
     assert "--repetitions" in capsys.readouterr().out

@@ -44,7 +44,7 @@ def test_leave_one_out_reports_what_its_runs_tell(task, capsys):
     words = ["--runs", "10", "--max_steps", "1"]
     assert main(["audit", "leave-one-out", "--config", str(task), *words]) == 0
     folder = task.parent / "out_leave_one_out"
-    report = json.loads((folder / audit.FILE_NAME).read_text())
+    report = json.loads((folder / audit.LEFT_OUT).read_text())
     assert (report["runs"], report["canaries"], report["scores"]) == (10, 10, "directions")
     assert 0 <= report["correct"] <= report["guesses"] <= 10
     assert read(folder / "run_9").plan.num_examples == 41

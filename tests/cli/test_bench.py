@@ -10,7 +10,7 @@ import pytest
 from quick import run_quickly
 
 from hf_dp.benchmarks import memory
-from hf_dp.benchmarks.shapes import SHAPES
+from hf_dp.benchmarks.workload import SHAPES
 from hf_dp.cli.main import main
 from hf_dp.clipping.engine import STRATEGIES
 
@@ -58,7 +58,7 @@ def test_all_modes_that_are_installed(monkeypatch, capsys):
     def run(workload, mode, steps):
         return {"bytes": 2**20, "measured": "invented", "note": ""}
 
-    monkeypatch.setattr(memory.measure_memory, "__defaults__", (1, 3, run, lambda line: None))
+    monkeypatch.setattr(memory.measure_memory, "__defaults__", (3, run, lambda line: None))
     assert main([*MEMORY, "--modes", "all"]) == 0
     output = capsys.readouterr().out
     opacus = importlib.util.find_spec("opacus") is not None

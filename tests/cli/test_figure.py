@@ -198,15 +198,8 @@ def planned(capsys, *words):
 def test_the_rule_of_the_paper_beside_our_noise(draw, capsys):
     """Li et al., figure 7: for small batches the rule gives too little noise."""
     sizes = [195, 12500]
-    rows = planned(
-        capsys,
-        "--num_train_epochs",
-        "50",
-        "--target_epsilon",
-        "3",
-        "--sweep",
-        "expected_batch_size=195,12500",
-    )
+    words = "--num_train_epochs 50 --target_epsilon 3 --sweep expected_batch_size=195,12500"
+    rows = planned(capsys, *words.split())
     axes = ["--x", "expected_batch_size", "--y", "noise_multiplier"]
     found, figure = draw(rows, *axes, "--beside", str(PAPER))
     (x, ours, _), (places, rule, label) = found
@@ -216,25 +209,6 @@ def test_the_rule_of_the_paper_beside_our_noise(draw, capsys):
     assert ours[0] > 1.4 * rule[places.index(195)]
     assert ours[1] == pytest.approx(rule[places.index(12500)], rel=0.05)
     assert (figure.axes[0].get_xscale(), figure.axes[0].get_yscale()) == ("log", "log")
-
-
-def test_a_line_of_effective_noise_for_each_number_of_steps(draw, capsys):
-    """Li et al., figure 3, left."""
-    sweep = [
-        "--target-epsilon",
-        "3",
-        "--sweep",
-        "max_steps=1,16",
-        "expected_batch_size=12500,50000",
-    ]
-    rows = planned(capsys, *sweep)
-    axes = ["--x", "sample_rate", "--y", "effective_noise_multiplier", "--by", "max_steps"]
-    found, _ = draw(rows, *axes)
-    noise = [each["plan"]["noise_multiplier"] for each in rows]
-    assert found == [
-        ([0.25, 1], pytest.approx([noise[0] * 4, noise[1]]), "max_steps=1"),
-        ([0.25, 1], pytest.approx([noise[2] * 4, noise[3]]), "max_steps=16"),
-    ]
 
 
 def test_epsilon_by_each_accountant_and_what_has_no_answer_is_said(draw, capsys):
@@ -264,33 +238,7 @@ def test_accountants_are_not_averaged(tmp_path, capsys):
     assert "they differ in ['results.accountant']" in capsys.readouterr().err
 
 
-def test_points_from_elsewhere_come_once(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("a.json").write_text(json.dumps(heat({(1e-3, 8): 1})))
-    Path("a.csv").write_text("expected_batch_size,learning_rate,bleu\n8,1e-3,1\n8,1e-3,2\n")
-    assert main(["figure", "a.json", *HEAT, "--beside", "a.csv", "-o", "a.png"]) == 2
-    assert "they differ in ['bleu']" in capsys.readouterr().err
-
-
-def test_of_many_values_some_are_marked(draw):
-    rows = [row({"batch_size": 2**power}, plan={"noise": 1 + power}) for power in range(3, 16)]
-    _, figure = draw(rows, "--x", "batch_size", "--y", "noise")
-    marked = [text.get_text() for text in figure.axes[0].get_xticklabels()]
-    assert marked == ["8", "32", "128", "512", "2048", "8192", "32768"]
-
-
-# -- bars and heat maps ---
-
-
-def test_bars_and_points_beside_them(draw, tmp_path):
-    file = tmp_path / "paper.csv"
-    file.write_text("label,accuracy\nlora,0.8\npval,0.6\n")
-    rows = [each for each in over_epsilon() if each["settings"]["target_epsilon"] == 2]
-    found, figure = draw(rows, "--y", "accuracy", "--beside", str(file))
-    assert found == [([0.8, 0.6], [1, 2], "paper")]
-    (place,) = figure.axes
-    assert [bar.get_width() for bar in place.patches] == pytest.approx([0.57, 0.77])
-    assert [text.get_text() for text in place.get_yticklabels()] == ["full", "lora", "pval"]
+# -- heat maps ---
 
 
 def heat(values):
@@ -372,22 +320,18 @@ def test_a_heat_map_for_each_selection_of_frost(draw, capsys):
     [
         (["--y", "bleu"], "'metrics.accuracy', 'zero_shot.accuracy'], got 'bleu'"),
         (["--y", "accuracy"], "['metrics.accuracy', 'zero_shot.accuracy'], which differ"),
-        (["--x", "recipe", "--y", "metrics.accuracy"], "has a number for each of"),
-        (["--y", "metrics.accuracy", "--color", "seed"], "Add --x NAME"),
-        (
-            ["--y", "metrics.accuracy", "--by", "recipe"],
-            "they differ in ['settings.target_epsilon'",
-        ),
-        (["--y", "metrics.accuracy", "--by", "famly"], "got 'famly'"),
-        (["--y", "metrics.accuracy", "-o", "a.foo"], "to end in one of"),
-        (["--y", "metrics.accuracy", "--beside", "no.csv"], "`--beside` cannot read"),
+        (["--x", "recipe"], "has a number for each of"),
+        (["--x", "seed", "--by", "recipe"], "they differ in ['settings.target_epsilon'"),
+        (["--by", "famly"], "got 'famly'"),
+        (["-o", "a.foo"], "to end in one of"),
+        (["--beside", "no.csv"], "`--beside` cannot read"),
     ],
 )
 def test_what_is_not_drawn(words, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [{**each, "zero_shot": {"accuracy": 0.1}} for each in over_epsilon()]
     Path("a.json").write_text(json.dumps({"rows": rows}))
-    given = ["-o", "a.png", *words] if "-o" not in words else words
+    given = ["--x", "target_epsilon", "--y", "metrics.accuracy", "-o", "a.png", *words]
     assert main(["figure", "a.json", *given]) == 2
     captured = capsys.readouterr()
     assert message in captured.err and captured.out == ""
@@ -404,12 +348,13 @@ def test_files_without_records(text, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"", r"columns \['label', 'target_epsilon', 'accuracy'\].*has 0 points, and lacks"),
-        (b"label,epsilon,accuracy\nfull,2,0.8\n", r"lacks \['target_epsilon'\]"),
-        (b"label,target_epsilon,accuracy\n", "has 0 points"),
-        (b"label,target_epsilon,accuracy\nfull,2,86 %\n", "'accuracy' in line 2 .* got '86 %'"),
-        (b"label,target_epsilon,accuracy\nfull,2\n", "'accuracy' in line 2 .* got None"),
-        (b"label,target_epsilon,accuracy\nfull,nan,1\n", "'target_epsilon' in line 2 .* 'nan'"),
+        (b"", "got 0 rows"),
+        (b"label,epsilon,accuracy\nfull,2,0.8\n", r"KeyError\('target_epsilon'\)"),
+        (b"target_epsilon,accuracy\n2,0.8\n", "and the column `label`"),
+        (b"label,target_epsilon,accuracy\n", "got 0 rows"),
+        (b"label,target_epsilon,accuracy\nfull,2,86 %\n", "could not convert .*'86 %'"),
+        (b"label,target_epsilon,accuracy\nfull,2\n", "cannot read numbers"),
+        (b"label,target_epsilon,accuracy\nfull,nan,1\n", "finite numbers"),
         (b"label,target_epsilon,accuracy\nfull\xff,2,1\n", "cannot read"),
     ],
 )

@@ -58,6 +58,28 @@ def task(tmp_path, monkeypatch) -> Path:
     return config
 
 
+def change(task: Path, **values) -> None:
+    merged = yaml.safe_load(task.read_text()) | values
+    task.write_text(yaml.safe_dump({k: v for k, v in merged.items() if v is not None}))
+
+
+def pairs(task: Path, rows: list[dict], dev: list[dict]) -> None:
+    """Let the configuration read these rows of prompts and answers."""
+    files = {}
+    for name, part in (("train", rows), ("validation", dev)):
+        files[f"{name}_file"] = str(task.parent / f"{name}.jsonl")
+        Path(files[f"{name}_file"]).write_text("".join(json.dumps(row) + "\n" for row in part))
+    columns = {"data_format": "pairs", "prompt_column": "q", "target_column": "r"}
+    change(task, dataset_name=None, metrics=[], **columns, **files)
+
+
+def plan_of(task: Path) -> dict:
+    return json.loads((task.parent / "out" / "privacy.json").read_text())["plan"]
+
+
+THAI = [{"q": "food", "r": ["Thai food"]}]
+
+
 def test_train_writes_scores_texts_and_a_card(task, capsys):
     assert main(["train", "--config", str(task)]) == 0
     out = task.parent / "out"
@@ -112,16 +134,12 @@ def test_a_blank_reference_is_found_before_training(task, capsys):
     rows = [*tiny_text.tables()["validation"], {"meaning_representation": "food[Thai]"}]
     datasets.Dataset.from_list([{"human_reference": " ", **row} for row in rows]).to_parquet(blank)
     tiny_text.tables()["train"].to_parquet(task.parent / "train.parquet")
-    values = yaml.safe_load(task.read_text()) | {
-        "dataset_name": None,
-        "train_file": str(task.parent / "train.parquet"),
-        "validation_file": [str(blank)],
-    }
-    task.write_text(yaml.safe_dump(values))
+    files = {"train_file": str(task.parent / "train.parquet"), "validation_file": [str(blank)]}
+    change(task, dataset_name=None, **files)
     assert main(["train", "--config", str(task)]) == 2
     assert "'blank' has a blank target" in capsys.readouterr().err
     assert not (task.parent / "out").exists()
-    task.write_text(yaml.safe_dump({**values, "metrics": []}))
+    change(task, metrics=[])
     assert main(["train", "--config", str(task)]) == 0
 
 
@@ -183,45 +201,20 @@ def test_every_method_of_the_table_trains_and_writes_as_its_recipe_says(method, 
 
 @pytest.mark.parametrize("several", [True, False])
 def test_a_row_with_several_references_is_not_the_unit(several, task):
-    file = task.parent / "rows.jsonl"
-    rows = [{"q": f"a {i}", "r": ["b", "c"] if several else ["b"]} for i in range(20)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    dev = task.parent / "dev.jsonl"
-    dev.write_text(json.dumps({"q": "food", "r": ["Thai food"]}) + "\n")
-    values = {
-        "dataset_name": None,
-        "train_file": str(file),
-        "validation_file": str(dev),
-        "data_format": "pairs",
-        "prompt_column": "q",
-        "target_column": "r",
-        "metrics": [],
-    }
-    task.write_text(yaml.safe_dump(yaml.safe_load(task.read_text()) | values))
+    references = ["b", "c"] if several else ["b"]
+    pairs(task, [{"q": f"a {i}", "r": references} for i in range(20)], THAI)
     assert main(["train", "--config", str(task)]) == 0
-    plan = json.loads((task.parent / "out" / "privacy.json").read_text())["plan"]
+    plan = plan_of(task)
     assert plan["rows_are_chunks"] is several
     assert plan["num_examples"] == (40 if several else 20)
 
 
 def test_several_references_train_without_privacy(task):
     """There a row need not be the unit, and the argument that says so is not the user's."""
-    file = task.parent / "rows.jsonl"
-    file.write_text(json.dumps({"q": "a", "r": ["b", "c"]}) + "\n")
-    recipe = yaml.safe_load(task.read_text())
-    for name in ("target_epsilon", "accountant", "expected_batch_size"):
-        del recipe[name]
-    recipe |= {
-        "dataset_name": None,
-        "train_file": str(file),
-        "validation_file": str(file),
-        "data_format": "pairs",
-        "prompt_column": "q",
-        "target_column": "r",
-        "metrics": [],
-        "privacy_mode": "non_private",
-    }
-    task.write_text(yaml.safe_dump(recipe))
+    row = {"q": "a", "r": ["b", "c"]}
+    pairs(task, [row], [row])
+    private = dict.fromkeys(("target_epsilon", "accountant", "expected_batch_size"))
+    change(task, privacy_mode="non_private", **private)
     assert main(["train", "--config", str(task)]) == 0
     assert (task.parent / "out" / "model.safetensors").exists()
 
@@ -229,56 +222,31 @@ def test_several_references_train_without_privacy(task):
 def test_a_recipe_protects_users(task, capsys):
     """All references of all rows of a user are one unit, for train and plan alike."""
     rows = [{"q": f"a {i}", "r": ["b", "c"], "who": f"user{i % 10}"} for i in range(20)]
-    dev = task.parent / "dev.jsonl"
-    (task.parent / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    values = {
-        "dataset_name": None,
-        "train_file": str(task.parent / "rows.jsonl"),
-        "validation_file": str(dev),
-        "data_format": "pairs",
-        "prompt_column": "q",
-        "target_column": "r",
-        "metrics": [],
-        "privacy_unit": "user",
-        "privacy_unit_column": "who",
-        "max_rows_per_unit": 3,
-    }
-    task.write_text(yaml.safe_dump(yaml.safe_load(task.read_text()) | values))
-    dev.write_text(json.dumps({"q": "food", "r": ["Thai food"], "who": "user3"}) + "\n")
+    pairs(task, rows, [{**THAI[0], "who": "user3"}])
+    change(task, privacy_unit="user", privacy_unit_column="who", max_rows_per_unit=3)
     assert main(["train", "--config", str(task)]) == 2
     assert "of the same values in 'who'" in capsys.readouterr().err
-    dev.write_text(json.dumps({"q": "food", "r": ["Thai food"], "who": "another"}) + "\n")
+    pairs(task, rows, [{**THAI[0], "who": "another"}])
     assert main(["plan", "--config", str(task)]) == 0
     out = capsys.readouterr().out
     assert out.startswith("10 users") and "20 rows of 10 users: 2 to 2 each" in out
     assert main(["train", "--config", str(task)]) == 0
-    record = json.loads((task.parent / "out" / "privacy.json").read_text())
-    assert (record["plan"]["num_examples"], record["plan"]["rows_are_chunks"]) == (10, False)
-    assert record["plan"]["users"]["column"] == "who" and record["plan"]["evaluation_compared"]
+    plan = plan_of(task)
+    assert (plan["num_examples"], plan["rows_are_chunks"]) == (10, False)
+    assert plan["users"]["column"] == "who" and plan["evaluation_compared"]
     capsys.readouterr()
     assert main(["plan", "--config", str(task), "--num-examples", "99"]) == 0
     assert capsys.readouterr().out.startswith("99 users")
 
 
 def test_a_plan_counts_references(task, capsys):
-    rows = [{"q": "a", "r": ["b", "c", "d"]}, {"q": "e", "r": ["f"]}] * 20
-    file = task.parent / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    values = {
-        "dataset_name": None,
-        "train_file": str(file),
-        "data_format": "pairs",
-        "prompt_column": "q",
-        "target_column": "r",
-    }
-    task.write_text(yaml.safe_dump(yaml.safe_load(task.read_text()) | values))
+    pairs(task, [{"q": "a", "r": ["b", "c", "d"]}, {"q": "e", "r": ["f"]}] * 20, THAI)
     assert main(["plan", "--config", str(task)]) == 0
     assert capsys.readouterr().out.startswith("80 examples")
 
 
 def test_without_metrics_nothing_is_decoded(task, capsys):
-    values = yaml.safe_load(task.read_text()) | {"metrics": []}
-    task.write_text(yaml.safe_dump(values))
+    change(task, metrics=[])
     assert main(["train", "--config", str(task)]) == 0
     assert not (task.parent / "out" / "generations.jsonl").exists()
     assert "perplexity on the" in capsys.readouterr().out
@@ -325,27 +293,19 @@ def test_a_chat_model_with_lora_from_yaml_loads_with_stock_peft(task, capsys):
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(base)
     words.save_pretrained(base)
-    for name, start, stop in (("train", 0, 40), ("dev", 40, 46)):
-        rows = [
-            {
-                "messages": [
-                    {"role": "user", "content": f"Where is pub {i}?"},
-                    {"role": "assistant", "content": f"In area {i % 3}."},
-                ]
-            }
-            for i in range(start, stop)
-        ]
-        (task.parent / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    values = yaml.safe_load(task.read_text()) | {
-        "model_name_or_path": str(base),
-        "dataset_name": None,
-        "train_file": str(task.parent / "train.jsonl"),
-        "validation_file": str(task.parent / "dev.jsonl"),
-        "data_format": "messages",
-        "metrics": ["rougeL"],
-        "peft": {"peft_type": "lora", "r": 2, "target_modules": ["q_proj", "v_proj"]},
-    }
-    task.write_text(yaml.safe_dump(values))
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"Where is pub {i}?"},
+                {"role": "assistant", "content": f"In area {i % 3}."},
+            ]
+        }
+        for i in range(46)
+    ]
+    pairs(task, rows[:40], rows[40:])
+    lora = {"peft_type": "lora", "r": 2, "target_modules": ["q_proj", "v_proj"]}
+    change(task, model_name_or_path=str(base), data_format="messages", metrics=["rougeL"])
+    change(task, prompt_column=None, target_column=None, peft=lora)
     assert main(["train", "--config", str(task)]) == 0
     out = task.parent / "out"
     assert json.loads((out / "privacy.json").read_text())["statement"]["status"] == "proven"
@@ -397,14 +357,8 @@ def test_synthetic_rows_carry_the_epsilon_and_train_by_the_same_recipe(task, pro
     assert facts(out)["verified"] == "ok" and str(stated["epsilon"]) in facts(out)["claim"]
     assert str(task.parent) not in json.dumps(facts(out))
 
-    values = yaml.safe_load(task.read_text()) | {
-        "dataset_name": None,
-        "train_file": str(out),
-        "validation_file": str(real),
-        "output_dir": str(task.parent / "again"),
-        "metrics": [],
-    }
-    task.write_text(yaml.safe_dump(values))
+    files = {"train_file": str(out), "validation_file": str(real)}
+    change(task, dataset_name=None, metrics=[], output_dir=str(task.parent / "again"), **files)
     assert main(["train", "--config", str(task)]) == 0
 
 
@@ -429,8 +383,8 @@ def test_a_claim_that_its_files_do_not_bear_out_is_not_carried_on(task, prompts,
 
 
 def test_prompts_of_the_training_file_are_refused(task, prompts, capsys):
-    values = yaml.safe_load(task.read_text()) | {"dataset_name": None, "train_file": str(prompts)}
-    task.write_text(yaml.safe_dump(values))
+    change(task, dataset_name=None, train_file=str(prompts))
+    values = yaml.safe_load(task.read_text())
     out = task.parent / "synthetic.parquet"
     words = ["--num", "2", "--out", str(out), "--prompts", str(prompts)]
     words += ["--trained", values["model_name_or_path"]]
@@ -446,7 +400,7 @@ def test_prompts_of_the_training_file_are_refused(task, prompts, capsys):
 
 def test_the_claim_of_an_adapter_is_not_carried_on_to_another_base(task, prompts, capsys):
     lora = {"peft_type": "LORA", "r": 2, "target_modules": ["c_attn"], "task_type": "CAUSAL_LM"}
-    task.write_text(yaml.safe_dump({**yaml.safe_load(task.read_text()), "peft": lora}))
+    change(task, peft=lora)
     assert main(["train", "--config", str(task)]) == 0
     other = tiny_text.saved(task.parent / "other", tiny_text.gpt2(seed=1))
     out = task.parent / "synthetic.parquet"

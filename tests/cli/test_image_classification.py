@@ -48,6 +48,10 @@ def changed(task: Path, **values: Any) -> str:
     return str(task)
 
 
+def train(task: Path, **values: Any) -> int:
+    return train(task, **values)
+
+
 def trainer(task: Path, **values: Any) -> Any:
     return trainer_of(yaml.safe_load(Path(changed(task, **values)).read_text()), [])
 
@@ -57,7 +61,7 @@ def accuracy(printed: str) -> str:
 
 
 def test_train_then_evaluate(task, capsys):
-    assert main(["train", "--config", str(task)]) == 0
+    assert train(task) == 0
     printed = capsys.readouterr().out
     out = task.parent / "out"
     assert printed.strip().splitlines()[-1] == str(out)
@@ -77,32 +81,15 @@ def test_train_then_evaluate(task, capsys):
 
 def test_it_learns(task, capsys):
     """Enough steps and little noise: the classes differ in brightness."""
-    assert (
-        main(
-            [
-                "train",
-                "--config",
-                changed(
-                    task,
-                    target_epsilon=None,
-                    noise_multiplier=0.3,
-                    max_steps=40,
-                    expected_batch_size=40,
-                ),
-            ]
-        )
-        == 0
-    )
+    little = {"target_epsilon": None, "noise_multiplier": 0.3, "expected_batch_size": 40}
+    assert train(task, max_steps=40, **little) == 0
     assert float(accuracy(capsys.readouterr().out).split()[-1]) > 0.6
 
 
 @pytest.mark.parametrize("model", ["deit", "dinov2", "clip", "siglip"])
-def test_other_transformers(task, model, capsys):
+def test_other_transformers(task, model):
     tiny_images.save(task.parent / "other", getattr(tiny_images, model)())
-    assert (
-        main(["train", "--config", changed(task, model_name_or_path=str(task.parent / "other"))])
-        == 0
-    )
+    assert train(task, model_name_or_path=str(task.parent / "other"), max_steps=1) == 0
 
 
 @pytest.mark.parametrize("model", ["vit", "clip", "siglip"])
@@ -137,18 +124,16 @@ def test_a_model_whose_head_is_not_known_is_refused(task, capsys):
     assert "not known which part of PPLCNetForImageClassification" in capsys.readouterr().err
 
 
-def test_grey_images_are_refused_by_the_part_that_reads_them(task, capsys):
-    tiny_images.save(task.parent / "grey", tiny_images.clip(num_channels=1))
-    grey = changed(task, model_name_or_path=str(task.parent / "grey"))
-    assert main(["train", "--config", grey]) == 2
+@pytest.mark.parametrize("model", ["clip", "vit"])
+def test_a_model_of_grey_images_is_refused(task, model, capsys):
+    tiny_images.save(task.parent / "grey", getattr(tiny_images, model)(num_channels=1))
+    assert train(task, model_name_or_path=str(task.parent / "grey")) == 2
     assert "num_channels 1" in capsys.readouterr().err
 
 
 ADAPTERS = {
     "lora": {"peft_type": "lora", "r": 2, "target_modules": ["q_proj", "fc1"]},
     "frost": {"peft_type": "frost", "selection_sample_rate": 0.2},
-    "random": {"peft_type": "random"},
-    "adapter": {"peft_type": "adapter", "bottleneck_size": 2},
 }
 
 
@@ -207,7 +192,7 @@ def test_a_head_is_kept_only_where_the_classes_are_the_same(task):
 
 
 def test_from_scratch(task, capsys):
-    assert main(["train", "--config", changed(task, from_scratch=True)]) == 0
+    assert train(task, from_scratch=True) == 0
     assert str(task.parent) not in (task.parent / "out" / "README.md").read_text()
     assert main(["train", "--config", changed(task, peft=ADAPTERS["lora"])]) == 2
     assert "`from_scratch` does not go with `peft`" in capsys.readouterr().err
@@ -304,7 +289,7 @@ def test_the_classes_of_a_folder_are_named_and_not_read_off_it(task, capsys):
     train = write_folder(task.parent / "a", TRAIN)
     lacks = write_folder(task.parent / "b", range(100, 102))  # a dog and an owl
     named = {"train_file": train, "validation_file": lacks, "image_column": "image"}
-    assert main(["train", "--config", changed(task, **named)]) == 2
+    assert train(task, **named) == 2
     assert "declares no class names" in capsys.readouterr().err
     made = trainer(task, class_names=["owl", "dog", "cat"])
     assert sorted(row["labels"] for row in made.eval_dataset) == [0, 1]
@@ -344,32 +329,23 @@ def test_several_evaluation_sets_and_users(task, capsys):
     tiny_images.rows(range(200, 206)).to_parquet(task.parent / "validation_night.parquet")
     files = [str(task.parent / name) for name in ("dev.parquet", "validation_night.parquet")]
     users = {"privacy_unit": "user", "privacy_unit_column": "patient", "max_rows_per_unit": 2}
-    assert main(["train", "--config", changed(task, validation_file=files, **users)]) == 0
+    assert train(task, validation_file=files, **users) == 0
     printed = capsys.readouterr().out
     assert "accuracy on the 6 night evaluation rows" in printed
     plan = json.loads((task.parent / "out" / "privacy.json").read_text())["plan"]
     assert plan["num_examples"] == 20
 
 
-def test_what_is_trained_without_privacy_names_its_data(task, capsys):
+def test_what_is_trained_without_privacy_names_its_data(task):
     public = {"privacy_mode": "non_private", "target_epsilon": None, "expected_batch_size": None}
-    out = str(task.parent / "public")
-    assert main(["train", "--config", changed(task, **public, output_dir=out)]) == 0
-    assert json.loads(Path(out, "config.json").read_text())["pretraining_sources"] == [
-        "tiny pictures"
-    ]
-    private = {
-        "privacy_mode": None,
-        "target_epsilon": 8,
-        "expected_batch_size": 8,
-        "model_name_or_path": out,
-        "other_training": "public_rows",
-    }
-    assert (
-        main(["train", "--config", changed(task, **private, output_dir=str(task.parent / "out"))])
-        == 0
-    )
-    assert "pretrained on tiny pictures" in (task.parent / "out" / "README.md").read_text()
+    out, private = str(task.parent / "public"), str(task.parent / "out")
+    assert train(task, **public, output_dir=out) == 0
+    config = json.loads(Path(out, "config.json").read_text())
+    assert config["pretraining_sources"] == ["tiny pictures"]
+    budget = {"privacy_mode": None, "target_epsilon": 8, "expected_batch_size": 8}
+    base = {"model_name_or_path": out, "other_training": "public_rows"}
+    assert train(task, **budget, **base, output_dir=private) == 0
+    assert "pretrained on tiny pictures" in Path(private, "README.md").read_text()
 
 
 # -- evaluation images that are training images ---
@@ -388,7 +364,7 @@ def test_evaluation_images_that_are_training_images_are_refused(task, source, ca
     else:  # other columns of both are called the same
         rows = datasets.load_dataset("parquet", data_files=dev, split="train")
         rows.rename_column("img", "image").to_parquet(dev)
-    assert main(["train", "--config", changed(task, **train, validation_file=dev)]) == 2
+    assert train(task, **train, validation_file=dev) == 2
     assert "holds rows equal to training rows" in capsys.readouterr().err
 
 
@@ -400,7 +376,7 @@ def test_another_label_does_not_hide_an_image(task, capsys):
     other.remove_columns("fine").add_column("fine", relabeled).to_parquet(
         task.parent / "dev.parquet"
     )
-    assert main(["train", "--config", changed(task, label_column="fine", class_names=NAMES)]) == 2
+    assert train(task, label_column="fine", class_names=NAMES) == 2
     assert "holds rows equal to training rows" in capsys.readouterr().err
 
 
@@ -438,7 +414,7 @@ CHANGED_KEYS = {
 @pytest.mark.parametrize("case", CHANGED_KEYS)
 def test_bad_keys_are_one_line_and_nothing_is_written(task, case, capsys):
     change, message = CHANGED_KEYS[case]
-    assert main(["train", "--config", changed(task, **change)]) == 2
+    assert train(task, **change) == 2
     error = capsys.readouterr().err
     assert re.search(message, error), error
     assert "Traceback" not in error and not (task.parent / "out").exists()
@@ -455,13 +431,14 @@ BAD_ROWS = {
 }
 
 
-@pytest.mark.parametrize("public", [False, True], ids=["private", "not private"])
-@pytest.mark.parametrize("case", BAD_ROWS)
+@pytest.mark.parametrize(
+    ("case", "public"), [*((case, False) for case in BAD_ROWS), ("damaged", True)]
+)
 def test_an_image_that_cannot_be_read_is_named_before_anything_is_spent(task, case, public, capsys):
     content, message = BAD_ROWS[case]
     stored(TRAIN, {7: content}).to_parquet(task.parent / "train.parquet")
     modes = {"privacy_mode": "non_private", "target_epsilon": None, "expected_batch_size": None}
-    assert main(["train", "--config", changed(task, **modes if public else {})]) == 2
+    assert train(task, **modes if public else {}) == 2
     error = capsys.readouterr().err
     assert re.search(f"Row 7 of the training set.* cannot be read.*({message})", error), error
     assert not (task.parent / "out" / "ledger.jsonl").exists()
@@ -470,7 +447,7 @@ def test_an_image_that_cannot_be_read_is_named_before_anything_is_spent(task, ca
 @pytest.mark.parametrize("command", ["train", "eval"])
 def test_an_evaluation_image_that_cannot_be_read_is_named_before_training(task, command, capsys):
     if command == "eval":
-        assert main(["train", "--config", str(task)]) == 0
+        assert train(task) == 0
     stored(DEV, {105: b"a text"}).to_parquet(task.parent / "dev.parquet")
     before = sorted(task.parent.glob("out/*"))
     assert main([command, "--config", str(task)]) == 2
@@ -487,7 +464,7 @@ def test_labels_in_words_need_names_and_then_are_ids(task, capsys):
         rows.add_column("label", [NAMES[i % 3] for i in numbers]).to_parquet(
             task.parent / f"{name}.parquet"
         )
-    assert main(["train", "--config", str(task)]) == 2
+    assert train(task) == 2
     assert re.search(
         "label column 'label' declares no class names.*class_names", capsys.readouterr().err
     )
@@ -507,7 +484,7 @@ def test_users_in_a_column_that_the_rows_need_are_refused(task, column, message,
     rows = tiny_images.rows(TRAIN).rename_column("label", "fine")
     rows.add_column(column, [i % 20 for i in TRAIN]).to_parquet(task.parent / "train.parquet")
     users = {"privacy_unit": "user", "privacy_unit_column": column, "max_rows_per_unit": 2}
-    assert main(["train", "--config", changed(task, label_column="fine", **users)]) == 2
+    assert train(task, label_column="fine", **users) == 2
     assert message in capsys.readouterr().err
 
 
@@ -525,7 +502,7 @@ def test_images_of_unequal_size_are_resized_or_refused(task, where, capsys):
     stored(numbers, odd).to_parquet(task.parent / f"{where}.parquet")
     assert trainer(task).train_dataset[3]["pixel_values"].shape == (3, 8, 8) and SIZES
     tiny_images.processor(do_resize=False).save_pretrained(task.parent / "model")
-    assert main(["train", "--config", str(task)]) == 2
+    assert train(task) == 2
     error = capsys.readouterr().err
     assert "mages differ in size" in error and "do_resize: true" in error
     assert not (task.parent / "out" / "ledger.jsonl").exists()
@@ -543,27 +520,18 @@ def test_grey_and_transparent_images_become_rgb(task):
 
 def test_a_processor_that_does_not_fit_the_model(task, capsys):
     tiny_images.processor(size={"height": 12, "width": 12}).save_pretrained(task.parent / "model")
-    assert main(["train", "--config", str(task)]) == 2
+    assert train(task) == 2
     assert re.search(
         "makes images of 3 x 12 x 12, on which the model fails.*`size`", capsys.readouterr().err
     )
     (task.parent / "model" / "preprocessor_config.json").unlink()
-    assert main(["train", "--config", str(task)]) == 2
+    assert train(task) == 2
     assert "preprocessor_config.json" in capsys.readouterr().err
-
-
-def test_a_model_of_grey_images_is_refused(task, capsys):
-    tiny_images.save(task.parent / "grey", tiny_images.vit(num_channels=1))
-    assert (
-        main(["train", "--config", changed(task, model_name_or_path=str(task.parent / "grey"))])
-        == 2
-    )
-    assert "num_channels 1" in capsys.readouterr().err
 
 
 def test_without_pillow(task, capsys, monkeypatch):
     monkeypatch.setattr("hf_dp.tasks.classifiers.importlib.util.find_spec", lambda name: None)
-    assert main(["train", "--config", str(task)]) == 2
+    assert train(task) == 2
     assert "pip install 'hf-dp[images]'" in capsys.readouterr().err
 
 
@@ -572,6 +540,6 @@ def test_zero_shot_is_refused_and_other_classes_too(task, capsys):
     assert "--zero-shot" in capsys.readouterr().err
     assert main(["eval", "--config", str(task)]) == 2
     assert "Train it first" in capsys.readouterr().err
-    assert main(["train", "--config", str(task)]) == 0
+    assert train(task) == 0
     assert main(["eval", "--config", changed(task, class_names=["dog", "cat", "owl"])]) == 2
     assert "has the classes ['cat', 'dog', 'owl']" in capsys.readouterr().err

@@ -16,7 +16,9 @@ import yaml
 from families import SENTENCES, bert
 from warm import run_program
 
+from hf_dp.accounting import epsilon
 from hf_dp.cli.main import main
+from hf_dp.statement import record as document
 
 ROWS = [{"sentence": sentence, "label": index % 2} for index, sentence in enumerate(SENTENCES * 6)]
 HELD_OUT = [
@@ -80,6 +82,10 @@ def changed(recipe: Path, **values) -> str:
     return str(recipe)
 
 
+def train(recipe: Path, **values) -> int:
+    return train(recipe, **values)
+
+
 def printed_metrics(text: str) -> dict[str, float]:
     return {
         name: float(value)
@@ -90,7 +96,7 @@ def printed_metrics(text: str) -> dict[str, float]:
 def test_train_then_evaluate(recipe, capsys):
     """One block of YAML; two evaluation splits by name; the evaluation command gives what training
     printed."""
-    assert main(["train", "--config", str(recipe)]) == 0
+    assert train(recipe) == 0
     trained = printed_metrics(capsys.readouterr().out)
     assert set(trained) == {
         f"{metric} on the {rows} evaluation rows"
@@ -136,7 +142,7 @@ def test_own_template_and_words(recipe, capsys):
         "template": "<S1> Was it good ? [MASK] .",
         "label_words": {"negative": "No", "positive": "Yes"},
     }
-    assert main(["train", "--config", changed(recipe, infilling=block)]) == 0
+    assert train(recipe, infilling=block) == 0
     config = json.loads((recipe.parent / "out" / "config.json").read_text())
     assert (config["template"], config["label_words"]) == (block["template"], ["No", "Yes"])
 
@@ -162,9 +168,7 @@ def test_own_template_and_words(recipe, capsys):
         ({"label_column": "answer"}, "`label_column` names .'answer'."),
         ({"max_length": 6}, "`max_length` to be above 6"),
         ({"max_length": 49}, "`max_length` to be no more tokens than the model has positions"),
-        ({"max_length": 12.5}, "`max_length` to be int, got 12.5"),
-        ({"text_columns": 5}, "`text_columns` to be list.text., got 5"),
-        ({"model_name_or_path": 5}, "`model_name_or_path` to be text, got 5"),
+        ({"max_length": 12.5}, "--max_length/--max-length: invalid int value: '12.5'"),
         ({"model_name_or_path": "package:json"}, "'json' carries no model"),
         (
             {"validation_split": ["train[:20]"]},
@@ -184,7 +188,7 @@ def test_own_template_and_words(recipe, capsys):
     ],
 )
 def test_bad_input(recipe, capsys, change, message):
-    assert main(["train", "--config", changed(recipe, **change)]) == 2
+    assert train(recipe, **change) == 2
     error = capsys.readouterr().err
     assert re.search(message, error), error
     assert not (recipe.parent / "out").exists()
@@ -193,7 +197,7 @@ def test_bad_input(recipe, capsys, change, message):
 def test_a_label_outside_the_map(recipe, capsys):
     with open(recipe.parent / "hub" / "tiny" / "train.jsonl", "a") as file:
         file.write(json.dumps({"sentence": "it was good", "label": 2}) + "\n")
-    assert main(["train", "--config", str(recipe)]) == 2
+    assert train(recipe) == 2
     assert "a value outside the classes ['negative', 'positive']" in capsys.readouterr().err
 
 
@@ -211,22 +215,22 @@ def test_an_evaluation_file_that_is_a_copy_of_the_training_file(recipe, capsys):
         if not k.startswith(("dataset", "validation"))
     }
     recipe.write_text(yaml.safe_dump({**values, **files, "max_train_rows": 41}))
-    assert main(["train", "--config", str(recipe)]) == 2
+    assert train(recipe) == 2
     assert "the evaluation set holds rows equal to training rows" in capsys.readouterr().err
     assert main(["train", "--config", str(recipe), "--nope", "1"]) == 2
     assert "--nope" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("infilling", ["sst2", None])
+ADAPTERS = (
+    {"peft_type": "lora", "r": 2, "target_modules": ["query"]},
+    {"peft_type": "frost", "unfreeze_ratio": 0.5, "selection_noise_multiplier": 1.0},
+    {"peft_type": "adapter", "bottleneck_size": 2, "target_modules": ["output.dense"]},
+    {"peft_type": "pval"},
+)
+
+
 @pytest.mark.parametrize(
-    "peft",
-    [
-        {"peft_type": "lora", "r": 2, "target_modules": ["query"]},
-        {"peft_type": "frost", "unfreeze_ratio": 0.5, "selection_noise_multiplier": 1.0},
-        {"peft_type": "adapter", "bottleneck_size": 2, "target_modules": ["output.dense"]},
-        {"peft_type": "pval"},
-    ],
-    ids=lambda peft: peft["peft_type"],
+    ("peft", "infilling"), zip(ADAPTERS, ("sst2", None, None, "sst2"), strict=True)
 )
 def test_what_was_chosen_to_train_is_evaluated(recipe, capsys, peft, infilling):
     config = changed(recipe, infilling=infilling, peft=peft)
@@ -247,7 +251,7 @@ def test_an_adapter_is_evaluated_by_the_classes_of_its_training(recipe, capsys, 
 
 def test_random_weights_that_an_adapter_would_not_hold_are_named(recipe, caplog):
     peft = {"peft_type": "lora", "r": 2, "target_modules": ["query"]}
-    assert main(["train", "--config", changed(recipe, infilling=None, peft=peft)]) == 0
+    assert train(recipe, infilling=None, peft=peft) == 0
     (said,) = [
         each.getMessage()
         for each in caplog.records
@@ -266,7 +270,7 @@ def test_from_scratch_has_no_base(recipe, capsys):
         ({"infilling": "sst2"}, "know no words"),
         ({"peft": {"peft_type": "head"}}, "`from_scratch`"),
     ):
-        assert main(["train", "--config", changed(recipe, **({"infilling": None} | change))]) == 2
+        assert train(recipe, **({"infilling": None} | change)) == 2
         assert message in capsys.readouterr().err
 
 
@@ -297,162 +301,70 @@ class Forked:
         return done
 
 
+def sweep(recipe: Path, *words: str, folder: str = "sweep") -> int:
+    where = ["--output-dir", str(recipe.parent / folder)]
+    return main(["sweep", "--config", str(recipe), *where, *words])
+
+
 @pytest.mark.slow
 def test_a_sweep_is_resumed_and_adds_up(recipe, capsys, tmp_path, monkeypatch):
     """(Its processes are started as they are in test_a_sweep_says_which_runs_failed.)"""
-    from hf_dp.accounting import epsilon
-
-    monkeypatch.setattr("hf_dp.cli.cell_runs.subprocess", Forked(tmp_path))
-    from hf_dp.statement import record as document
-
+    monkeypatch.setattr("hf_dp.cli.cells.subprocess", Forked(tmp_path))
     folder = recipe.parent / "sweep"
-    words = [
-        "sweep",
-        "--config",
-        str(recipe),
-        "--set",
-        "max_steps=1",
-        "--grid",
-        "infilling=sst2,null",
-    ]
-    words += ["--output-dir", str(folder)]
-    assert main(words) == 0
+    words = ["--set", "max_steps=1", "--grid", "infilling=sst2,null"]
+
+    def spent(pattern: str) -> str:
+        records = [document.read(path) for path in sorted(folder.glob(pattern))]
+        events = [event for record in records for event in record.ledger.events]
+        together = epsilon(events, records[0].plan.delta, "rdp").rounded_up()
+        return f"all {len(records)} private runs together: epsilon {together}"
+
+    assert sweep(recipe, *words) == 0
     out = capsys.readouterr().out
-    assert re.search(
-        r"^infilling=sst2: .*matched_accuracy 0\.\d{4}; .*epsilon \d", out, re.MULTILINE
-    )
-    assert re.search(r"^infilling=None: ", out, re.MULTILINE)
-    records = [document.read(path) for path in sorted(folder.glob("*/run1"))]
-    events = [event for record in records for event in record.ledger.events]
-    together = epsilon(events, records[0].plan.delta, "rdp").rounded_up()
-    assert f"all 2 private runs together: epsilon {together}" in out
+    assert re.search(r"^infilling=sst2: .*matched_accuracy 0\.\d{4}; .*epsilon \d", out, re.M)
+    assert re.search(r"^infilling=None: ", out, re.M) and spent("*/run1") in out
     times = [path.stat().st_mtime_ns for path in sorted(folder.glob("*/log.txt"))]
-    assert main(words) == 0
+    assert sweep(recipe, *words) == 0
     assert capsys.readouterr().out == out
-    assert [path.stat().st_mtime_ns for path in sorted(folder.glob("*/log.txt"))] == times, (
-        "nothing ran again"
-    )
+    again = [path.stat().st_mtime_ns for path in sorted(folder.glob("*/log.txt"))]
+    assert again == times, "nothing ran again"
     # An interrupted run starts again in a folder of its own, and what it had spent counts.
     next(folder.glob("*/run1/eval_results.json")).unlink()
-    assert main(words) == 0
-    records = [document.read(path) for path in sorted(folder.glob("*/run*"))]
-    assert len(records) == 3
-    events = [event for record in records for event in record.ledger.events]
-    together = epsilon(events, records[0].plan.delta, "rdp").rounded_up()
-    assert f"all 3 private runs together: epsilon {together}" in capsys.readouterr().out
-    assert main([*words[:-1], str(folder) + "2", "--grid", "peft.r=1"]) == 2
+    assert sweep(recipe, *words) == 0
+    assert spent("*/run*") in capsys.readouterr().out and len(list(folder.glob("*/run*"))) == 3
+    assert sweep(recipe, "--grid", "peft.r=1", folder="sweep2") == 2
     assert "Expected the key 'peft.r' to be inside a block of the recipe" in capsys.readouterr().err
     changed(recipe, learning_rate=0.5)
-    assert main(words) == 2
+    assert sweep(recipe, *words) == 2
     assert "was run with other values of ['learning_rate']" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_a_sweep_says_which_runs_failed(recipe, capsys):
-    words = [
-        "sweep",
-        "--config",
-        str(recipe),
-        "--grid",
-        "infilling=imdb",
-        "--output-dir",
-        str(recipe.parent / "sweep"),
-    ]
-    assert main(words) == 1
+    assert sweep(recipe, "--grid", "infilling=imdb") == 1
     assert "failed: infilling=imdb seed=0; see" in capsys.readouterr().err
-    folder = str(recipe.parent / "other")
-    for bad, message in (
-        (["--grid", "infilling"], "KEY=A,B with a new key, got 'infilling'"),
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--grid", "infilling"], "KEY=A,B), got 'infilling'"),
         (["--grid", "seed=1,2"], "`seed` is the sweep's own: use --seeds"),
         (["--set", "output_dir=x"], "`output_dir` is the sweep's own"),
         (["--grid", "max_steps=1,1"], "values of max_steps to be different"),
         (["--seeds", "0", "0"], "values of --seeds to be different"),
         (["--set", "a=[1"], "is no plain YAML value"),
         (["--grid", "learning_rate=2020-01-01"], "is no plain YAML value"),
-    ):
-        assert main([*words[:3], *bad, "--output-dir", folder]) == 2
-        assert message in capsys.readouterr().err
-    assert main([*words[:3], "--output-dir", str(recipe)]) == 2
+    ],
+)
+def test_bad_words_of_a_sweep(recipe, capsys, words, message):
+    assert sweep(recipe, *words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_is_no_folder_of_a_sweep(recipe, capsys):
+    assert sweep(recipe, folder=recipe.name) == 2
     assert "is a file" in capsys.readouterr().err
-
-
-def test_what_a_sweep_spends_together(tmp_path, monkeypatch):
-    """At the smallest delta; no claim beside a run with a fixed seed."""
-    from hf_dp.accounting import Ledger, epsilon
-    from hf_dp.cli.cell_runs import Cell
-    from hf_dp.cli.sweep_report import spent_together
-    from hf_dp.plans.privacy import PrivacyPlan
-    from hf_dp.statement import record as document
-    from hf_dp.statement.facts import Weaknesses
-
-    events = []
-    for number, delta in enumerate((1e-3, 1e-6)):
-        plan = PrivacyPlan.create(
-            num_examples=100, expected_batch_size=10, clipping_norm=0.1, noise_multiplier=1.0, max_steps=2,
-            target_delta=delta,
-        )  # fmt: skip
-        ledger = Ledger()
-        ledger.append(plan.event(), "training")
-        events.append(plan.event())
-        document.write(
-            tmp_path / f"run{number + 1}", document.to_record(plan, ledger, run_id=str(number))
-        )
-    cell = Cell({}, 0, tmp_path)
-    assert f"epsilon {epsilon(events, 1e-6, 'rdp').rounded_up()} at delta 1e-06" in spent_together(
-        [cell]
-    )
-    fixed = document.to_record(
-        plan, ledger, run_id="fixed", weaknesses=Weaknesses(insecure_seed=True)
-    )
-    document.write(tmp_path / "run3", fixed)
-    assert "no epsilon holds" in spent_together([cell])
-
-
-def test_runs_with_different_units_have_no_epsilon_together(tmp_path):
-    from hf_dp.accounting import Ledger
-    from hf_dp.cli.cell_runs import Cell
-    from hf_dp.cli.sweep_report import spent_together
-    from hf_dp.plans.privacy import PrivacyPlan
-    from hf_dp.plans.units import Users
-    from hf_dp.statement import record as document
-
-    def ran(number, users):
-        plan = PrivacyPlan.create(
-            num_examples=100, expected_batch_size=10, clipping_norm=0.1, noise_multiplier=1.0,
-            max_steps=2, users=users, privacy_unit="example" if users is None else "user",
-        )  # fmt: skip
-        ledger = Ledger()
-        ledger.append(plan.event(), "training")
-        run = tmp_path / f"{number}" / "run1"
-        document.write(run, document.to_record(plan, ledger, run_id=str(number)))
-        return Cell({"a": number}, 0, run.parent)
-
-    row, first, other = (
-        ran(number, users) for number, users in enumerate((None, Users("owner"), Users("firm")))
-    )
-    for cells in ([row, first], [first, other]):
-        found = spent_together(cells)
-        assert "these 2 private runs protect different units" in found and "epsilon 1" not in found
-        assert "one user by 'owner'" in found and "no epsilon is stated" in found
-    assert "(rdp, a bound) for one user by 'owner'; that is" in spent_together([first])
-    assert "(rdp, a bound) for one row; that is" in spent_together([row])
-
-
-def test_where_labels_are_public_a_sweep_claims_nothing_for_them(tmp_path):
-    import tiny
-
-    from hf_dp.cli.cell_runs import Cell
-    from hf_dp.cli.sweep_report import spent_together
-
-    cells = []
-    frozen = {"privacy_mode": "dp_fp", "dp_fp_variant": "frozen"}
-    for name, options in (("a", frozen), ("b", {})):
-        trainer = tiny.trainer(tmp_path / name / "run1", **options)
-        trainer.train()
-        cells.append(Cell({"mode": name}, 0, tmp_path / name))
-    for some in (cells[:1], cells):  # the weaker of the two holds for both
-        assert "for one row without its label, which is public; that" in spent_together(some)
-    assert "for one row; that" in spent_together(cells[1:])
 
 
 def test_pretraining_gives_a_base_its_head(base, tmp_path, capsys):
@@ -486,20 +398,8 @@ def test_pretraining_gives_a_base_its_head(base, tmp_path, capsys):
     )
     assert not info["missing_keys"]
     assert model.config.pretraining_sources == ["sst", "here"]
-    assert (
-        main(
-            [
-                "train",
-                "--config",
-                str(config),
-                "--text_files",
-                str(tmp_path / "text.jsonl"),
-                "--text_columns",
-                "x",
-            ]
-        )
-        == 2
-    )
+    text = ["--text_files", str(tmp_path / "text.jsonl"), "--text_columns", "x"]
+    assert main(["train", "--config", str(config), *text]) == 2
     assert "none of ['x']" in capsys.readouterr().err
 
 
@@ -507,53 +407,11 @@ def test_pretraining_gives_a_base_its_head(base, tmp_path, capsys):
 def test_a_sweep_over_label_words_beside_their_zero_shot_accuracy(recipe, capsys):
     """Figure 8 of Li et al. in small: a point for each choice of words; the zero-shot accuracy is
     `hf-dp eval`'s."""
-    words = (
-        "[{template: '<S1> It was [MASK] .', label_words: {negative: terrible, positive: great}}]"
-    )
-    folder = recipe.parent / "sweep"
-    command = [
-        "sweep",
-        "--config",
-        str(recipe),
-        "--set",
-        "max_steps=1",
-        "--grid",
-        f"infilling={words[1:-1]}",
-        "--zero-shot",
-    ]
-    assert main([*command, "--output-dir", str(folder)]) == 0
+    words = "{negative: terrible, positive: great}"
+    grid = f"infilling={{template: '<S1> It was [MASK] .', label_words: {words}}}"
+    assert sweep(recipe, "--set", "max_steps=1", "--grid", grid, "--zero-shot") == 0
     out = capsys.readouterr().out
-    found = float(
-        re.search(
-            r"infilling=terrible/great in .*zero-shot matched_accuracy (\d\.\d{4})", out
-        ).group(1)
-    )
+    found = re.search(r"=terrible/great in .*zero-shot matched_accuracy (\d\.\d{4})", out)[1]
     assert main(["eval", "--config", str(recipe), "--zero-shot", "--json"]) == 0
     zero_shot = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-    assert found == pytest.approx(zero_shot["eval_matched_accuracy"], abs=1e-4)
-
-
-def test_a_sweep_with_published_dp_fp_claims_nothing_for_all_together(tmp_path):
-    import tiny
-
-    from hf_dp.cli.cell_runs import Cell
-    from hf_dp.cli.sweep_report import spent_together, table
-
-    cells = []
-    published = {"privacy_mode": "dp_fp", "dp_fp_variant": "published"}
-    for name, options in (("a", {}), ("b", published)):
-        trainer = tiny.trainer(tmp_path / name / "run1", **options)
-        trainer.train()
-        cells.append(Cell({"mode": name}, 0, tmp_path / name))
-    assert "no differential privacy guarantee is established for any of them" in spent_together(
-        cells
-    )
-    assert "all 1 private runs together: epsilon" in spent_together(cells[:1])
-    results = {
-        cells[1]: {
-            "metrics": {"accuracy": 0.5},
-            "epsilon": None,
-            "status": trainer.privacy_statement().status,
-        }
-    }
-    assert table(results) == "mode=b: accuracy 0.5000; not established"
+    assert float(found) == pytest.approx(zero_shot["eval_matched_accuracy"], abs=1e-4)

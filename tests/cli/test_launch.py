@@ -171,9 +171,7 @@ def test_the_exit_code_is_that_of_the_process_that_failed_first(recipe):
     _, stderr = child.communicate(timeout=600)
     assert child.returncode == 2
     assert "Expected `max_length` to be no more tokens" in stderr
-    assert re.search(
-        r"hf-dp train: the process of rank [01] failed first, with exit code 2", stderr
-    )
+    assert re.search(r"hf-dp train: rank [01] failed first, with exit code 2", stderr)
 
 
 @pytest.mark.gpu
@@ -253,7 +251,7 @@ def test_the_configurations_are_installed_with_the_package():
     for path in launch.FOLDER.glob("*.yaml"):
         inside = path.relative_to(ROOT / "hf_dp").as_posix()
         assert any(fnmatch.fnmatch(inside, pattern) for pattern in patterns), inside
-    assert launch.configurations() == list(FILES)  # recipes/accelerate is the same folder
+    assert list(FILES) == launch.CONFIGURATIONS  # recipes/accelerate is the same folder
 
 
 # -- the options ---
@@ -307,16 +305,11 @@ def test_one_process_is_this_one(launched, recipe, monkeypatch):
             r"`--num_processes` to be left out .*WORLD_SIZE is '2'.*, got '2'",
         ),
         (["--accelerate_config", "ddp"], {}, r"to be one of \['cpu', .*'one_gpu'\], got 'ddp'"),
-        (["--accelerate_config", "no.yaml"], {}, r"one of \['cpu', .*got 'no.yaml', which does"),
+        (["--accelerate_config", "no.yaml"], {}, r"one of \['cpu', .*got 'no.yaml'"),
         (
             ["--accelerate_config", "RECIPE"],
             {},
             r"refuses the configuration 'run.yaml': A `distributed_type`",
-        ),
-        (
-            ["--accelerate_config", "cpu", "--num_processes", "2"],
-            {},
-            "Expected one process with 'cpu.yaml'.*got 2. Choose another of",
         ),
         (["--task", "masked_lm", "--num_processes", "2"], {}, "'masked_lm' runs in one process"),
         (["--task", "masked_lm"], {"WORLD_SIZE": "2"}, "runs in one process, and a launcher star"),
@@ -346,7 +339,7 @@ def test_each_run_of_a_sweep_is_divided(recipe, tmp_path, monkeypatch, capsys):
         ran.append(command)
         return Namespace(returncode=1)
 
-    monkeypatch.setattr("hf_dp.cli.cell_runs.subprocess.run", run)
+    monkeypatch.setattr("hf_dp.cli.cells.subprocess.run", run)
     words = ["--config", str(recipe), "--output-dir", str(tmp_path / "sweep")]
     assert main(["sweep", *words, "--num-processes", "2"]) == 1
     ((*_, name, count),) = ran
@@ -452,20 +445,3 @@ def test_a_signal_to_the_launcher_is_its_exit_code(recipe, monkeypatch):
 def test_what_accelerate_refuses_is_a_refusal(recipe, monkeypatch, capsys):
     assert ended(ValueError("Less than two GPU ids"), recipe, monkeypatch) == 2
     assert "refuses the configuration" in capsys.readouterr().err
-
-
-def test_sigterm_reaches_the_one_process_of_a_configuration(recipe, monkeypatch):
-    """accelerate only waits for it, and would leave it behind."""
-
-    def launch_command(args: Namespace) -> None:
-        child = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(600)"], stdout=subprocess.PIPE)  # fmt: skip
-        assert child.stdout is not None and child.stdout.readline()
-        os.kill(os.getpid(), signal.SIGTERM)
-        if child.wait(60):
-            raise subprocess.CalledProcessError(child.returncode, "python")
-
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr("accelerate.commands.launch.launch_command", launch_command)
-    assert main(["train", "--accelerate_config", "cpu", "--config", str(recipe)]) == 143
-    assert signal.getsignal(signal.SIGTERM) is before

@@ -114,15 +114,15 @@ def test_the_noise_of_the_frozen_variant_on_sst2(recipe, capsys):
     values = {**VARIANTS["frozen, once"], "num_train_epochs": 20}
     assert main(["plan", "--config", recipe(values), "--num-examples", "67349"]) == 0
     said = capsys.readouterr().out
-    assert "noise multiplier 1.4112" in said and "more epochs on these vectors" in said
-    assert "labels: public" in said and "pld        bound     3.000" in said
+    assert "noise multiplier 1.4112" in said and "once for each row" in said
+    assert "labels: not protected" in said and "pld        bound     3.000" in said
 
 
 def test_another_variant_of_the_same_recipe_and_a_table(recipe, capsys):
     values = {**COMMON, "dp_fp_variant": "published", "target_epsilon": 3}
     assert plan(recipe, values, "--dp-fp-variant", "private_encoder") == 0
     said = capsys.readouterr().out
-    assert "two independent draws a step" in said and "gradients below: noise multiplier" in said
+    assert "come from two independent draws" in said and "gradients below: noise multiplier" in said
     assert plan(recipe, values, "--sweep", "target_epsilon=1,3") == 0
     said = capsys.readouterr().out
     assert "paper's figure" in said and "NO differential privacy guarantee" in said

@@ -13,10 +13,9 @@ import tiny
 from hf_dp.accounting import BestOfRandomRuns
 from hf_dp.cards.verify import verify
 from hf_dp.cli import private_selection
-from hf_dp.cli.cell_runs import METRICS
+from hf_dp.cli.cells import METRICS, grid
 from hf_dp.cli.main import main
 from hf_dp.cli.private_selection import Search, select
-from hf_dp.cli.sweep import grid
 from hf_dp.errors import ConfigError, InvalidArgumentError
 from hf_dp.statement.record import read
 
@@ -169,36 +168,6 @@ def test_another_search_in_the_same_folder_is_refused(tmp_path, runs, monkeypatc
         select(search(folder))
 
 
-def fails_at_once(folder, runs):
-    runs.scores, runs.failing = [0.5, 0.9, 0.7], {0}
-    with pytest.raises(ConfigError, match="no such column\n.* the recipe may change, too"):
-        select(search(folder))
-
-
-def test_a_search_that_has_spent_nothing_goes_on_with_a_mended_recipe(tmp_path, runs, monkeypatch):
-    """And with the number of runs that was drawn."""
-    fixed(monkeypatch, 3)
-    folder = tmp_path / "search"
-    fails_at_once(folder, runs)
-    fixed(monkeypatch, 99)
-    runs.failing = set()
-    found = select(search(folder, weight_decay=0.1, words=("learning_rate=5e-3",)))
-    assert found.score == 0.9 and runs.made == [0, 1, 2] and "learning_rate=0.005" in found.label
-    assert sorted(path.name for path in folder.iterdir()) == ["best", "search.json"]
-
-
-def test_planted_search_that_forgets_what_it_spent_is_seen(tmp_path, runs, monkeypatch):
-    fixed(monkeypatch, 2)
-    runs.scores, runs.failing = [0.5, 0.9], {1}
-    folder = tmp_path / "search"
-    monkeypatch.setattr(private_selection, "_unspent", lambda search: True)
-    with pytest.raises(ConfigError, match="failed"):
-        select(search(folder))
-    runs.failing = set()
-    assert select(search(folder, weight_decay=0.1)).score == 0.9
-    assert runs.made == [0, 0, 1]  # run 1 was paid for twice, and counted once
-
-
 def recipe_of(folder, **changes):
     """A recipe whose evaluation rows are held out, before the changes."""
     folder.mkdir(exist_ok=True)
@@ -292,7 +261,6 @@ def test_settings_are_drawn_from_the_whole_grid(tmp_path, monkeypatch):
         (["--private-selection", "3"], "--score accuracy"),
         (["--score", "accuracy"], "Add --private-selection K"),
         (["--private-selection", "3", "--score", "accuracy", "--zero-shot"], "`--zero-shot`"),
-        (["--private-selection", "3", "--score", "accuracy", "--best", "a"], "`--best`"),
         (["--private-selection", "3", "--score", "accuracy", "--json"], "`--json`"),
     ],
 )

@@ -6,7 +6,6 @@ import json
 
 import pytest
 import tiny
-import tiny_images
 import yaml
 
 from hf_dp.cli.main import main
@@ -78,29 +77,11 @@ def test_a_recipe_gives_its_data_and_model(recipe, capsys, tmp_path):
     assert planned["steps"] == after["max_steps"]
 
 
-def test_speed_and_memory_are_measured_on_made_up_examples(recipe, capsys):
-    # The file of rows does not exist, so nothing can have read it.
-    found = json.loads(printed(capsys, "suggest", "--config", str(recipe), "--measure", "--json"))
-    measured = found["measured"]
-    assert measured["throughput"] > 0 and measured["bytes"] >= 0
-    examples = found["plan"]["steps"] * found["plan"]["expected_batch_size"]
-    assert found["seconds"] == pytest.approx(examples / measured["throughput"])
-
-
-def test_a_recipe_for_images_is_measured_on_made_up_images(recipe, capsys):
-    tiny_images.vit(num_labels=3).config.save_pretrained(recipe.parent / "model")
-    of_texts = recipe.read_text().replace("max_length: 8\n", "")
-    recipe.write_text(of_texts + "task: image_classification\n")
-    found = json.loads(printed(capsys, "suggest", "--config", str(recipe), "--measure", "--json"))
-    assert found["measured"]["throughput"] > 0
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--target-epsilon", "3"], "--num-examples"),
         (["--num-examples", "100"], "--target_epsilon"),
-        (SST2[1:] + ["--measure"], "--config"),
         (SST2[1:] + ["--output", "x.yaml"], "--config"),
         (SST2[1:] + ["--num_train_epochs", "-1"], "epochs"),
     ],

@@ -1,4 +1,4 @@
-"""A sweep: sizes of models, the best combination, grids of papers, times, and its JSON."""
+"""A sweep: sizes of models, grids of papers, times, and its JSON."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ import pytest
 import tiny
 from transformers import BertConfig, DistilBertConfig, GPT2Config
 
-from hf_dp.cli import cell_runs
-from hf_dp.cli.cell_runs import Cell, logs, model_size
+from hf_dp.accounting import Ledger, epsilon
+from hf_dp.cli import cells
+from hf_dp.cli.cells import Cell, grid, model_size, result, spent_together
 from hf_dp.cli.main import main
-from hf_dp.cli.sweep import grid
-from hf_dp.cli.sweep_report import best
-from hf_dp.errors import ConfigError, DataError
+from hf_dp.cli.sweep import table
+from hf_dp.errors import ConfigError
+from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.plans.units import Users
 from hf_dp.run.clock import VARIABLE
+from hf_dp.run.witnesses import read_run
+from hf_dp.statement import record as document
+from hf_dp.statement.facts import Weaknesses
 
 # -- model sizes ---
 
@@ -35,27 +40,11 @@ def test_the_size_of_a_model(tmp_path, config, without, family):
     assert model_size(str(tmp_path)) == {"family": family, "parameters": without / 1e6}
 
 
-def test_a_model_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(DataError, match="'no/such-model' is not known"):
-        model_size("no/such-model")
+def test_a_model_that_is_not_there_has_no_size():
+    assert model_size("no/such-model") == {}
 
 
-# -- which combination is the best ---
-
-
-def test_the_best_combination_by_the_mean_over_its_seeds(tmp_path):
-    given = {1: (0.2, 0.9), 2: (0.6, 0.6), 3: (0.1, float("nan"))}
-    results = {
-        Cell({"learning_rate": rate}, seed, tmp_path): {
-            "metrics": {"bleu": value, "perplexity": value}
-        }
-        for rate, values in given.items()
-        for seed, value in enumerate(values)
-    }
-    assert best(results, "bleu") == "best by bleu: learning_rate=2: 0.6000"
-    assert best(results, "perplexity") == "best by perplexity: learning_rate=1: 0.5500"
-    with pytest.raises(ConfigError, match=r"`--best` to be one of \['bleu', 'perplexity'\]"):
-        best(results, "accuracy")
+# -- grids of papers ---
 
 
 def test_the_searches_of_tables_5_and_6_are_grids(tmp_path):
@@ -86,7 +75,7 @@ def test_a_sweep_over_models_without_and_with_privacy(task, capsys, monkeypatch)
         monkeypatch.delenv(VARIABLE)
         return subprocess.CompletedProcess(command, code)
 
-    monkeypatch.setattr(cell_runs.subprocess, "run", run)
+    monkeypatch.setattr(cells.subprocess, "run", run)
     other = task.parent / "larger"
     tiny.model(num_labels=2).save_pretrained(other)
     tiny.tokenizer().save_pretrained(other)
@@ -107,7 +96,7 @@ def test_a_sweep_over_models_without_and_with_privacy(task, capsys, monkeypatch)
         assert not any("times" in path.name for path in folder.iterdir())
     assert VARIABLE not in os.environ
     # Again as JSON: nothing runs, and a row has what the table says, and the logs.
-    monkeypatch.setattr(cell_runs.subprocess, "run", None)
+    monkeypatch.setattr(cells.subprocess, "run", None)
     assert main([*words, "--json", "--logs"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["together"] in said and "all 4 private runs" in found["together"]
@@ -131,5 +120,64 @@ def test_logs_belong_to_the_json(task, capsys):
 def test_a_run_without_logs_is_named(tmp_path):
     (tmp_path / "run1").mkdir()
     (tmp_path / "run1" / "eval_results.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"trainer_state.json cannot be read.*Leave --logs out"):
-        logs(Cell({}, 0, tmp_path))
+    with pytest.raises(ConfigError, match=r"trainer_state.json cannot be read.*leave --logs out"):
+        result(Cell({}, 0, tmp_path), logs=True)
+
+
+# -- what all runs cost together ---
+
+
+def written(folder, number=0, *, insecure=False, **options) -> Cell:
+    """A run of two steps that left its record, as a cell with one attempt."""
+    given = {"num_examples": 100, "expected_batch_size": 10, "clipping_norm": 0.1}
+    plan = PrivacyPlan.create(**given, noise_multiplier=1.0, max_steps=2, **options)
+    ledger = Ledger()
+    ledger.append(plan.event(), "training")
+    weak = {"weaknesses": Weaknesses(insecure_seed=True)} if insecure else {}
+    document.write(
+        folder / str(number) / "run1", document.to_record(plan, ledger, run_id=str(number), **weak)
+    )
+    return Cell({"a": number}, 0, folder / str(number))
+
+
+def trained(folder, **options) -> Cell:
+    trainer = tiny.trainer(folder / "run1", **options)
+    trainer.train()
+    return Cell({"mode": folder.name}, 0, folder)
+
+
+def test_at_the_smallest_delta_and_nothing_beside_a_fixed_seed(tmp_path):
+    runs = [written(tmp_path, n, target_delta=delta) for n, delta in enumerate((1e-3, 1e-6))]
+    events = [event for cell in runs for event in document.read(cell.attempts[0]).ledger.events]
+    total = epsilon(events, 1e-6, "rdp").rounded_up()
+    assert f"epsilon {total} at delta 1e-06" in spent_together(runs)
+    assert "no epsilon holds" in spent_together([*runs, written(tmp_path, 3, insecure=True)])
+
+
+def test_runs_with_different_units_have_no_epsilon_together(tmp_path):
+    row = written(tmp_path, 0)
+    first, other = (
+        written(tmp_path, n, users=Users(column), privacy_unit="user")
+        for n, column in ((1, "owner"), (2, "firm"))
+    )
+    for several in ([row, first], [first, other]):
+        found = spent_together(several)
+        assert "these 2 private runs protect different units" in found and "epsilon 1" not in found
+        assert "one user by 'owner'" in found and "no epsilon is stated" in found
+    assert "(rdp, a bound) for one user by 'owner'; that is" in spent_together([first])
+    assert "(rdp, a bound) for one row; that is" in spent_together([row])
+
+
+def test_dp_fp_among_the_runs(tmp_path):
+    """Where labels are public nothing is claimed for them; as published, nothing at all."""
+    frozen = trained(tmp_path / "f", privacy_mode="dp_fp", dp_fp_variant="frozen")
+    sums = trained(tmp_path / "s")
+    published = trained(tmp_path / "p", privacy_mode="dp_fp", dp_fp_variant="published")
+    for some in ([frozen], [frozen, sums]):  # the weaker of the two holds for both
+        assert "for one row without its label, which is public; that" in spent_together(some)
+    assert "for one row; that" in spent_together([sums])
+    none = "no differential privacy guarantee is established for any of them"
+    assert none in spent_together([sums, published])
+    status = read_run(published.attempts[0]).status
+    row = {"metrics": {"accuracy": 0.5}, "epsilon": None, "status": status}
+    assert table([published], [row]) == "mode=p: accuracy 0.5000; not established"

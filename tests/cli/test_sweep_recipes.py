@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hf_dp.cli import cell_runs
-from hf_dp.cli.grid import grid
+from hf_dp.cli import cells
+from hf_dp.cli.cells import grid
 from hf_dp.cli.main import main
 from hf_dp.errors import ConfigError
 
@@ -36,7 +36,7 @@ def children(monkeypatch) -> list[dict]:
         read.append(yaml.safe_load(config.read_text()) | {"folder": config.parent})
         return subprocess.CompletedProcess(command, 1)
 
-    monkeypatch.setattr(cell_runs.subprocess, "run", child)
+    monkeypatch.setattr(cells.subprocess, "run", child)
     return read
 
 

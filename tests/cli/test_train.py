@@ -16,10 +16,11 @@ import yaml
 from quick import run_quickly
 
 from hf_dp._arguments import own_fields
-from hf_dp.cli.argument_groups import PRIVACY, LengthArguments
-from hf_dp.cli.config import check_keys, checked, parse, peft_config, read_yaml
+from hf_dp.cli.config import PRIVACY, LengthArguments, parse, peft_config, read_yaml
 from hf_dp.cli.main import main
-from hf_dp.cli.tasks import TASKS, evaluated_tasks, evaluation_module, training_module
+from hf_dp.cli.options import check_names
+from hf_dp.cli.tasks import TASKS, private_tasks, training_module
+from hf_dp.cli.tasks.shared import EvalArguments
 from hf_dp.errors import ConfigError
 from hf_dp.tasks.classifiers import ModelArguments
 from hf_dp.trainer.arguments import GROUPS, DPTrainingArguments
@@ -140,15 +141,16 @@ def test_unreadable_files(task, capsys):
 
 def test_every_unknown_key_is_reported():
     with pytest.raises(ConfigError, match="`foo`.*`bar`"):
-        check_keys({"foo": 1, "bar": 2}, {"baz"})
+        check_names({"foo": 1, "bar": 2}, {"baz"}, "key")
     assert peft_config(None) is None
 
 
 def check_quick_help(*words: str) -> str:
     """Return the help of a command, which must come quickly and without transformers."""
     code = (
-        "import sys; from hf_dp.cli.main import main; code = main(); "
-        "assert not {'torch', 'transformers'} & set(sys.modules); raise SystemExit(code)"
+        "import sys; from hf_dp.cli.main import main\n"
+        "try: main()\n"
+        "finally: assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     done = run_quickly("-c", code, *words)
     assert done.returncode == 0, done.stderr
@@ -177,11 +179,11 @@ def test_help_of_train_describes_the_task_that_would_run(task):
     assert "--pretraining_sources" in check_quick_help("train", "--config", str(task), "--help")
 
 
-@pytest.mark.parametrize("task_name", evaluated_tasks())
+@pytest.mark.parametrize("task_name", private_tasks())
 def test_help_of_eval(task_name):
     text = check_quick_help("eval", "--task", task_name, "--help")
     assert "--zero-shot" in text and "--trained" in text
-    for cls in evaluation_module(task_name).ARGUMENTS:
+    for cls in (EvalArguments, *training_module(task_name).ARGUMENTS):
         for field in dataclasses.fields(cls):
             assert f"  --{field.name} " in text
     assert "example:\n  hf-dp eval" in text
@@ -191,10 +193,10 @@ def test_help_of_eval(task_name):
 def test_every_task_of_the_registry_has_what_the_commands_read():
     for name, row in TASKS.items():
         assert callable(training_module(name).train)
-        if row.evaluation is not None:
-            assert callable(evaluation_module(name).evaluate)
+        if row.private:
+            assert callable(training_module(name).evaluate)
     classifying = ["text_classification", "image_classification"]
-    assert evaluated_tasks() == [*classifying, "causal_lm", "seq2seq"]
+    assert private_tasks() == [*classifying, "causal_lm", "seq2seq"]
 
 
 def test_a_task_without_evaluation_is_refused(task, capsys):
@@ -218,36 +220,47 @@ def test_shared_arguments_have_the_defaults_of_transformers():
         assert field.default == fields[field.name].default
 
 
+@dataclasses.dataclass
+class Kinds:
+    whole: int = 1
+    number: float = 1.0
+    maybe: int | None = 1
+    text: str = ""
+    texts: list[str] = dataclasses.field(default_factory=list)
+    flag: bool = False
+    block: dict | str | None = None
+
+
 @pytest.mark.parametrize(
-    ("hint", "value", "found"),
+    ("name", "value", "found"),
     [
-        (int, 12, 12),
-        (int, True, "int, got True"),
-        (int, "12", "int, got '12'"),
-        (float, 1, 1.0),
-        (float, "1e-3", 1e-3),
-        (float, True, "float, got True"),
-        (float, "many", "float, got 'many'"),
-        (int | None, None, None),
-        (int | None, 1.5, "int, got 1.5"),
-        (str, 5, "text, got 5"),
-        (list[str], ["a", "b"], ["a", "b"]),
-        (list[str], ["a", 5], r"list.text., got"),
-        (bool, "yes", "bool, got 'yes'"),
-        (dict | str | None, {"a": 1}, {"a": 1}),
-        (dict | str | None, 5, "a block or text, got 5"),
+        ("whole", 12, 12),
+        ("whole", True, "invalid int value: 'True'"),
+        ("whole", 12.5, "invalid int value: '12.5'"),
+        ("number", 1, 1.0),
+        ("number", "1e-3", 1e-3),
+        ("number", True, "invalid float value"),
+        ("number", "many", "invalid float value: 'many'"),
+        ("maybe", None, None),
+        ("maybe", 1.5, "invalid int value"),
+        ("text", 5, "5"),
+        ("texts", ["a", "b"], ["a", "b"]),
+        ("texts", "a", ["a"]),
+        ("flag", True, True),
+        ("flag", "perhaps", "Truthy value expected"),
+        ("block", {"a": 1}, {"a": 1}),
     ],
 )
-def test_kinds_of_values_in_yaml(hint, value, found):
-    if isinstance(found, str):
-        with pytest.raises(ConfigError, match=f"Expected `x` to be {found}"):
-            checked("x", value, hint)
-    else:
-        assert checked("x", value, hint) == found
-        assert type(checked("x", value, hint)) is type(found)
+def test_kinds_of_values_in_yaml(name, value, found):
+    if isinstance(found, str) and found != "5":
+        with pytest.raises(ConfigError, match=f"argument --{name}: .*{found}"):
+            parse([Kinds], {name: value}, [], prog="hf-dp")
+        return
+    read = getattr(parse([Kinds], {name: value}, [], prog="hf-dp")[0], name)
+    assert read == found and type(read) is type(found)
 
 
-def test_a_block_on_the_command_line_is_yaml(capsys):
+def test_a_block_on_the_command_line_is_yaml():
     def infilling(word):
         values = {"model_name_or_path": "base"}
         return parse([ModelArguments], values, ["--infilling", word], prog="hf-dp")[0].infilling
@@ -256,9 +269,8 @@ def test_a_block_on_the_command_line_is_yaml(capsys):
     block = "{template: '<S1> It was [MASK] .', label_words: {'no': bad, 'yes': good}}"
     assert infilling(block) == {"template": "<S1> It was [MASK] .", "label_words": words}
     assert infilling("sst2") == "sst2"
-    with pytest.raises(SystemExit):
+    with pytest.raises(ConfigError, match="is not valid YAML"):
         infilling("{template: 'x")
-    assert "is not valid YAML" in capsys.readouterr().err
 
 
 @pytest.mark.slow

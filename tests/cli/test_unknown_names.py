@@ -18,11 +18,11 @@ from hf_dp.trainer.arguments import DPTrainingArguments
 
 # Words, or a configuration file, and what is said of them.
 TYPOS = [
-    (["train", "--learnin_rate", "1"], "`--learnin_rate` (did you mean `--learning_rate`?)"),
-    (["train", "--learnin-rate=1"], "`--learnin-rate` (did you mean `--learning_rate`?)"),
+    (["train", "--learnin_rate", "1"], "`learnin_rate` (did you mean `learning_rate`?)"),
+    (["train", "--learnin-rate=1"], "`learnin_rate` (did you mean `learning_rate`?)"),
     (["train", "--config", "FILE"], "`traget_epsilon` (did you mean `target_epsilon`?)"),
     (["eval", "--config", "FILE"], "`traget_epsilon` (did you mean `target_epsilon`?)"),
-    (["eval", "--label_colum", "x"], "`--label_colum` (did you mean `--label_column`?)"),
+    (["eval", "--label_colum", "x"], "`label_colum` (did you mean `label_column`?)"),
     (["plan", "--config", "FILE"], "`traget_epsilon` (did you mean `target_epsilon`?)"),
 ]
 IN_A_FRESH_PROCESS = """
@@ -57,7 +57,7 @@ def test_known_names_pass_in_every_form():
 
 
 def test_planted_names_that_are_not_looked_for_are_seen(monkeypatch):
-    monkeypatch.setattr(config, "check_keys", lambda *given: None)
+    monkeypatch.setattr(config, "check_names", lambda *given: None)
     check_recipe({"traget_epsilon": 3})
     monkeypatch.undo()
     with pytest.raises(ConfigError, match="target_epsilon"):
@@ -68,10 +68,10 @@ def test_planted_names_that_are_not_looked_for_are_seen(monkeypatch):
     ("words", "expected"),
     [
         (["trian"], "Did you mean 'train'?"),
-        (["plan", "--traget-epsilon", "1"], "(did you mean --target_epsilon?)"),
+        (["plan", "--traget-epsilon", "1"], "(did you mean `target_epsilon`?)"),
         (
             "account epsilon --noise-multiplier 1 --sample-rate 0.1 --steps 1 --delta 1e-5 --jsn".split(),
-            "(did you mean --json?)",  # an option of the question, not of the command
+            "(did you mean `json`?)",  # an option of the question, not of the command
         ),
     ],
 )

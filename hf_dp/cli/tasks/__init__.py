@@ -8,54 +8,35 @@ its task is asked for, also by ``--help``, so import heavy things inside its fun
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from hf_dp._validate import one_of
 
+if TYPE_CHECKING:
+    from hf_dp.trainer.trainer import DPTrainer
+
 
 class TaskModule(Protocol):
-    """What the module of a task provides for ``hf-dp train``.
-
-    Attributes:
-        ARGUMENTS: the dataclasses of the task's own arguments, which ``--help`` lists.
-        EXAMPLE: a command that trains, for ``--help``.
-    """
+    """What the module of a task provides for ``hf-dp train``: the dataclasses of its own arguments,
+    which ``--help`` lists, and a function that runs it for the keys of a configuration file, among
+    them ``task``, and command-line words."""
 
     ARGUMENTS: Sequence[type]
-    EXAMPLE: str
 
-    def train(self, values: dict[str, Any], words: Sequence[str]) -> int:
-        """Run the task for the keys of a configuration file and command-line words."""
-        ...
+    def train(self, values: dict[str, Any], words: Sequence[str]) -> int: ...
 
 
 class PrivateTaskModule(TaskModule, Protocol):
-    """What the module of a private task provides, in addition to :class:`TaskModule`."""
+    """What the module of a private task provides beside: its trainer for a configuration, and the
+    metrics, by the Trainer's names and as lines to read, of what was trained or of its base."""
 
-    def trainer_of(self, values: dict[str, Any], words: Sequence[str]) -> Any:
-        """Return the task's :class:`DPTrainer` for the keys of a configuration file and
-        command-line words."""
-        ...
-
-
-class EvaluationModule(Protocol):
-    """What the module of a task provides for ``hf-dp eval``.
-
-    Attributes:
-        ARGUMENTS: the dataclasses of the arguments, which ``--help`` lists.
-        EXAMPLE: a command that evaluates, for ``--help``.
-    """
-
-    ARGUMENTS: Sequence[type]
-    EXAMPLE: str
+    def trainer_of(self, values: dict[str, Any], words: Sequence[str]) -> DPTrainer: ...
 
     def evaluate(
-        self, values: dict[str, Any], words: Sequence[str], *, task: str, zero_shot: bool
-    ) -> tuple[dict[str, float], list[str]]:
-        """Return the metrics by the Trainer's names, and as lines to read."""
-        ...
+        self, values: dict[str, Any], words: Sequence[str], *, zero_shot: bool
+    ) -> tuple[dict[str, float], list[str]]: ...
 
 
 @dataclass(frozen=True)
@@ -64,17 +45,15 @@ class Task:
 
     Attributes:
         help: one line for ``hf-dp train --help``.
-        training: the name of a :class:`TaskModule`.
-        evaluation: the name of an :class:`EvaluationModule`, or None if ``hf-dp eval`` does not
-            know the task.
-        private: whether the task trains with differential privacy, so that the privacy arguments
-            apply.
-        one_process: whether the task cannot be divided among processes.
+        module: the name of its module, a :class:`PrivateTaskModule` where it is private.
+        example: a command that trains, for ``--help``.
+        private: whether it trains with differential privacy, so that the privacy arguments apply.
+        one_process: whether it cannot be divided among processes.
     """
 
     help: str
-    training: str
-    evaluation: str | None = None
+    module: str
+    example: str = "hf-dp train --config FILE"
     private: bool = True
     one_process: bool = False
 
@@ -84,56 +63,55 @@ TASKS: dict[str, Task] = {
     "text_classification": Task(
         "fine-tune an encoder to classify texts",
         "hf_dp.cli.tasks.text_classification",
-        evaluation="hf_dp.cli.tasks.text_classification_evaluation",
+        "hf-dp train --config recipes/sst2/minilm_dp_adam_eps3.yaml --train_file train.parquet \\\n"
+        "      --validation_file dev.parquet",
     ),
     "image_classification": Task(
         "fine-tune a vision transformer to classify images",
         "hf_dp.cli.tasks.image_classification",
-        evaluation="hf_dp.cli.tasks.image_classification_evaluation",
+        "hf-dp train --config recipes/images/small_vit/frost.yaml --train_file train.parquet \\\n"
+        "      --validation_file test.parquet",
     ),
     "causal_lm": Task(
         "fine-tune a decoder to write: tables to text, dialog, chat, free text",
-        "hf_dp.cli.tasks.causal_lm",
-        evaluation="hf_dp.cli.tasks.generation_evaluation",
+        "hf_dp.cli.tasks.generation",
+        "hf-dp train --config recipes/e2e/gpt2_full_eps8.yaml --train_file train.parquet \\\n"
+        "      --validation_file test.parquet",
     ),
     "seq2seq": Task(
         "fine-tune an encoder-decoder to write",
-        "hf_dp.cli.tasks.seq2seq",
-        evaluation="hf_dp.cli.tasks.generation_evaluation",
+        "hf_dp.cli.tasks.generation",
+        "hf-dp train --task seq2seq --model_name_or_path google-t5/t5-small --data_format e2e \\\n"
+        "      --train_file train.parquet --validation_file test.parquet --output_dir out \\\n"
+        "      --target_epsilon 8 --expected_batch_size 1024 --learning_rate 1e-3",
     ),
     "masked_lm": Task(
         "continue pretraining a masked language model on public text; not private",
         "hf_dp.cli.tasks.masked_lm",
+        "hf-dp train --config recipes/pretraining/minilm_masked_lm.yaml --text_files "
+        "public.parquet",
         private=False,
         one_process=True,  # it stops by its own processor time, which processes do not share
     ),
 }
 
 
-def evaluated_tasks() -> list[str]:
-    """Return the names of the tasks that ``hf-dp eval`` knows."""
-    return [name for name, task in TASKS.items() if task.evaluation is not None]
+def list_tasks(names: Iterable[str]) -> str:
+    """Return a line for each task, for the help."""
+    width = max(map(len, TASKS))
+    return "\n".join(["tasks:", *(f"  {name:<{width}}  {TASKS[name].help}" for name in names)])
+
+
+def private_tasks() -> list[str]:
+    """Return the names of the tasks that train privately, and that ``hf-dp eval`` knows."""
+    return [name for name, task in TASKS.items() if task.private]
 
 
 def training_module(name: str) -> TaskModule:
-    """Import the module that trains a task. Raises: InvalidArgumentError for an unknown name."""
-    return cast(TaskModule, importlib.import_module(TASKS[one_of("task", name, TASKS)].training))
+    """Import the module that trains a task."""
+    return cast(TaskModule, importlib.import_module(TASKS[one_of("task", name, TASKS)].module))
 
 
 def private_module(name: str) -> PrivateTaskModule:
-    """Import the module of a task that trains privately.
-
-    Raises: InvalidArgumentError for an unknown name, or for a task that does not.
-    """
-    private = [known for known, task in TASKS.items() if task.private]
-    return cast(PrivateTaskModule, training_module(one_of("task", name, private)))
-
-
-def evaluation_module(name: str) -> EvaluationModule:
-    """Import the module that evaluates a task.
-
-    Raises: InvalidArgumentError for an unknown name, or for a task without evaluation.
-    """
-    module = TASKS[one_of("task", name, evaluated_tasks())].evaluation
-    assert module is not None
-    return cast(EvaluationModule, importlib.import_module(module))
+    """Import the module of a task that trains privately. Raises: InvalidArgumentError."""
+    return cast(PrivateTaskModule, training_module(one_of("task", name, private_tasks())))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_dp._arguments import argument
 from hf_dp._validate import in_unit_interval, positive
 from hf_dp.cli.config import parse
 from hf_dp.errors import DataError
@@ -39,38 +40,25 @@ class PretrainingArguments:
             "the base included."
         }
     )
-    max_length: int = field(
-        default=64, metadata={"help": "Longest text, in tokens; longer ones are cut."}
+    max_length: int = argument(64, "Longest text, in tokens; longer ones are cut.")
+    mlm_probability: float = argument(0.3, "Share of tokens that are predicted.")
+    held_out: float = argument(0.02, "Share of texts on which the accuracy is measured.")
+    max_minutes: float = argument(
+        45.0, "Processor time of all threads after which to stop, in minutes."
     )
-    mlm_probability: float = field(
-        default=0.3, metadata={"help": "Share of tokens that are predicted."}
-    )
-    held_out: float = field(
-        default=0.02, metadata={"help": "Share of texts on which the accuracy is measured."}
-    )
-    max_minutes: float = field(
-        default=45.0,
-        metadata={"help": "Processor time of all threads after which to stop, in minutes."},
-    )
-    smallest_gain: float = field(
-        default=0.005,
-        metadata={"help": "Stop when the accuracy gained less than this between two evaluations."},
+    smallest_gain: float = argument(
+        0.005, "Stop when the accuracy gained less than this between two evaluations."
     )
 
 
 ARGUMENTS = (PretrainingArguments,)
-EXAMPLE = (
-    "hf-dp train --config recipes/pretraining/minilm_masked_lm.yaml --text_files public.parquet"
-)
 
 
 def train(values: dict[str, Any], words: Sequence[str]) -> int:
     """Run the task; print each accuracy, why training stopped, and last the folder."""
     from transformers import TrainingArguments
 
-    task, args = parse(
-        [*ARGUMENTS, TrainingArguments], values, words, prog="hf-dp train", extra=("task",)
-    )
+    task, args = parse([*ARGUMENTS, TrainingArguments], values, words, prog="hf-dp train")
     positive("max_minutes", task.max_minutes)
     in_unit_interval("mlm_probability", task.mlm_probability)
     in_unit_interval("held_out", task.held_out)
@@ -93,10 +81,7 @@ def train(values: dict[str, Any], words: Sequence[str]) -> int:
 
 
 def build_trainer(task: PretrainingArguments, args: Any) -> Any:
-    """Return a Trainer that computes vocabulary logits only where a token is predicted.
-
-    Raises: DataError for a model that cannot be loaded, or too few texts.
-    """
+    """Return a Trainer that computes vocabulary logits only where a token is predicted."""
     import datasets
     from transformers import AutoModelForMaskedLM, AutoTokenizer, DataCollatorForLanguageModeling
 

@@ -1,4 +1,4 @@
-"""Fine-tune an encoder to classify texts, privately or not.
+"""Fine-tune an encoder to classify texts, privately or not, and evaluate what was trained.
 
 The steps: load, encode, train, evaluate, save, state epsilon. The encoder gets a head, or, with
 ``infilling``, it classifies by the word that a masked language model puts into a template.
@@ -6,49 +6,54 @@ The steps: load, encode, train, evaluate, save, state epsilon. The encoder gets 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from hf_dp.cli.tasks.classification import configured, describe_sources, run
-from hf_dp.tasks.classification import DataArguments, encode_all
-from hf_dp.tasks.classifiers import ModelArguments, load_classifier
-from hf_dp.tasks.models import (
-    check_positions,
-    freeze,
-    keep_class_names,
-    turn_off_dropout,
-    warn_of_new_weights,
+from hf_dp.cli.tasks.shared import (
+    configured,
+    describe_sources,
+    evaluate_classifier,
+    metric_lines,
+    multiple_of,
+    prepare,
+    run,
 )
+from hf_dp.errors import ConfigError
+from hf_dp.tasks.classification import DataArguments, encode, encode_all, metrics
+from hf_dp.tasks.classifiers import ModelArguments, load_classifier
+from hf_dp.tasks.labels import label_names
+from hf_dp.tasks.models import check_positions, keep_class_names
 from hf_dp.tasks.sources import load_evaluation, load_train
 
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+    from hf_dp.trainer.arguments import DPTrainingArguments
+    from hf_dp.trainer.trainer import DPTrainer
+
 ARGUMENTS = (ModelArguments, DataArguments)
-EXAMPLE = (
-    "hf-dp train --config recipes/sst2/minilm_dp_adam_eps3.yaml --train_file train.parquet \\\n"
-    "      --validation_file dev.parquet"
-)
 
 
 def train(values: dict[str, Any], words: Sequence[str]) -> int:
     """Run the task; print a summary whose last line is the output folder."""
-    return run(trainer_of(values, words))
+    trainer = trainer_of(values, words)
+    return run(trainer, lambda: metric_lines(trainer.evaluate(), trainer.eval_dataset))
 
 
-def trainer_of(values: dict[str, Any], words: Sequence[str]) -> Any:
-    """Return the trainer of a configuration. Raises: as :func:`build_trainer`."""
+def trainer_of(values: dict[str, Any], words: Sequence[str]) -> DPTrainer:
+    """Return the trainer of a configuration."""
     return configured(ARGUMENTS, build_trainer, values, words)
 
 
 def build_trainer(
-    model_args: ModelArguments, data_args: DataArguments, args: Any, adapter: Any
-) -> Any:
-    """Return a :class:`DPTrainer` for the task.
-
-    Raises: DataError, ConfigError, InvalidArgumentError.
-    """
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    args: DPTrainingArguments,
+    adapter: PeftConfig | None,
+) -> DPTrainer:
+    """Return a :class:`DPTrainer` for the task."""
     from transformers import DataCollatorWithPadding, set_seed
 
-    from hf_dp.tasks.classification import encode, metrics
-    from hf_dp.tasks.labels import label_names
     from hf_dp.trainer.trainer import DPTrainer
 
     with args.main_process_first(desc="loading the rows"):  # into a cache that all share
@@ -57,21 +62,14 @@ def build_trainer(
     set_seed(args.seed)  # the head's initial weights
     model, tokenizer = load_classifier(model_args, data_args.text_columns, names)
     check_positions(model, data_args.max_length)
-    freeze(model, model_args.freeze)
-    turn_off_dropout(model, model_args.without_dropout)
+    prepare(model, model_args, args, adapter, data_args.max_length)
     if adapter is not None:
-        warn_of_new_weights(model)
         keep_class_names(tokenizer, names)
-    if args.auto_physical_batch_size and args.auto_physical_batch_length is None:
-        args.auto_physical_batch_length = data_args.max_length
     columns = data_args.columns(tokenizer, names, args.privacy_unit_column)
     with args.main_process_first(desc="encoding the rows"):
         train_dataset = encode(train_rows, *columns)
         eval_dataset = encode_all(evaluation_rows, columns)
-    # In 16 bits only examples that are padded alike share a physical batch, so fewer lengths give
-    # fewer batches, and products of such lengths are faster there. The result is never longer than
-    # max_length, which `check_positions` compared with the positions of the model.
-    multiple = 8 if args.bf16 and data_args.max_length % 8 == 0 else None
+    multiple = multiple_of(args, data_args.max_length)
     trainer = DPTrainer(
         model,
         args,
@@ -82,5 +80,31 @@ def build_trainer(
         compute_metrics=metrics(data_args.metrics, len(names)),
         peft_config=adapter,
     )
-    describe_sources(trainer, model_args, data_args)
-    return trainer
+    return describe_sources(trainer, model_args, data_args)
+
+
+def evaluate(
+    values: dict[str, Any], words: Sequence[str], *, zero_shot: bool
+) -> tuple[dict[str, float], list[str]]:
+    """Return the metrics of a classifier that ``hf-dp train`` wrote, or of its untrained base."""
+
+    def load(model_args: ModelArguments, data: DataArguments, names: Sequence[str]) -> Any:
+        if zero_shot and model_args.infilling is None:
+            raise ConfigError(
+                "--zero-shot needs `infilling`: a new classification head knows nothing before it "
+                "is trained. Set `infilling`, or leave --zero-shot out."
+            )
+        return load_classifier(model_args, data.text_columns, names)
+
+    def read(folder: str) -> Any:
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        return AutoModelForSequenceClassification.from_pretrained(folder), tokenizer
+
+    def rows_of(
+        sets: Mapping[str, Any], data: DataArguments, names: Sequence[str], model: Any, reader: Any
+    ) -> Any:
+        return encode_all(sets, data.columns(reader, names))
+
+    return evaluate_classifier(ARGUMENTS, values, words, load, read, rows_of, zero_shot=zero_shot)

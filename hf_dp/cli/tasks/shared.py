@@ -1,0 +1,283 @@
+"""What the tasks share: how a configuration is read, how a run ends, and how it is evaluated."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_dp._arguments import argument
+from hf_dp._validate import integer
+from hf_dp.cli.config import BLOCKS, card_block, check_names, parse, peft_config, training_arguments
+from hf_dp.errors import ConfigError
+from hf_dp.tasks.labels import label_names
+from hf_dp.tasks.models import freeze, kept_class_names, turn_off_dropout, warn_of_new_weights
+from hf_dp.tasks.sources import load_evaluation
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from transformers import PreTrainedModel
+
+    from hf_dp.tasks.models import StartArguments
+    from hf_dp.tasks.sources import SourceArguments
+    from hf_dp.trainer.arguments import DPTrainingArguments
+    from hf_dp.trainer.trainer import DPTrainer
+
+# As many first steps as Li et al. average over (figure 3, right).
+SIGNAL_STEPS = 30
+# What stands beside the metrics of the evaluation rows, and is no score.
+SIGNALS = ("signal_to_noise", "measured_signal_to_noise")
+_TIMINGS = ("_runtime", "_per_second", "_preparation_time", "_loss")
+
+
+@dataclass
+class EvalArguments:
+    """How the evaluation runs."""
+
+    trained: str | None = argument(
+        None,
+        "What to evaluate, a folder or Hub name. Default: the output_dir of the configuration.",
+    )
+    per_device_eval_batch_size: int = argument(8, "Rows at a time.")
+    use_cpu: bool = argument(False, "Leave a GPU alone.")
+
+    def __post_init__(self) -> None:
+        integer("per_device_eval_batch_size", self.per_device_eval_batch_size, 1)
+
+
+def parse_evaluation(
+    kinds: Sequence[type], values: dict[str, Any], words: Sequence[str], prog: str = "hf-dp eval"
+) -> tuple[Any, ...]:
+    """Return instances of the dataclasses of a command; leave out the keys that only concern
+    training."""
+    ours = {item.name for kind in kinds for item in dataclasses.fields(kind)}
+    check_names(values, {*ours, *training_arguments(), *BLOCKS}, "configuration key")
+    return parse(kinds, {k: v for k, v in values.items() if k in ours}, words, prog=prog)
+
+
+# -- training ---
+
+
+def configured(
+    kinds: Sequence[type],
+    build: Callable[..., DPTrainer],
+    values: dict[str, Any],
+    words: Sequence[str],
+) -> DPTrainer:
+    """Return the trainer of a configuration.
+
+    Args:
+        kinds: the dataclasses of the task; the first is that of its model, the second of its rows.
+        build: makes the trainer of them, the training arguments and the adapter.
+    """
+    from hf_dp.trainer.arguments import DPTrainingArguments
+
+    *own, args = parse([*kinds, DPTrainingArguments], values, words, prog="hf-dp train")
+    card, adapter = card_block(values.get("card")), peft_config(values.get("peft"))
+    if own[0].from_scratch and adapter is not None:
+        raise ConfigError(
+            "`from_scratch` does not go with `peft`: the random base of the adapter would not be "
+            "saved. Leave one of them out."
+        )
+    trainer = build(*own, args, adapter)
+    if args.is_private:
+        trainer.describe(**card)
+    return trainer
+
+
+def prepare(
+    model: PreTrainedModel,
+    model_args: StartArguments,
+    args: DPTrainingArguments,
+    adapter: PeftConfig | None,
+    length: int | None = None,
+) -> None:
+    """Freeze what the configuration names, and turn its dropout off.
+
+    Args: length: tokens of the longest example; None for images.
+    """
+    freeze(model, model_args.freeze)
+    turn_off_dropout(model, model_args.without_dropout)
+    if adapter is not None:
+        warn_of_new_weights(model)
+    if args.auto_physical_batch_size and args.auto_physical_batch_length is None:
+        args.auto_physical_batch_length = length
+
+
+def multiple_of(args: DPTrainingArguments, length: int) -> int | None:
+    """Return what padded lengths are a multiple of.
+
+    In 16 bits only examples that are padded alike share a physical batch, so fewer lengths give
+    fewer batches, and products of such lengths are faster there. The result is never longer than
+    ``length``, which was compared with the positions of the model.
+    """
+    return 8 if args.bf16 and length % 8 == 0 else None
+
+
+def describe_sources(
+    trainer: DPTrainer, model_args: StartArguments, data: SourceArguments
+) -> DPTrainer:
+    """Note, for the card, which data the trainer trains on and which model it starts from.
+
+    What is trained without privacy names its data in its configuration, for the cards of the
+    private runs that start from it.
+    """
+    base = None if model_args.from_scratch else model_args.model_name_or_path
+    trainer.card.update(dataset=data.public_name, base_model=base)
+    if not trainer.args.is_private and (data.dataset_name or data.data_name):
+        config = trainer.model.config
+        seen = getattr(config, "pretraining_sources", None) or []
+        config.pretraining_sources = list(dict.fromkeys([*seen, data.public_name]))
+    return trainer
+
+
+def run(trainer: DPTrainer, evaluate: Callable[[], list[str]]) -> int:
+    """Train, evaluate and save; print metrics, epsilon, and last the output folder.
+
+    Args: evaluate: computes the metrics and notes them in the trainer; returns lines to read.
+    """
+    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+    try:
+        lines = evaluate()
+    finally:  # what was trained is kept, whatever becomes of the scores
+        trainer.save_model()  # and with push_to_hub also publish it
+    found = {**trainer.evaluation_metrics(), **signal_to_noise(trainer.state.log_history)}
+    trainer.save_metrics("eval", found, combined=False)
+    trainer.save_state()  # the log; it is never published
+    if trainer.is_world_process_zero():
+        said = [trainer.privacy_statement()] if trainer.args.is_private else []
+        print("", *lines, *said, trainer.args.output_dir, sep="\n")
+    # Otherwise a process of several may abort at its exit; Trainer.end() does no more.
+    trainer.accelerator.end_training()
+    return 0
+
+
+def metric_lines(
+    metrics: Mapping[str, float], evaluation: Any, names: Sequence[str] = ("accuracy", "f1")
+) -> list[str]:
+    """Return ``accuracy on the 872 evaluation rows: 0.9`` for each metric of each evaluation set.
+
+    Args:
+        metrics: by the Trainer's names, ``eval_accuracy`` or ``eval_matched_accuracy``.
+        evaluation: one data set, or several by name.
+        names: which metrics to print, in this order.
+    """
+    sets = evaluation if isinstance(evaluation, Mapping) else {"": evaluation}
+    lines = []
+    for name, rows in sets.items():
+        words = f"{name} " if name else ""
+        for metric in names:
+            key = f"eval_{name}_{metric}" if name else f"eval_{metric}"
+            if key in metrics:
+                lines.append(
+                    f"{metric} on the {len(rows)} {words}evaluation rows: {metrics[key]:.4f}"
+                )
+    return lines
+
+
+def signal_to_noise(logs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean ``signal_to_noise`` of the logs of the first 30 steps; nothing without one.
+
+    The measured one, where it is released, has a mean of its own. It tells most with a log of every
+    step (``logging_steps: 1``).
+    """
+    means = {}
+    for name in SIGNALS:
+        found = [log[name] for log in logs if name in log and log.get("step", 0) <= SIGNAL_STEPS]
+        if found:
+            means[name] = sum(found) / len(found)
+    return means
+
+
+# -- evaluation of classifiers ---
+
+
+def evaluate_classifier(
+    kinds: Sequence[type],
+    values: dict[str, Any],
+    words: Sequence[str],
+    load: Callable[[Any, Any, Sequence[str]], tuple[Any, Any]],
+    read: Callable[[str], tuple[Any, Any]],
+    rows_of: Callable[[Mapping[str, Any], Any, Sequence[str], Any, Any], Any],
+    *,
+    zero_shot: bool = False,
+    **options: Any,
+) -> tuple[dict[str, float], list[str]]:
+    """Return the metrics of a classifier by the Trainer's names, and as lines to read.
+
+    Args:
+        kinds: the dataclasses of the task: of its model, and of its rows.
+        values: the keys of the configuration that the classifier was trained with.
+        words: the command line's, which win.
+        load: makes of these two and the classes the untrained base, and what reads its rows.
+        read: loads a whole checkpoint from a folder, with what reads its rows.
+        rows_of: makes of evaluation sets, their dataclass, the classes, model and reader the rows.
+        zero_shot: evaluate the untrained base.
+        options: further training arguments.
+    """
+    from transformers import Trainer, TrainingArguments, set_seed
+
+    from hf_dp.tasks.classification import metrics
+    from hf_dp.tasks.files import loading, resolve_model
+
+    args, model_args, data = parse_evaluation((EvalArguments, *kinds), values, words)
+    sets = load_evaluation(data)
+    names = label_names(next(iter(sets.values())), data.label_column, data.class_names)
+    path = args.trained or values.get("output_dir") or model_args.model_name_or_path
+    advice = "Train it first (hf-dp train), or give its folder or Hub name: --trained NAME."
+    if zero_shot:
+        model, reader = load(model_args, data, names)
+    else:
+        folder = resolve_model(path)
+        with loading(f"The classifier {path!r}", advice):
+            if Path(folder, "adapter_config.json").exists():
+                from peft import PeftModel
+
+                _check_classes(path, _classes_of_adapter(folder, data, names), names)
+                set_seed(values.get("seed", 42))  # what the base's checkpoint lacks, as in training
+                base, reader = load(model_args, data, names)
+                model: Any = PeftModel.from_pretrained(base, folder)
+            else:
+                model, reader = read(folder)
+                known = [model.config.id2label[index] for index in range(model.config.num_labels)]
+                _check_classes(path, known, names)
+    trainer = Trainer(
+        model,
+        TrainingArguments(
+            per_device_eval_batch_size=args.per_device_eval_batch_size,
+            use_cpu=args.use_cpu,
+            report_to="none",
+            **options,
+        ),
+        eval_dataset=rows_of(sets, data, names, model, reader),
+        processing_class=reader,
+        compute_metrics=metrics(data.metrics, len(names)),
+    )
+    found = trainer.evaluate()
+    kept = {k: v for k, v in found.items() if k != "epoch" and not k.endswith(_TIMINGS)}
+    return kept, metric_lines(found, trainer.eval_dataset)
+
+
+def _classes_of_adapter(folder: str, data: Any, names: Sequence[str]) -> Sequence[str]:
+    """Return the classes that an adapter was trained with. Where its folder does not say them, they
+    are those of the configuration: an evaluation file may declare others, or these in another
+    order."""
+    kept = kept_class_names(folder)
+    if kept is None and not data.class_names:
+        raise ConfigError(
+            f"The adapter {Path(folder).name!r} does not say which classes it was trained with, "
+            f"and the data declares {list(names)}. Set `class_names` to those of its training, in "
+            "the order of their ids then."
+        )
+    return kept or names
+
+
+def _check_classes(path: str, known: Sequence[str], names: Sequence[str]) -> None:
+    if list(known) != list(names):
+        raise ConfigError(
+            f"The classifier {path!r} has the classes {list(known)}, and the data {list(names)}. "
+            f"Evaluate on data with the same classes; set `class_names` to {list(known)} where it "
+            "declares the same in another order."
+        )
