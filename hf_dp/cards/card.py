@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import resources
-from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
 
@@ -25,7 +24,7 @@ from hf_dp.statement.provenance import seen_in_pretraining
 from hf_dp.statement.results import AccountantResult, delta_text, epsilon_text
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.statement.unnoised import UNNOISED
-from hf_dp.statement.wording import COVERED, STATUSES
+from hf_dp.statement.wording import STATUSES
 
 _PARTS = {SUM: "sums of gradients", VECTORS: "released vectors", LOSS: "sums of losses"}
 _KINDS = {"bound": "upper bound", "estimate": "estimate, not a guarantee"}
@@ -64,7 +63,6 @@ def render_card(
 
 def render_head(statement: PrivacyStatement, details: CardDetails) -> str:
     """Return a card's title and section "Privacy", which ``privacy.json`` has a digest of."""
-    plan = statement.plan
     does = (details.task_tag or "").replace("-", " ")
     what = f"{does}{f' on {details.dataset}' if details.dataset else ''}".strip()
     claim = "no privacy guarantee"
@@ -85,7 +83,6 @@ def render_head(statement: PrivacyStatement, details: CardDetails) -> str:
                 if statement.proven or row.note != statement.accountant_note
             ],
             parameter_rows=_parameter_rows(statement),
-            covered="; ".join(filter(None, (COVERED, plan.words.also_covered))),
             where=details.repository or "THIS_FOLDER",
         )
         .strip()
@@ -140,12 +137,12 @@ def _accountant_row(row: AccountantResult, statement: PrivacyStatement) -> tuple
     return markdown(row.accountant), epsilon_text(row.epsilon), kind
 
 
-def _rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _rows(values: Mapping[str, object]) -> list[tuple[str, str]]:
     """Return names and values, escaped for a table."""
     return [(markdown(name), _shown(value)) for name, value in values.items()]
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(_shown(item) for item in value) or "none"
     if isinstance(value, float):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -55,7 +55,7 @@ class CardDetails:
     evaluation_split: str | None = None
     task_tag: str | None = None
     metrics: Mapping[str, float | None] = field(default_factory=dict)
-    training: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, object] = field(default_factory=dict)
     recipe: str | None = None
     license: str | None = None
     license_name: str | None = None
@@ -68,7 +68,7 @@ class CardDetails:
     given: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        made: dict[str, Any] = {}
+        made: dict[str, object] = {}
         for item in fields(self):
             name, value = item.name, getattr(self, item.name)
             if item.type.startswith("tuple"):
@@ -124,7 +124,7 @@ class CardDetails:
         return from_plain(cls, values)
 
 
-def _refuse_unknown(names: Mapping[str, Any] | tuple[str, ...]) -> None:
+def _refuse_unknown(names: Iterable[str]) -> None:
     for name in names:
         if name not in SETTABLE:
             raise InvalidArgumentError(
@@ -137,11 +137,11 @@ def _is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def _shown(value: Any) -> Any:
+def _shown(value: object) -> object:
     """Return a value as JSON has it; a number that is not finite becomes None."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
-    if _is_number(value):
+    if isinstance(value, numbers.Real):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, (list, tuple)):
         return [_shown(item) for item in value]

@@ -126,13 +126,20 @@ def checks_of_evidence(record: PrivacyRecord, folder: Path) -> Iterator[Check]:
     for problem in problems:
         yield Check(about, FAILED, problem)
     if not problems:
-        found = [f"{r.epsilon} by {r.accountant}" for r in record.restated().epsilons if r.epsilon]
+        rows = record.restated().epsilons
+        found = [f"{row.epsilon} by {row.accountant}" for row in rows if row.epsilon is not None]
         words = f"recomputed from the ledger: {', '.join(found)}" if found else "none is claimed"
         yield Check(about, OK, words)
     own = read_own(folder)  # where it is here, in the run's own folder
     if own is not None and own.head != record.head:
         words = f"the run has not ended, or was killed: {LEDGER} is not the one {FILE_NAME} adds up"
         yield Check("ledger", FAILED, words)
+    for path in weights_files(folder):
+        name, head = path.relative_to(folder).as_posix(), head_in(path)
+        if head is not None and head.run_id != record.run_id:
+            yield Check("weights", FAILED, f"{name} is of another run, {head.run_id}")
+        elif head is not None and not record.knows(head):
+            yield Check("weights", FAILED, f"{name} was saved later than {FILE_NAME} beside it")
     present = file_digests(folder)
     for name, digest in record.files.items():
         if name not in present:
@@ -141,12 +148,6 @@ def checks_of_evidence(record: PrivacyRecord, folder: Path) -> Iterator[Check]:
             yield Check("weights", FAILED, f"{name} is not what was saved: the SHA-256 differs")
         else:
             yield Check("weights", OK, f"{name} is what was saved")
-    for path in weights_files(folder):
-        name, head = path.relative_to(folder).as_posix(), head_in(path)
-        if head is not None and head.run_id != record.run_id:
-            yield Check("weights", FAILED, f"{name} is of another run, {head.run_id}")
-        elif head is not None and not record.knows(head):
-            yield Check("weights", FAILED, f"{name} was saved later than {FILE_NAME} beside it")
     yield from _unlisted(record, present)
 
 

@@ -10,7 +10,7 @@ import functools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import TypeVar
 
 from huggingface_hub import CommitInfo, CommitOperationDelete, HfApi, ModelInfo, get_token
 from huggingface_hub.errors import (
@@ -44,34 +44,7 @@ _MOVES = {
 }
 _OTHER_NAME = "Choose another name, or delete that repository on its page if nobody needs it."
 
-P, T = ParamSpec("P"), TypeVar("T")
-Asks = Callable[Concatenate["Hub", str, P], T]
-
-
-def _asking(what: str) -> Callable[[Asks[P, T]], Asks[P, T]]:
-    """Return a decorator of methods that talk to the Hub about a repository, their first argument.
-
-    Whatever fails is raised as PublishError, by ``what`` was being done. The original error is not
-    attached, since its request holds the token.
-    """
-
-    def around(method: Asks[P, T]) -> Asks[P, T]:
-        @functools.wraps(method)
-        def asked(hub: Hub, repository: str, /, *args: P.args, **options: P.kwargs) -> T:
-            try:
-                return method(hub, repository, *args, **options)
-            except HfDpError:
-                raise
-            except Exception as error:  # the client's HTTP library, and so its errors, vary
-                said = " ".join(scrubbed(f"{type(error).__name__}: {error}", (hub.token,)).split())
-                problem = PublishError(
-                    f"{what} {repository!r} did not succeed. {_next_move(error)} ({said[:500]})"
-                )
-            raise problem
-
-        return asked
-
-    return around
+T = TypeVar("T")
 
 
 class Hub:
@@ -88,15 +61,35 @@ class Hub:
             raise PublishError(f"There is no token of the Hub. {_LOG_IN}")
         self.api = HfApi(token=self.token, library_name="hf_dp", library_version=__version__)
 
-    @_asking("Creating the repository")
+    def _asked(self, what: str, repository: str, ask: Callable[[], T]) -> T:
+        """Return what the Hub answers.
+
+        Whatever fails is raised as PublishError, by ``what`` was being done. The original error is
+        not attached, since its request holds the token.
+        """
+        try:
+            return ask()
+        except HfDpError:
+            raise
+        except Exception as error:  # the client's HTTP library, and so its errors, vary
+            said = " ".join(scrubbed(f"{type(error).__name__}: {error}", (self.token,)).split())
+            problem = PublishError(
+                f"{what} {repository!r} did not succeed. {_next_move(error)} ({said[:500]})"
+            )
+        raise problem
+
     def create(self, repository: str, private: bool | None = None) -> str:
         """Make a repository, unless it is there, and return its full name.
 
         Args: private: None for what the account's settings say.
         """
-        return self.api.create_repo(repository, private=private, exist_ok=True).repo_id
+        made = self._asked(
+            "Creating the repository",
+            repository,
+            lambda: self.api.create_repo(repository, private=private, exist_ok=True),
+        )
+        return made.repo_id
 
-    @_asking("Publishing to")
     def push(
         self,
         repository: str,
@@ -116,15 +109,19 @@ class Hub:
         additions = publication.additions()
         there = self.check(repository, revision, publication.record, private)
         gone = [name for name in _files(there) if name not in (*publication.files, *_KEPT)]
-        return self.api.create_commit(
+        deletions = [CommitOperationDelete(name, is_folder=False) for name in gone]
+        return self._asked(
+            "Publishing to",
             repository,
-            [*additions, *(CommitOperationDelete(name, is_folder=False) for name in gone)],
-            commit_message=message,
-            revision=revision,
-            parent_commit=there.sha,
+            lambda: self.api.create_commit(
+                repository,
+                [*additions, *deletions],
+                commit_message=message,
+                revision=revision,
+                parent_commit=there.sha,
+            ),
         )
 
-    @_asking("Reading the repository")
     def check(
         self,
         repository: str,
@@ -143,7 +140,8 @@ class Hub:
         Raises: PublishError unless it is empty, or holds an earlier state of the same run with the
             card as it was pushed.
         """
-        there = self._info(repository, revision)
+        what = "Reading the repository"
+        there = self._asked(what, repository, lambda: self._info(repository, revision))
         if private and not there.private:
             raise PublishError(
                 f"{repository!r} exists and is public, and it was to be private. Make it private "
@@ -158,7 +156,7 @@ class Hub:
                     f"that does not cover them. {_OTHER_NAME}"
                 )
             return there
-        record, card = self._pushed(repository, there)
+        record, card = self._asked(what, repository, lambda: self._pushed(repository, there))
         if run is None or run.run_id != record.run_id:
             raise PublishError(
                 f"{repository!r} exists and holds the private run {record.run_id}, and this is "

@@ -14,7 +14,6 @@ import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import get_token
 
@@ -163,8 +162,10 @@ class Scan:
             return content
         return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
 
-    def _without_origin(self, name: str, values: dict[str, Any], at: str = "") -> dict[str, Any]:
-        kept = {}
+    def _without_origin(
+        self, name: str, values: dict[str, object], at: str = ""
+    ) -> dict[str, object]:
+        kept: dict[str, object] = {}
         for key, value in values.items():
             if key in _ORIGIN and isinstance(value, str) and is_local(value):
                 self.changes.append(f"{name}: {at}{key} is left out, a local path")
@@ -174,7 +175,7 @@ class Scan:
                 kept[key] = value
         return kept
 
-    def _name_base(self, name: str, values: dict[str, Any]) -> None:
+    def _name_base(self, name: str, values: dict[str, object]) -> None:
         base = values.get(_BASE)
         if self.base_model is not None and base != self.base_model:
             values[_BASE] = self.base_model
@@ -215,7 +216,7 @@ def is_local_path(value: str) -> bool:
     return _ABSOLUTE.match(value) is not None or exists
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Refuse a key that stands twice: only the last is read, and the first would leave unseen."""
     values = dict(pairs)
     if len(values) < len(pairs):
@@ -223,7 +224,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _texts(value: Any, at: str = "") -> Iterator[tuple[str, str]]:
+def _texts(value: object, at: str = "") -> Iterator[tuple[str, str]]:
     """Yield each string, with the keys that lead to it; keys count as strings, too."""
     if isinstance(value, str):
         yield at, value

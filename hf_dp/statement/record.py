@@ -32,7 +32,7 @@ from hf_dp.statement.facts import (
 )
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.statement.strict_json import loads
-from hf_dp.statement.wording import RUNNING
+from hf_dp.statement.wording import RUNNING, STATUSES
 
 FILE_NAME = "privacy.json"
 SCHEMA_VERSION = 5
@@ -153,12 +153,12 @@ def to_record(
     return {**document, "digest": digest_of(document)}
 
 
-def text_of(document: Mapping[str, Any]) -> str:
+def text_of(document: Mapping[str, object]) -> str:
     """Return the text of a ``privacy.json``."""
     return json.dumps(dict(document), indent=2, allow_nan=False) + "\n"
 
 
-def write(path_or_dir: str | os.PathLike[str], record: Mapping[str, Any]) -> Path:
+def write(path_or_dir: str | os.PathLike[str], record: Mapping[str, object]) -> Path:
     """Replace the file in one step, durably, and return its path.
 
     After a kill at any point the file is the old one or the new one, whole.
@@ -266,8 +266,9 @@ def _parts(data: Mapping[str, Any]) -> PrivacyRecord:
     for name in ("statement", "card"):
         if data[name] is not None and not isinstance(data[name], dict):
             raise LedgerError(f"expected its {name} to be a mapping, got {data[name]!r}.")
-    if (facts is None) != (statement is None) or "status" not in (statement or {"status": ""}):
-        raise LedgerError("facts and statement stand together, and have a status.")
+    status = RUNNING if statement is None else statement.get("status")
+    if (facts is None) != (statement is None) or status not in STATUSES:
+        raise LedgerError(f"expected facts, and a statement with a status, got {status!r}.")
     if not isinstance(files, dict) or not all(
         is_digest(each) for each in (*files.values(), *[section] * (section is not None))
     ):

@@ -45,6 +45,7 @@ from hf_dp.statement.results import (
     results_of,
 )
 from hf_dp.statement.wording import (
+    COVERED,
     NOT_ESTABLISHED,
     NOT_PRIVATE,
     PROVEN,
@@ -181,6 +182,11 @@ class PrivacyStatement(Claim):
     def steps(self) -> int:
         """How many ran, by the ledger."""
         return self.ledger.steps(TRAINING)
+
+    @property
+    def covered(self) -> str:
+        """What epsilon covers."""
+        return "; ".join(filter(None, (COVERED, self.plan.words.also_covered)))
 
     @property
     def rows_are_chunks(self) -> bool:

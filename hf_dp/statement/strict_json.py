@@ -27,7 +27,7 @@ def _finite(text: str) -> float:
     return number if math.isfinite(number) else _no_constant(text)
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError(f"a key appears twice among {[key for key, _ in pairs]}")

@@ -31,7 +31,7 @@ _OTHER_NAMES = {
 }
 
 
-def details_of(trainer: Any, given: Mapping[str, Any]) -> CardDetails:
+def details_of(trainer: Any, given: Mapping[str, object]) -> CardDetails:
     """Return what the card of a trainer says beside its statement.
 
     Args: given: what the user said, which takes precedence.
@@ -48,7 +48,7 @@ def details_of(trainer: Any, given: Mapping[str, Any]) -> CardDetails:
     return known.with_given(**given)
 
 
-def describe(trainer: Any, details: Mapping[str, Any]) -> None:
+def describe(trainer: Any, details: Mapping[str, object]) -> None:
     """Note what the user says of a trainer's card.
 
     Raises: InvalidArgumentError for what the Hub would refuse; nothing is taken over then.
@@ -72,7 +72,7 @@ def details_of_model(model: nn.Module, name: str, **known: Any) -> CardDetails:
     )
 
 
-def given_before(checkpoint: str) -> dict[str, Any]:
+def given_before(checkpoint: str) -> dict[str, object]:
     """Return what the user said of the card of a run, as one of its checkpoints has it."""
     kept = read(checkpoint).card if Path(checkpoint, FILE_NAME).exists() else None
     if kept is None:
@@ -81,7 +81,7 @@ def given_before(checkpoint: str) -> dict[str, Any]:
     return {name: getattr(details, name) for name in details.given}
 
 
-def in_our_names(options: Mapping[str, Any]) -> dict[str, Any]:
+def in_our_names(options: Mapping[str, object]) -> dict[str, object]:
     """Return the arguments of a ``create_model_card`` by the names of CardDetails, without those
     that are None."""
     given = {name: value for name, value in options.items() if value is not None}
@@ -102,7 +102,7 @@ def _task(model: nn.Module) -> str:
         return "other"
 
 
-def _public_settings(args: DPTrainingArguments) -> dict[str, Any]:
+def _public_settings(args: DPTrainingArguments) -> dict[str, object]:
     names = [
         "learning_rate",
         "optim",

@@ -3,7 +3,6 @@ YAML or Markdown."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -11,45 +10,19 @@ from typing import Any
 import pytest
 import yaml
 from huggingface_hub import ModelCard
+from statements import SST2, statement_of
 
 from hf_dp._dataclasses import plain
-from hf_dp.accounting import Ledger
 from hf_dp.cards.card import render_card
 from hf_dp.cards.details import CardDetails
 from hf_dp.cards.escaping import markdown, public_name
 from hf_dp.errors import InvalidArgumentError
-from hf_dp.plans import DpSgdPlan, PrivacyPlan
-from hf_dp.statement.statement import PrivacyStatement, RunFacts
-
-N = 67349
-PLAN = PrivacyPlan(N, 1024.0, 198, 1 / (2 * N), DpSgdPlan(0.1, 0.825421))
-SMALL = PrivacyPlan(1000, 100.0, 10, 1e-4, DpSgdPlan(1.0, 2.0))
-FACTS = RunFacts(
-    "all 22,713,986 parameters",
-    "float32",
-    "SFC64 (not cryptographic)",
-    "os",
-    versions={"torch": "2.9.0+cpu"},
-)
+from hf_dp.statement.statement import PrivacyStatement
 
 HOSTILE = (
     "x: y\n---\n# Owned\n- [a](http://b) | <script>alert(1)</script> `c` \"q\" 'r' {{ 1234567*3 }} "
     "{% raw %} *b* _u_ \\ &amp;\u2028\u202e"
 )
-
-
-def ledger_of(plan: PrivacyPlan) -> Ledger:
-    ledger = Ledger()
-    ledger.append(plan.event(), "training")
-    return ledger
-
-
-def statement_of(
-    plan: PrivacyPlan = SMALL, ledger: Ledger | None = None, **changes: Any
-) -> PrivacyStatement:
-    return PrivacyStatement.from_ledger(
-        plan, ledger_of(plan) if ledger is None else ledger, dataclasses.replace(FACTS, **changes)
-    )
 
 
 def render(statement: PrivacyStatement, **values: Any) -> str:
@@ -65,7 +38,7 @@ def loaded(text: str, folder: Path) -> ModelCard:
 
 @pytest.fixture(scope="module")
 def sst2() -> PrivacyStatement:
-    return statement_of(PLAN)
+    return statement_of(SST2)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +67,7 @@ def test_sst2_card(sst2: PrivacyStatement, tmp_path: Path) -> None:
         == yaml.safe_load(text.split("---\n")[1])["differential_privacy"]
     )
     assert data["differential_privacy"]["epsilon"] == sst2.epsilon
-    assert data["differential_privacy"]["delta"] == PLAN.delta
+    assert data["differential_privacy"]["delta"] == SST2.delta
     assert (data.base_model, data.datasets, data.license) == (
         "distilroberta-base",
         ["stanfordnlp/sst2"],
@@ -150,9 +123,6 @@ def test_unnoised_training_quantities_are_refused(
 ) -> None:
     with pytest.raises(InvalidArgumentError, match="not noised"):
         render(small, **values)
-
-
-def test_a_released_loss_may_be_shown(small: PrivacyStatement) -> None:
     released = statement_of(released=("training_loss",))
     assert "| Settings | training_loss 0.3 |" in render(released, training={"training_loss": 0.3})
     assert "| Settings | train_batch_size 8 |" in render(small, training={"train_batch_size": 8})
@@ -246,13 +216,8 @@ def test_hostile_names_break_neither_yaml_nor_markdown(
     values = {} if field == "trained" else {field: HOSTILE}
     if field == "license_name":
         values["license"] = "other"
+    values |= {"metrics": {HOSTILE: 0.1}, "training": {HOSTILE: HOSTILE}}
     check_intact(render(statement, **values), statement, tmp_path)
-
-
-def test_hostile_metrics_and_settings(small: PrivacyStatement, tmp_path: Path) -> None:
-    check_intact(
-        render(small, metrics={HOSTILE: 0.1}, training={HOSTILE: HOSTILE}), small, tmp_path
-    )
 
 
 def check_intact(text: str, statement: PrivacyStatement, folder: Path) -> None:

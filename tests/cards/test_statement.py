@@ -10,37 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from statements import FACTS, SMALL, SST2, N, ledger_of, statement_of
 
 from hf_dp.accounting import ACCOUNTANTS, Gaussian, Ledger, PoissonSampledGaussian
 from hf_dp.cli.main import main
 from hf_dp.errors import AccountingRangeError, InvalidArgumentError, LedgerError
-from hf_dp.plans import DpSgdPlan, PrivacyPlan
 from hf_dp.statement import statement as statement_module
 from hf_dp.statement.facts import EarlierRun, RunFacts, Weaknesses
 from hf_dp.statement.results import delta_text, epsilon_text
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.statement.wording import NOT_PRIVATE, PROVEN, PROVEN_WEIGHTS_ONLY
-
-N = 67349
-PLAN = PrivacyPlan(N, 1024.0, 198, 1 / (2 * N), DpSgdPlan(0.1, 0.825421))
-SMALL = PrivacyPlan(1000, 100.0, 10, 1e-4, DpSgdPlan(1.0, 2.0))
-FACTS = RunFacts(
-    trained="all 22,713,986 parameters",
-    precision="float32",
-    noise_generator="SFC64, OS-seeded (not cryptographic)",
-    sampling_generator="the operating system's cryptographic generator",
-    versions={"torch": "2.9.0"},
-)
-
-
-def ledger_of(plan: PrivacyPlan, steps: int | None = None) -> Ledger:
-    ledger = Ledger()
-    ledger.append(plan.event(steps), "training")
-    return ledger
-
-
-def facts(**changes: object) -> RunFacts:
-    return dataclasses.replace(FACTS, **changes)  # type: ignore[arg-type]
 
 
 def by_accountant(statement: PrivacyStatement) -> dict[str, object]:
@@ -49,13 +28,13 @@ def by_accountant(statement: PrivacyStatement) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def sst2() -> PrivacyStatement:
-    return PrivacyStatement.from_ledger(PLAN, ledger_of(PLAN), FACTS)
+    return statement_of(SST2)
 
 
 def test_sst2_numbers(sst2: PrivacyStatement) -> None:
     rows = by_accountant(sst2)
     assert list(rows) == ACCOUNTANTS
-    # Independent values: PLD 2.410, RDP 3, PRV estimate 2.410 (research/accounting.md A.1), bounds
+    # Independent values: PLD 2.410, RDP 3, PRV estimate 2.410 by other programs, bounds
     # up to slack above.
     assert 2.410 <= sst2.epsilon <= 2.412
     assert rows["pld"].epsilon == sst2.epsilon
@@ -72,12 +51,8 @@ def test_sst2_numbers(sst2: PrivacyStatement) -> None:
     )
     assert "gdp_clt  1.5" in str(sst2)
     assert "estimate" in str(sst2)
-
-
-def test_a_printed_value_is_never_below_the_true_one(sst2: PrivacyStatement) -> None:
-    ledger = ledger_of(PLAN)
-    for row in sst2.epsilons:
-        exact = ledger.epsilon(PLAN.delta, row.accountant).value
+    for row in sst2.epsilons:  # what is printed is never below the true value
+        exact = sst2.ledger.epsilon(SST2.delta, row.accountant).value
         assert 0 <= row.epsilon - exact < 1e-3
         assert float(epsilon_text(row.epsilon)) == row.epsilon
 
@@ -101,7 +76,7 @@ def test_steps_mechanism_and_rates_come_from_the_ledger_not_the_plan() -> None:
     ledger = Ledger()
     ledger.append(PoissonSampledGaussian(3.0, 0.05, 2), "selection")
     ledger.append(SMALL.event(4), "training")
-    statement = PrivacyStatement.from_ledger(SMALL, ledger, FACTS)
+    statement = statement_of(ledger=ledger)
     assert statement.steps == 4
     assert statement.noise_multipliers == (3.0, 2.0)
     assert statement.sample_rates == (0.05, 0.1)
@@ -111,14 +86,14 @@ def test_steps_mechanism_and_rates_come_from_the_ledger_not_the_plan() -> None:
 
 
 def test_zero_steps_cost_nothing_and_say_so() -> None:
-    statement = PrivacyStatement.from_ledger(SMALL, Ledger(), FACTS)
+    statement = statement_of(ledger=Ledger())
     assert (statement.epsilon, statement.steps, statement.status) == (0.0, 0, PROVEN)
     assert "(0, 0.0001)" in statement.sentence()
     assert "no step on the training set has run" in statement.sentence()
 
 
 def test_an_insecure_seed_gives_no_epsilon_anywhere() -> None:
-    statement = PrivacyStatement.from_ledger(SMALL, ledger_of(SMALL), facts(insecure_seed=True))
+    statement = statement_of(insecure_seed=True)
     assert (statement.status, statement.epsilon, statement.proven) == (NOT_PRIVATE, None, False)
     assert all(row.epsilon is None and row.estimate is None for row in statement.epsilons)
     assert statement.sentence().startswith("This run is NOT private: ")
@@ -130,25 +105,51 @@ def test_an_insecure_seed_gives_no_epsilon_anywhere() -> None:
 def test_a_step_without_noise_is_not_private() -> None:
     ledger = ledger_of(SMALL, 3)
     ledger.append(Gaussian(0.0, 1), "training")
-    statement = PrivacyStatement.from_ledger(SMALL, ledger, FACTS)
+    statement = statement_of(ledger=ledger)
     assert (statement.status, statement.epsilon) == (NOT_PRIVATE, None)
     assert "1 of 4 steps ran without noise" in statement.sentence()
 
 
-def test_a_release_limits_the_claim_to_the_weights() -> None:
-    statement = PrivacyStatement.from_ledger(
-        SMALL, ledger_of(SMALL), facts(released=("training_loss", "grad_norm"))
-    )
-    assert statement.status == PROVEN_WEIGHTS_ONLY
-    assert statement.proven
+@pytest.mark.parametrize(
+    ("released", "name"),
+    [
+        (("training_loss", "grad_norm"), "training_loss, grad_norm"),
+        (
+            ("evaluation_on_training_rows",),
+            "evaluation_on_training_rows (metrics computed on training rows)",
+        ),
+    ],
+)
+def test_a_release_limits_the_claim_to_the_weights(released: tuple[str, ...], name: str) -> None:
+    statement = statement_of(released=released)
+    assert statement.status == PROVEN_WEIGHTS_ONLY and statement.proven
     assert "weights only" in statement.status_reason
     assert "The released weights alone" in statement.sentence()
-    assert "does not cover training_loss, grad_norm" in statement.sentence()
-    assert "training_loss: released without noise at the user's request" in statement.not_covered
+    assert f"this does not cover {name}, released without noise." in statement.sentence()
+    listed = [line for line in statement.not_covered if "without noise at the user's" in line]
+    assert [line.split(":")[0] for line in listed] == name.split(", ")
+
+
+@pytest.mark.parametrize(
+    ("plan", "facts"),
+    [
+        ({"privacy_unit": "user"}, {}),
+        ({"neighboring_relation": "add_remove"}, {}),
+        ({}, {"released": "training_loss"}),
+        ({}, {"rows_are_chunks": None}),
+        ({}, {"evaluation_compared": 1}),
+        ({}, {"earlier": ["first"]}),
+    ],
+)
+def test_what_no_statement_is_known_for_is_refused(
+    plan: dict[str, str], facts: dict[str, object]
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=next(iter({**plan, **facts}))):
+        statement_of(dataclasses.replace(SMALL, **plan), Ledger(), **facts)
 
 
 def test_what_is_not_covered_is_listed() -> None:
-    text = "\n".join(PrivacyStatement.from_ledger(SMALL, Ledger(), FACTS).not_covered)
+    text = "\n".join(statement_of(ledger=Ledger()).not_covered)
     for item in (
         "evaluation data",
         "model selection on evaluation data",
@@ -168,13 +169,13 @@ def test_what_is_not_covered_is_listed() -> None:
     ):
         assert item in text
     assert "not used by this run" in text
-    used = PrivacyStatement.from_ledger(SMALL, Ledger(), facts(model_selection=True)).not_covered
+    used = statement_of(ledger=Ledger(), model_selection=True).not_covered
     assert any("model selection" in item and "used in this run" in item for item in used)
 
 
 def test_evaluation_data_that_was_not_compared_is_said() -> None:
     def line(**changes: object) -> str:
-        items = PrivacyStatement.from_ledger(SMALL, Ledger(), facts(**changes)).not_covered
+        items = statement_of(ledger=Ledger(), **changes).not_covered
         (found,) = [item for item in items if item.startswith("evaluation data")]
         return found
 
@@ -189,31 +190,21 @@ def test_evaluation_data_that_was_not_compared_is_said() -> None:
 
 def test_the_same_lines_stand_in_every_statement() -> None:
     """What weakens a run adds lines, or words to them; it takes none away."""
-    base = PrivacyStatement.from_ledger(SMALL, Ledger(), FACTS).not_covered
-    weak = facts(
+    base = statement_of(ledger=Ledger()).not_covered
+    other = statement_of(
+        ledger=Ledger(),
         released=("grad_norm",),
         model_selection=True,
         rows_are_chunks=True,
         evaluation_compared=False,
-    )
-    other = PrivacyStatement.from_ledger(SMALL, Ledger(), weak).not_covered
+    ).not_covered
     assert {item.split(":")[0] for item in base} < {item.split(":")[0] for item in other}
     assert len(other) == len(base) + 1
 
 
-def test_metrics_on_training_rows_limit_the_claim_to_the_weights() -> None:
-    statement = PrivacyStatement.from_ledger(
-        SMALL, ledger_of(SMALL), facts(released=("evaluation_on_training_rows",))
-    )
-    name = "evaluation_on_training_rows (metrics computed on training rows)"
-    assert statement.status == PROVEN_WEIGHTS_ONLY
-    assert f"this does not cover {name}, released without noise." in statement.sentence()
-    assert f"{name}: released without noise at the user's request" in statement.not_covered
-
-
 def test_an_estimate_is_never_the_headline() -> None:
     plan = dataclasses.replace(SMALL, accountant="gdp_clt")
-    statement = PrivacyStatement.from_ledger(plan, ledger_of(plan), FACTS)
+    statement = statement_of(plan)
     rows = by_accountant(statement)
     assert statement.epsilon == min(rows[name].epsilon for name in ("pld", "rdp", "prv"))
     assert statement.accountant != "gdp_clt"
@@ -225,7 +216,7 @@ def test_an_accountant_out_of_range_is_replaced_and_that_is_said() -> None:
     plan = dataclasses.replace(
         SMALL, delta=1e-12
     )  # below what pld and prv are known to be right at
-    statement = PrivacyStatement.from_ledger(plan, ledger_of(plan), FACTS)
+    statement = statement_of(plan)
     rows = by_accountant(statement)
     assert rows["pld"].epsilon is None
     assert "delta" in rows["pld"].note
@@ -237,50 +228,11 @@ def test_an_accountant_out_of_range_is_replaced_and_that_is_said() -> None:
 def test_without_any_bound_nothing_is_claimed() -> None:
     plan = dataclasses.replace(SMALL, delta=1e-200)
     with pytest.raises(AccountingRangeError, match="nothing is claimed"):
-        PrivacyStatement.from_ledger(plan, ledger_of(plan), FACTS)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"privacy_unit": "user"}, {"neighboring_relation": "add_remove"}],
-)
-def test_what_no_statement_is_known_for_is_refused(change: dict[str, str]) -> None:
-    with pytest.raises(InvalidArgumentError, match=next(iter(change))):
-        PrivacyStatement.from_ledger(dataclasses.replace(SMALL, **change), Ledger(), FACTS)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"released": "training_loss"},
-        {"rows_are_chunks": None},
-        {"evaluation_compared": 1},
-        {"earlier": ["first"]},
-    ],
-)
-def test_facts_refuse_what_they_cannot_describe(change: dict[str, str]) -> None:
-    with pytest.raises(InvalidArgumentError, match=next(iter(change))):
-        facts(**change)
-
-
-def test_facts_of_a_resumed_run_keep_what_weakened_it() -> None:
-    earlier = facts(
-        released=("training_loss",),
-        insecure_seed=True,
-        model_selection=True,
-        rows_are_chunks=True,
-        evaluation_compared=False,
-    )
-    merged = facts(released=("grad_norm",)).merged(earlier)
-    assert merged.rows_are_chunks and not merged.evaluation_compared
-    assert merged.trained == FACTS.trained
-    assert merged.released == ("grad_norm", "training_loss")
-    assert merged.insecure_seed
-    assert merged.model_selection
+        statement_of(plan)
 
 
 def test_facts_survive_json_without_what_the_plan_has_already() -> None:
-    weak = facts(released=("training_loss",))
+    weak = statement_of(released=("training_loss",)).facts
     made = json.loads(json.dumps(weak.made(), allow_nan=False))
     assert "released" not in made
     weaknesses = Weaknesses(released=("training_loss",))
@@ -291,9 +243,9 @@ def test_facts_survive_json_without_what_the_plan_has_already() -> None:
 
 
 def test_the_statement_is_pure(sst2: PrivacyStatement) -> None:
-    ledger = ledger_of(PLAN)
+    ledger = ledger_of(SST2)
     before = ledger.to_list()
-    assert PrivacyStatement.from_ledger(PLAN, ledger, FACTS) == sst2
+    assert PrivacyStatement.from_ledger(SST2, ledger, FACTS) == sst2
     assert ledger.to_list() == before
     assert math.isfinite(sst2.epsilon)
 
@@ -314,7 +266,7 @@ def test_the_page_of_pitfalls_says_how_much_each_matters(
     assert len(rows) == 8
     assert {row[1].strip() for row in rows} == {"high", "medium", "low"}
     assert all(row[2].strip() for row in rows)
-    last = PrivacyStatement.from_ledger(SMALL, Ledger(), FACTS).not_covered[-1]
+    last = statement_of(ledger=Ledger()).not_covered[-1]
     assert "hf-dp verify --pitfalls" in last
     with pytest.raises(SystemExit) as ended:
         main(["verify", "--pitfalls"])

@@ -266,14 +266,6 @@ def test_what_contradicts_itself_is_caught_also_with_a_new_digest(
     assert message in failures(verify(copy))
 
 
-def test_weights_that_name_no_run_are_vouched_for_by_their_digest_alone(copy: Path) -> None:
-    shutil.copy(copy / "model.safetensors", copy / "model-00001-of-00002.safetensors")
-    assert "nothing vouches for model-00001-of-00002" in failures(verify(copy))
-    unmarked(copy / "model-00001-of-00002.safetensors")
-    with pytest.raises(LedgerError, match="nothing vouches for model-00001"):
-        card_files(copy)
-
-
 def unmarked(weights: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -283,7 +275,8 @@ def unmarked(weights: Path) -> None:
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "model-00001-of-00002.safetensors"])
 def test_a_card_does_not_vouch_for_foreign_weights(copy: Path, name: str) -> None:
     shutil.copy(copy / "model.safetensors", copy / name)
-    unmarked(copy / name)
+    assert f"nothing vouches for {name}" in failures(verify(copy))
+    unmarked(copy / name)  # names no run
     with pytest.raises(LedgerError, match=f"nothing vouches for {name}"):
         card_files(copy)
 
@@ -295,7 +288,7 @@ def test_a_card_without_weights_keeps_their_digests(copy: Path) -> None:
     assert main(["verify", str(copy)]) == 3
     (copy / "model.safetensors").write_bytes(b"other")
     assert main(["verify", str(copy)]) == 1
-    with pytest.raises(LedgerError, match="is not what was saved"):
+    with pytest.raises(LedgerError, match="to be a safetensors file"):
         card_files(copy)
 
 
@@ -303,7 +296,6 @@ def test_a_card_without_weights_keeps_their_digests(copy: Path) -> None:
     "change",
     [
         lambda d: d["card"].update(tags=3),
-        lambda d: d["card"].update(license="nope"),
         lambda d: d["card"].update(metrics={"train_loss": 0.1}),
         lambda d: d.update(card={}),
         lambda d: d["statement"].update(epsilon="abc"),

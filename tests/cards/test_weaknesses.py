@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from rewriting import rewrite
+from statements import SMALL, statement_of
 
 from hf_dp.accounting import Ledger, PublishedForwardNoise, RecordRelease
 from hf_dp.cards.card import render_card
 from hf_dp.cards.details import CardDetails
 from hf_dp.errors import InvalidArgumentError, LedgerError
-from hf_dp.plans import DpSgdPlan, FrozenPlan, PrivacyPlan, PublishedPlan
+from hf_dp.plans import FrozenPlan, PrivacyPlan, PublishedPlan
 from hf_dp.plans.units import (
     EXAMPLE,
     FEATURES,
@@ -31,9 +32,9 @@ from hf_dp.plans.units import (
 from hf_dp.statement import statement as statement_module
 from hf_dp.statement.facts import EarlierRun, Weaknesses, each_once
 from hf_dp.statement.record import disagreements, earlier_runs, read, to_record, write
-from hf_dp.statement.statement import PrivacyStatement, RunFacts
+from hf_dp.statement.statement import PrivacyStatement
 
-SGD = PrivacyPlan(1000, 100.0, 10, 1e-4, DpSgdPlan(1.0, 2.0))
+SGD = SMALL
 FROZEN = dataclasses.replace(SGD, mechanism=FrozenPlan(1.0, 2.0))
 RANDOM_LABELS = dataclasses.replace(
     SGD, mechanism=FrozenPlan(1.0, 2.0, label_epsilon=1.0, num_classes=2)
@@ -43,7 +44,6 @@ IN_VECTOR = dataclasses.replace(
 )
 PUBLISHED = dataclasses.replace(SGD, mechanism=PublishedPlan(1.0, 2.0), accountant="gdp_clt")
 SAFE = EarlierRun("a" * 32, EXAMPLE, ZERO_OUT)
-FACTS = RunFacts("all", "float32", "noise", "sampling", versions={"torch": "2.9.0"})
 
 
 def made(folder: Path, plan: PrivacyPlan, run_id: str = "b" * 32, **weak: Any) -> Any:
@@ -64,9 +64,7 @@ def after(
     ledger = Ledger()
     ledger.append(RecordRelease(3.0, 1), "earlier run")
     ledger.append(plan.event(4), "training")
-    return PrivacyStatement.from_ledger(
-        plan, ledger, dataclasses.replace(FACTS, earlier=earlier, **facts)
-    )
+    return statement_of(plan, ledger, earlier=earlier, **facts)
 
 
 # -- codes ---
@@ -249,13 +247,15 @@ def test_planted_releases_of_earlier_runs_left_out_are_seen(monkeypatch) -> None
     assert after((dataclasses.replace(SAFE, released=("training_loss",)),)).status == "proven"
 
 
-def test_an_insecure_earlier_run_makes_the_whole_not_private() -> None:
+def test_what_an_earlier_run_did_is_said() -> None:
     statement = after((SAFE, dataclasses.replace(SAFE, run_id="c" * 32, insecure_seed=True)))
     assert (statement.status, statement.epsilon) == ("not_private", None)
-    assert (
-        "of the earlier run cccccccc on the same rows came from a fixed seed"
-        in statement.sentence()
+    assert "of the earlier run cccccccc on the same rows came from a fixed seed" in (
+        statement.sentence()
     )
+    lines = after((dataclasses.replace(SAFE, model_selection=True),)).not_covered
+    selected = "used in an earlier run on the same rows, and not accounted for"
+    assert any("model selection" in line and selected in line for line in lines)
 
 
 def test_published_dp_fp_in_an_earlier_run_is_not_established() -> None:
@@ -266,8 +266,8 @@ def test_published_dp_fp_in_an_earlier_run_is_not_established() -> None:
         (NONE, NONE),
         (EXAMPLE, ZERO_OUT),
     ):  # the events decide, whatever is claimed
-        facts = dataclasses.replace(FACTS, earlier=(EarlierRun("p" * 32, unit, relation),))
-        statement = PrivacyStatement.from_ledger(SGD, ledger, facts)
+        earlier = (EarlierRun("p" * 32, unit, relation),)
+        statement = statement_of(SGD, ledger, earlier=earlier)
         assert (statement.status, statement.epsilon) == ("not_established", None)
         assert (
             "an earlier run on the same rows, which it names, was trained by DP-FP"
@@ -279,35 +279,18 @@ def test_published_dp_fp_in_an_earlier_run_is_not_established() -> None:
         )
 
 
-def test_model_selection_of_an_earlier_run_is_said() -> None:
-    (line,) = [
-        line
-        for line in after((dataclasses.replace(SAFE, model_selection=True),)).not_covered
-        if "model selection" in line
-    ]
-    assert "used in an earlier run on the same rows, and not accounted for" in line
-
-
 @pytest.mark.parametrize("where", ["here", "earlier"])
 def test_rows_that_are_chunks_are_said(where) -> None:
-    earlier = (dataclasses.replace(SAFE, rows_are_chunks=True),) if where == "earlier" else (SAFE,)
-    statement = after(earlier, rows_are_chunks=where == "here")
+    earlier = dataclasses.replace(SAFE, rows_are_chunks=where == "earlier")
+    statement = after((earlier,), rows_are_chunks=where == "here")
     assert "each row is a chunk of a longer text, so a document of k chunks" in statement.unit
-    assert (
-        "zero-out of one row (a chunk of a longer text) of the training set" in statement.sentence()
-    )
+    assert "zero-out of one row (a chunk of a longer text) of the" in statement.sentence()
     assert statement.to_dict()["rows_are_chunks"] is True
     plain = after((SAFE,))
     assert "chunk" not in plain.unit + plain.sentence() and "rows_are_chunks" not in plain.to_dict()
-
-
-def test_chunks_without_labels_are_said() -> None:
-    statement = after((EarlierRun("f", FEATURES, RECORD_ZERO_OUT, rows_are_chunks=True),))
-    assert (
-        "the text of one row (a chunk of a longer text), labels being public,"
-        in statement.sentence()
-    )
-    assert "label is stated as public; each row is a chunk" in statement.unit
+    no_labels = after((EarlierRun("f", FEATURES, RECORD_ZERO_OUT, rows_are_chunks=True),))
+    words = "the text of one row (a chunk of a longer text), labels being public,"
+    assert words in no_labels.sentence()
 
 
 def test_a_ledger_with_earlier_runs_that_nobody_names_has_no_statement() -> None:

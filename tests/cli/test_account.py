@@ -327,7 +327,7 @@ class TestLedger:
             *[
                 (lambda d, name=name, value=value: d["statement"].update({name: value}), f"{name} is stated as")
                 for name, value in {
-                    "status": "super private", "unit": "user", "neighboring_relation": "any change",
+                    "status": "not_private", "unit": "user", "neighboring_relation": "any change",
                     "num_examples": 10**9, "accountant": "rdp", "epsilon": 0.1, "more": 1,
                 }.items()
             ],

@@ -265,7 +265,7 @@ def test_from_scratch_has_no_base(recipe, capsys):
     config = changed(recipe, infilling=None, from_scratch=True)
     assert main(["train", "--config", config]) == 0
     card = (recipe.parent / "out" / "README.md").read_text()
-    assert "| Base model | unknown |" in card and "base_model" not in card
+    assert "Base model" not in card and "base_model" not in card
     for change, message in (
         ({"infilling": "sst2"}, "know no words"),
         ({"peft": {"peft_type": "head"}}, "`from_scratch`"),

@@ -1,0 +1,35 @@
+"""Plans, facts and statements for the tests of statements and cards."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from hf_dp.accounting import Ledger
+from hf_dp.plans import DpSgdPlan, PrivacyPlan
+from hf_dp.statement.facts import RunFacts
+from hf_dp.statement.statement import PrivacyStatement
+
+N = 67349
+SST2 = PrivacyPlan(N, 1024.0, 198, 1 / (2 * N), DpSgdPlan(0.1, 0.825421))
+SMALL = PrivacyPlan(1000, 100.0, 10, 1e-4, DpSgdPlan(1.0, 2.0))
+FACTS = RunFacts(
+    trained="all 22,713,986 parameters",
+    precision="float32",
+    noise_generator="SFC64, OS-seeded (not cryptographic)",
+    sampling_generator="the operating system's cryptographic generator",
+    versions={"torch": "2.9.0"},
+)
+
+
+def ledger_of(plan: PrivacyPlan = SMALL, steps: int | None = None) -> Ledger:
+    ledger = Ledger()
+    ledger.append(plan.event(steps), "training")
+    return ledger
+
+
+def statement_of(
+    plan: PrivacyPlan = SMALL, ledger: Ledger | None = None, **facts: Any
+) -> PrivacyStatement:
+    ran = ledger_of(plan) if ledger is None else ledger
+    return PrivacyStatement.from_ledger(plan, ran, dataclasses.replace(FACTS, **facts))
