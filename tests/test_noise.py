@@ -159,11 +159,11 @@ def test_a_generator_on_a_gpu_begins_at_a_secret_place(monkeypatch):
     assert all(place % 4 == 0 and place < 2**63 for place in places)
 
 
-# -- streams
-# -----------------------------------------------------------------------------------------------------------
+# -- streams ---
 
 
 def test_streams_leave_the_public_generators_as_found():
+    """Also where a collator calls set_seed, or fails."""
     seed_everything()
     expected = draw_everything()
     seed_everything()
@@ -172,48 +172,26 @@ def test_streams_leave_the_public_generators_as_found():
         with randomness.streams():
             draw_everything()
             torch.nn.functional.dropout(torch.ones(50))
-    assert draw_everything() == expected
-
-
-def test_streams_leave_the_public_generators_as_found_after_an_error():
-    seed_everything()
-    expected = draw_everything()
-    seed_everything()
-    with pytest.raises(KeyError), SecretRandomness().streams():
+            seed_everything(2)
+    with pytest.raises(KeyError), randomness.streams():
         raise KeyError(draw_everything())
     assert draw_everything() == expected
 
 
-def test_draws_inside_do_not_follow_public_seeds():
-    found = []
-    for _ in range(2):
-        seed_everything()
-        with SecretRandomness().streams():
-            found.append(draw_everything())
-    assert all(one != other for one, other in zip(*found))
-
-
-def test_draws_inside_go_on_where_they_stopped():
+@pytest.mark.parametrize("sources", [1, 2])
+def test_draws_inside_follow_no_public_seed_and_go_on_where_they_stopped(sources):
     """A stream that began again at every step would reuse its dropout masks."""
-    randomness, found = SecretRandomness(), []
-    for _ in range(2):
+    randomness = [SecretRandomness() for _ in range(sources)]
+    found = []
+    for source in (randomness[0], randomness[-1]):
         seed_everything()
-        with randomness.streams():
+        with source.streams():
             found.append(draw_everything())
     assert all(one != other for one, other in zip(*found))
 
 
-def test_reseeding_inside_does_not_reach_outside():
-    """A collator that calls set_seed must not give the public generators away, nor stop the noise
-    from being secret."""
-    randomness = SecretRandomness()
-    seed_everything(1)
-    expected = draw_everything()
-    seed_everything(1)
-    with randomness.streams():
-        seed_everything(2)
-    assert draw_everything() == expected
-    noises = []
+def test_reseeding_inside_does_not_stop_the_noise_from_being_secret():
+    randomness, noises = SecretRandomness(), []
     for _ in range(2):
         with randomness.streams():
             seed_everything(2)

@@ -92,7 +92,7 @@ class ClippedSum:
             torch.autograd.backward(losses, torch.ones_like(losses), retain_graph=retain_graph)
             with self.tape.originals(), torch.no_grad(), full_precision():
                 for call in self.tape.calls:
-                    call.differentiate(self.tape)
+                    call.differentiate()
         self.check()
 
     def capture(self, losses: Tensor) -> Captured:

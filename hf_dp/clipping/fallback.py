@@ -127,6 +127,7 @@ class _Method(nn.Module):
 class FallbackCall:
     """One forward of a module without a rule, differentiated by example after backward."""
 
+    tape: Tape
     module: nn.Module
     function: _Method  # what is run again
     parameters: dict[str, Tensor]  # the module's own, by their names in ``function``
@@ -160,14 +161,14 @@ class FallbackCall:
             )
         return pytree.tree_leaves(output)
 
-    def differentiate(self, tape: Tape) -> None:
+    def differentiate(self) -> None:
         """Capture the gradients of the module's own parameters; free what the call kept.
 
         Raises: UnsupportedModelError when the module mixes examples, or an input's first dimension
             is neither the number of examples nor 1.
         """
+        tape, positions = self.tape, sorted(self.output_grads)
         examples = tape.expected_examples()
-        positions = sorted(self.output_grads)
 
         def singles(tensor: Tensor) -> Tensor:
             """Return b batches of one example: (b, ...) as (b, 1, ...), (b * T, d) as (b, T, d)."""
@@ -192,14 +193,14 @@ class FallbackCall:
             produced = self.run(own, here[:count], here[count:])
             return [produced[position] for position in positions]
 
-        gradients, outputs = _for_each_example(run, mapped, grads, self, tape)
+        gradients, outputs = _for_each_example(run, mapped, grads, self)
         for position, alone in zip(positions, outputs, strict=True):
-            _compare(alone, singles(self.outputs[position]), self, tape)
+            _compare(alone, singles(self.outputs[position]), self)
         self.tensors, self.outputs, self.output_grads, self.constants = (), {}, {}, {}
         for name in self.parameters:
             tape.capture(self.module, name.removeprefix("module."), gradients[name])
 
-    def keep_values(self, tape: Tape) -> None:
+    def keep_values(self) -> None:
         """Copy the parameters that a sharded module has while its backward runs, and only then."""
         if self.outputs:
             return  # copied with the first output
@@ -209,7 +210,6 @@ class FallbackCall:
         gone = [name for name, parameter in every.items() if isinstance(parameter, DTensor)]
         if gone:
             raise self.refusal(
-                tape,
                 f"and FSDP2 freed its parameter {gone[0].removeprefix('module.')!r} before its "
                 "gradient was known",
                 "set reshard_after_backward to False",
@@ -218,18 +218,12 @@ class FallbackCall:
         self.parameters = {name: values.pop(name) for name in self.parameters}
         self.constants = values
 
-    def refusal(self, tape: Tape, why: str, instead: str = "") -> UnsupportedModelError:
-        names = [name.removeprefix("module.") for name in self.parameters]
-        return _refusal(tape, self.module, names, why, instead)
-
-
-def _refusal(
-    tape: Tape, module: nn.Module, own: Sequence[str], why: str, instead: str = ""
-) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{tape.describe(module)} has no clipping rule, {why}. Freeze its parameters {sorted(own)} "
-        f"(requires_grad_(False)){f', or {instead}' if instead else ''}."
-    )
+    def refusal(self, why: str, instead: str = "") -> UnsupportedModelError:
+        names = sorted(name.removeprefix("module.") for name in self.parameters)
+        return UnsupportedModelError(
+            f"{self.tape.describe(self.module)} has no clipping rule, {why}. Freeze its parameters "
+            f"{names} (requires_grad_(False)){f', or {instead}' if instead else ''}."
+        )
 
 
 def fallback_forward(
@@ -250,15 +244,25 @@ def fallback_forward(
         if not own or not torch.is_grad_enabled():
             return method(module, *args, **kwargs)
         tape.note_forward(module, *own)
-        with _detached(module, own), DrawnMasks(next(iter(own.values())).device) as masks:
+        anchor = next(iter(own.values()))
+        with _detached(module, own), DrawnMasks(anchor.device) as masks:
             output = method(module, *args, **kwargs)
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    device = anchor.device.type
+    call = FallbackCall(
+        tape,
+        module,
+        _Method(module, method),
+        {f"module.{name}": parameter for name, parameter in own.items()},
+        bool(shared),
+        spec,
+        [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves],
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
+    )
     if masks.other_draws:
         # To repeat other draws, the whole batch would have to run at once, where 0 * NaN would
         # carry one example's NaN to all others.
-        raise _refusal(
-            tape,
-            module,
-            list(own),
+        raise call.refusal(
             "and draws random numbers other than by dropout, so it cannot be run again example by "
             "example",
             "switch the random part off (attention dropout: attn_implementation='eager'; skipped "
@@ -266,58 +270,44 @@ def fallback_forward(
         )
     if shared and masks.drawn:
         why = "and draws random numbers for what all examples share"
-        raise _refusal(tape, module, list(own), why, "set its dropout to 0")
-    return _captured(tape, module, method, bool(shared), own, (args, kwargs), masks.drawn, output)
+        raise call.refusal(why, "set its dropout to 0")
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    for tensor in tensors:
+        tape.refuse_parameter(module, tensor)
+    return _captured(call, output, anchor, tensors, masks.drawn)
 
 
 def _captured(
-    tape: Tape,
-    module: nn.Module,
-    method: Method,
-    of_parameters: bool,
-    own: Mapping[str, nn.Parameter],
-    arguments: object,
-    masks: Sequence[Tensor],
+    call: FallbackCall,
     output: object,
+    anchor: Tensor,
+    tensors: Sequence[Tensor],
+    masks: Sequence[Tensor],
 ) -> object:
     """Return the output, wrapped so that backward notes its gradients.
 
     What is computed from parameters and indices alone, with a first dimension of 1, is shared by
     all examples and is expanded to the batch.
     """
-    leaves, spec = pytree.tree_flatten(arguments)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    for tensor in tensors:
-        tape.refuse_parameter(module, tensor)
     outputs, output_spec = pytree.tree_flatten(output)
-    for leaf in (*outputs, *own.values()):
+    for leaf in (*outputs, *call.parameters.values()):
         if isinstance(leaf, Tensor) and leaf.is_complex():
-            raise _refusal(tape, module, list(own), "and works with complex numbers")
+            raise call.refusal("and works with complex numbers")
         if not isinstance(leaf, (Tensor, bool, int, float, str, type(None))):  # may hide tensors
-            why = f"and returns a {type(leaf).__name__}, which the engine cannot inspect"
-            raise _refusal(tape, module, list(own), why)
-    anchor = next(iter(own.values()))
-    device = anchor.device.type
-    shared = of_parameters or not any(leaf.is_floating_point() for leaf in tensors)
-    call = FallbackCall(
-        module,
-        _Method(module, method),
-        {f"module.{name}": parameter for name, parameter in own.items()},
-        of_parameters,
-        spec,
-        [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves],
-        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
-    )
+            kind = type(leaf).__name__
+            raise call.refusal(f"and returns a {kind}, which the engine cannot inspect")
+    shared = call.of_parameters or not any(leaf.is_floating_point() for leaf in tensors)
+    examples = call.tape.examples
 
     def capture(position: int, leaf: object) -> object:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             return leaf
         # The shape is (1, T, d) or (1, heads, T, T); a scalar or a vector is more likely meant to
         # broadcast as it is.
-        if shared and tape.examples is not None and leaf.dim() >= 3 and leaf.shape[0] == 1:
+        if shared and examples is not None and leaf.dim() >= 3 and leaf.shape[0] == 1:
             call.expanded = True
-            leaf = leaf.expand(tape.examples, *leaf.shape[1:])
-        return _Capture.apply(leaf, anchor, call, tape, position, *tensors, *masks)
+            leaf = leaf.expand(examples, *leaf.shape[1:])
+        return _Capture.apply(leaf, anchor, call, position, *tensors, *masks)
 
     return pytree.tree_unflatten([capture(*each) for each in enumerate(outputs)], output_spec)
 
@@ -334,11 +324,10 @@ class _Capture(torch.autograd.Function):
         output: Tensor,
         anchor: Tensor,
         call: FallbackCall,
-        tape: Tape,
         position: int,
         *tensors: Tensor,
     ) -> Tensor:
-        ctx.call, ctx.tape, ctx.position = call, tape, position
+        ctx.call, ctx.position = call, position
         ctx.save_for_backward(output, *tensors)
         return passed_on(output, call.module)
 
@@ -346,17 +335,17 @@ class _Capture(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grad_outputs
         call: FallbackCall = ctx.call
-        tape: Tape = ctx.tape
+        tape = call.tape
         output, *tensors = (tensor.detach() for tensor in ctx.saved_tensors)
         tape.by_example(call.module, grad)
         if tape.sharded:
-            call.keep_values(tape)
+            call.keep_values()
         call.tensors = tuple(tensors)
         call.outputs[ctx.position] = output
         call.output_grads[ctx.position] = grad
         if call not in tape.calls:
             tape.calls.append(call)
-        return grad, None, None, None, None, *[None] * len(tensors)
+        return grad, None, None, None, *[None] * len(tensors)
 
 
 def _has_examples(leaf: Tensor, tape: Tape, flattened: bool, expanded: bool) -> bool:
@@ -378,7 +367,6 @@ def _for_each_example(
     inputs: dict[int, Tensor],
     grads: list[Tensor],
     call: FallbackCall,
-    tape: Tape,
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Return parameter gradients and outputs of each example, stacked.
 
@@ -416,11 +404,11 @@ def _for_each_example(
         each = [alone(index) for index in range(len(grads[0]))]
     except (RuntimeError, ValueError, IndexError) as problem:
         why = f"and cannot be differentiated example by example ({problem})"
-        raise call.refusal(tape, why) from problem
+        raise call.refusal(why) from problem
     return pytree.tree_map(lambda *results: torch.stack(results), *each)
 
 
-def _compare(alone: Tensor, together: Tensor, call: FallbackCall, tape: Tape) -> None:
+def _compare(alone: Tensor, together: Tensor, call: FallbackCall) -> None:
     """Raise unless each example's output alone equals its output in the batch, up to rounding."""
     if alone.shape == together.shape:
         dims = tuple(range(1, together.dim()))
@@ -435,7 +423,6 @@ def _compare(alone: Tensor, together: Tensor, call: FallbackCall, tape: Tape) ->
         if bool((gap.amax(dims) <= tolerance * size.amax(dims).clamp_min(1e-6)).all()):
             return
     raise call.refusal(
-        tape,
         "and produces a different output for an example alone than in a batch: it mixes examples, "
         "or its inputs do not have the examples in their first dimension",
     )

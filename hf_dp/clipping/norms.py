@@ -174,8 +174,11 @@ class _Group:
         self.error = torch.stack([norms.error for norms in members.values()])
         self._total, self._total_error = self.squared.sum(0), self.error.sum(0)
         self._inexact = self._total_error > _TOLERANCE * self._total.clamp_min(0)
-        # The examples whose error is large beside their norm.
-        self.doubtful = self._inexact & torch.isfinite(self._total + self._total_error)
+
+    @property
+    def doubtful(self) -> Tensor:
+        """Return the examples whose error is large beside their norm."""
+        return self._inexact & torch.isfinite(self._total + self._total_error)
 
     def settle(self, uses: Uses, index: int) -> None:
         """Replace the most doubtful squared norms of one example until the rest's error is small.

@@ -23,7 +23,7 @@ class Call(Protocol):
 
     output_grads: dict[int, Tensor]
 
-    def differentiate(self, tape: Tape) -> None:
+    def differentiate(self) -> None:
         """Capture the gradients of the module's own parameters; free what the call kept."""
 
 
