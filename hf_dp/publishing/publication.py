@@ -15,7 +15,7 @@ from hf_dp.cards.hub_rules import is_repository
 from hf_dp.cards.verify import CARD, CONFIGS
 from hf_dp.errors import LedgerError, PublishError
 from hf_dp.publishing.allowed import refuse_others, sort_files, why_goes
-from hf_dp.publishing.scan import PrivateWords, Scan
+from hf_dp.publishing.scan import Scan
 from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read
 from hf_dp.statement.results import delta_text
 from hf_dp.statement.wording import NOT_PRIVATE, STATUSES
@@ -78,7 +78,7 @@ class Publication:
             record = read(folder)
         except LedgerError as error:
             refusals = [str(error)]
-        scan = Scan(PrivateWords.of(folder, tokens), base_model or _base_of_card(record))
+        scan = Scan(folder, base_model or _base_of_card(record), tokens)
         scan.refusals += refusals
         goes, stays = sort_files(folder)
         files: dict[str, bytes | Path] = {}

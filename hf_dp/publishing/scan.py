@@ -12,7 +12,6 @@ import os
 import re
 import socket
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import get_token
@@ -43,92 +42,48 @@ _NAME_IT = "Name the base on the Hub: --base-model ID, or trainer.describe(base_
 _METADATA = {"format": ("pt", "tf", "flax", "np", "mlx")}
 
 
-@dataclass(frozen=True)
-class PrivateWords:
-    """Looks for private words in published text.
-
-    Args:
-        tokens: of the Hub.
-        places: folders of this machine: the user's home, the folder that is published.
-        user, machine: their names.
-    """
-
-    tokens: tuple[str, ...]
-    places: tuple[str, ...]
-    user: str
-    machine: str
-
-    @classmethod
-    def of(cls, folder: Path, tokens: Iterable[str | None] = ()) -> PrivateWords:
-        """Return those of this machine, this user and this folder."""
-        folder = folder.resolve()
-        # A checkpoint lies in the run's folder.
-        run = folder.parent if folder.name.startswith("checkpoint-") else folder
-        try:
-            user = getpass.getuser()
-        except (OSError, KeyError):  # a user without a name, as in some containers
-            user = ""
-        given = [token for token in (*tokens, *known_tokens()) if token]
-        return cls(
-            tuple(token for token in dict.fromkeys(given) if len(token) >= _SHORTEST_TOKEN),
-            tuple(str(place) for place in (folder, run, Path.home()) if len(place.parts) > 1),
-            user,
-            socket.gethostname(),
-        )
-
-    def secret_in(self, text: str) -> str:
-        """Say which secret a text holds; empty if none."""
-        found = any(token in text for token in self.tokens) or _TOKEN.search(text)
-        return "a token of the Hub" if found else ""
-
-    def place_in(self, text: str) -> str:
-        """Say which folder of this machine a text names; empty if none."""
-        for place in self.places:
-            for spelled in (place, place.replace("\\", "\\\\")):  # as it is, and as in JSON
-                if re.search(re.escape(spelled) + r"(?![\w.-])", text):
-                    return f"the folder {place}"
-        return ""
-
-    def found_in(self, value: str) -> str:
-        """Say what is private about a value of a configuration; empty if nothing is."""
-        if found := self.secret_in(value) or self.place_in(value):
-            return found
-        paths = _ADDRESS.sub("", value)
-        if _OTHER_ADDRESS.search(paths):
-            return "an address that is not a public page's"
-        if is_local_path(paths) or _INSIDE.search(paths):
-            return "a local path"
-        if self.user and re.search(rf"[\\/]{re.escape(self.user)}[\\/]", paths):
-            return "the user's name in a path"
-        known = len(self.machine) >= _SHORTEST_NAME and self.machine != "localhost"
-        if known and re.search(rf"(?<![\w-]){re.escape(self.machine)}(?![\w-])", value):
-            return "the name of this machine"
-        return ""
-
-
 class Scan:
     """Looks through the files of one publication.
 
-    Args: base_model: the id on the Hub that an adapter is to name; None keeps what it names.
+    Args:
+        folder: that is published.
+        base_model: the id on the Hub that an adapter is to name; None keeps what it names.
+        tokens: secrets to look for, besides those that this process knows.
 
     Attributes:
+        tokens: of the Hub.
+        places: folders of this machine: the user's home, the folder that is published.
+        user, machine: their names.
         refusals: what keeps the folder from being published, each with its next move.
         changes: what was taken out or replaced, by file and key.
     """
 
-    def __init__(self, words: PrivateWords, base_model: str | None = None):
-        self.words, self.base_model = words, base_model
+    def __init__(
+        self, folder: Path, base_model: str | None = None, tokens: Iterable[str | None] = ()
+    ):
+        self.base_model = base_model
         self.refusals: list[str] = []
         self.changes: list[str] = []
+        given = [token for token in (*tokens, *known_tokens()) if token]
+        self.tokens = [token for token in given if len(token) >= _SHORTEST_TOKEN]
+        folder = folder.resolve()
+        # A checkpoint lies in the run's folder.
+        run = folder.parent if folder.name.startswith("checkpoint-") else folder
+        self.places = [str(place) for place in (folder, run, Path.home()) if len(place.parts) > 1]
+        try:
+            self.user = getpass.getuser()
+        except (OSError, KeyError):  # a user without a name, as in some containers
+            self.user = ""
+        self.machine = socket.gethostname()
 
     def published(self, name: str, content: bytes) -> bytes:
         """Return what is published of a file that is not weights."""
         text = content.decode("utf-8", errors="replace")
-        if secret := self.words.secret_in(text):
+        if secret := self.secret_in(text):
             self._refuse(name, secret, "Take it out, and revoke the token if others could read it.")
         elif name.endswith(".json") and name not in _VOCABULARY:
             return self._json(name, content)
-        elif name.endswith((".md", ".jinja")) and (place := self.words.place_in(text)):
+        elif name.endswith((".md", ".jinja")) and (place := self.place_in(text)):
             self._refuse(name, place, "Take it out of the text.")
         return content
 
@@ -156,7 +111,7 @@ class Scan:
                 self._name_base(name, values)
         for key, text in _texts(values):
             is_program = any(part.startswith("chat_template") for part in key.split("."))
-            if found := self.words.place_in(text) if is_program else self.words.found_in(text):
+            if found := self.place_in(text) if is_program else self.found_in(text):
                 self._refuse(f"{name}: {key}", found, "Take it out, or write a public name there.")
         if len(self.changes) == before:
             return content
@@ -187,6 +142,35 @@ class Scan:
 
     def _refuse(self, where: str, what: str, next_move: str) -> None:
         self.refusals.append(f"{where} holds {what}. {next_move}")
+
+    def secret_in(self, text: str) -> str:
+        """Say which secret a text holds; empty if none."""
+        found = any(token in text for token in self.tokens) or _TOKEN.search(text)
+        return "a token of the Hub" if found else ""
+
+    def place_in(self, text: str) -> str:
+        """Say which folder of this machine a text names; empty if none."""
+        for place in self.places:
+            for spelled in (place, place.replace("\\", "\\\\")):  # as it is, and as in JSON
+                if re.search(re.escape(spelled) + r"(?![\w.-])", text):
+                    return f"the folder {place}"
+        return ""
+
+    def found_in(self, value: str) -> str:
+        """Say what is private about a value of a configuration; empty if nothing is."""
+        if found := self.secret_in(value) or self.place_in(value):
+            return found
+        paths = _ADDRESS.sub("", value)
+        if _OTHER_ADDRESS.search(paths):
+            return "an address that is not a public page's"
+        if is_local_path(paths) or _INSIDE.search(paths):
+            return "a local path"
+        if self.user and re.search(rf"[\\/]{re.escape(self.user)}[\\/]", paths):
+            return "the user's name in a path"
+        known = len(self.machine) >= _SHORTEST_NAME and self.machine != "localhost"
+        if known and re.search(rf"(?<![\w-]){re.escape(self.machine)}(?![\w-])", value):
+            return "the name of this machine"
+        return ""
 
 
 def known_tokens() -> list[str]:

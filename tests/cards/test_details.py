@@ -89,25 +89,19 @@ def test_metadata_survives_a_round_trip_and_keeps_the_rules(tmp_path: Path) -> N
     assert "hf-dp verify org/m" in text
 
 
-def test_what_the_user_gave_survives_later_saves(tmp_path: Path) -> None:
-    trainer = tiny.trainer(tmp_path, accountant="rdp", save_strategy="steps", save_steps=1)
-    trainer.train()
-    given = {"license": "mit", "language": "en", "finetuned_from": "org/base", "tags": ["mine"]}
-    trainer.create_model_card(**given)
-    trainer.save_model()
-    trainer.save_model()
-    data = ModelCard.load(tmp_path / "README.md").data
-    assert (data.license, data.language, data.base_model) == ("mit", ["en"], "org/base")
-    assert "mine" in data.tags
-    with pytest.raises(InvalidArgumentError, match="licence"):
-        trainer.create_model_card(licence="mit")
-
-
-def test_what_the_user_gave_survives_a_resume(tmp_path: Path) -> None:
+def test_what_the_user_gave_survives_later_saves_and_a_resume(tmp_path: Path) -> None:
     arguments = {"accountant": "rdp", "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     first = tiny.trainer(tmp_path, **arguments)
     first.describe(license="mit")
     first.train()
+    first.create_model_card(language="en", finetuned_from="org/base", tags=["mine"])
+    with pytest.raises(InvalidArgumentError, match="licence"):
+        first.create_model_card(licence="mit")
+    first.save_model()
+    first.save_model()
+    data = ModelCard.load(tmp_path / "README.md").data
+    assert (data.license, data.language, data.base_model) == ("mit", ["en"], "org/base")
+    assert "mine" in data.tags
     again = tiny.trainer(tmp_path, **arguments)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     again.save_model()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import tiny
-import yaml
 from loopback_hub import BASE, TOKEN, USER
 
 from hf_dp.cli.main import main
@@ -54,34 +52,3 @@ def test_there_is_no_option_for_a_token(capsys):
         main(["publish", "--help"])
     said = capsys.readouterr().out
     assert "--token" not in said and "hf auth login" in said and "HF_TOKEN" in said
-
-
-def test_train_publishes_once(hub, base, tmp_path, capsys):
-    files = {"train": tiny.rows(40), "dev": tiny.held_out_rows()}
-    for name, rows in files.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    values = {
-        "task": "text_classification",
-        "model_name_or_path": str(base),
-        "train_file": str(tmp_path / "train.jsonl"),
-        "validation_file": str(tmp_path / "dev.jsonl"),
-        "class_names": ["negative", "positive"],
-        "max_length": 24,
-        "output_dir": str(tmp_path / "out"),
-        "target_epsilon": 8,
-        "expected_batch_size": 8,
-        "max_steps": 2,
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-        "push_to_hub": True,
-        "hub_model_id": NAME,
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
-    assert main(["train", "--config", str(tmp_path / "run.yaml")]) == 0
-    (commit,) = hub.pushes(NAME)
-    assert {"model.safetensors", "privacy.json", "README.md", "tokenizer.json"} <= set(commit.files)
-    assert b"accuracy" in commit.files["README.md"] and NAME.encode() in commit.files["README.md"]
-    for where, content in hub.received():
-        assert str(tmp_path).encode() not in content, where

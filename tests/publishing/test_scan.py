@@ -10,15 +10,19 @@ import torch
 from loopback_hub import TOKEN
 from safetensors.torch import save_file
 
-from hf_dp.publishing.scan import PrivateWords, Scan, scrubbed
+from hf_dp.publishing.scan import Scan, scrubbed
 
-WORDS = PrivateWords(
-    (TOKEN,), ("/srv/people/alicia", "/srv/people/alicia/runs/one"), "alicia", "wonderland7"
-)
+PLACES = ["/srv/people/alicia", "/srv/people/alicia/runs/one"]
+
+
+def scan(base_model: str | None = None) -> Scan:
+    made = Scan(Path(PLACES[1]), base_model, [TOKEN])
+    made.places, made.user, made.machine = PLACES, "alicia", "wonderland7"
+    return made
 
 
 def looked_at(name: str, values, base_model: str | None = None) -> tuple[bytes, Scan]:
-    contents = Scan(WORDS, base_model)
+    contents = scan(base_model)
     text = values if isinstance(values, bytes) else json.dumps(values).encode()
     return contents.published(name, text), contents
 
@@ -49,7 +53,7 @@ def looked_at(name: str, values, base_model: str | None = None) -> tuple[bytes, 
         ("a", "hf_" + "x" * 34, "a token of the Hub"),
         ("b", ["x", {"c": "/data/secret/rows.csv"}], "a local path"),
         ("/data/rows/a.csv", 1, "a local path"),
-        ("chat_template", f"{{{{ '{WORDS.places[0]}' }}}}", "the folder"),
+        ("chat_template", f"{{{{ '{PLACES[0]}' }}}}", "the folder"),
     ],
 )
 def test_what_is_private_is_refused_by_file_and_key(key, value, what):
@@ -92,7 +96,7 @@ def test_no_text_leaves_with_a_token(name):
 
 def test_a_card_does_not_name_the_folder_or_the_home():
     assert looked_at("README.md", b"see /usr/share/doc and alicia/model")[1].refusals == []
-    for place in WORDS.places:
+    for place in PLACES:
         assert looked_at("README.md", f"in {place}/x".encode())[1].refusals
 
 
@@ -155,7 +159,7 @@ def test_metadata_of_weights_other_than_their_format_is_refused(tmp_path):
     def refusals(**metadata: str) -> list[str]:
         path = tmp_path / "model.safetensors"
         save_file({"w": torch.zeros(2)}, path, metadata=metadata)
-        contents = Scan(WORDS)
+        contents = scan()
         contents.look_at_weights("model.safetensors", path)
         return contents.refusals
 
@@ -165,7 +169,7 @@ def test_metadata_of_weights_other_than_their_format_is_refused(tmp_path):
     (refusal,) = refusals(format="pt", trained_on="rows.csv")
     assert "model.safetensors holds 'trained_on'" in refusal
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
-    contents = Scan(WORDS)
+    contents = scan()
     contents.look_at_weights("model.safetensors", tmp_path / "model.safetensors")
     assert "safetensors file" in contents.refusals[0]
 
@@ -174,13 +178,10 @@ def test_words_of_this_machine(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("LOGNAME", "alicia")
-    words = PrivateWords.of(tmp_path / "run" / "checkpoint-2", ["a-token-that-was-passed"])
+    words = Scan(tmp_path / "run" / "checkpoint-2", tokens=["a-token-that-was-passed"])
     assert {TOKEN, "a-token-that-was-passed"} <= set(words.tokens)
-    assert words.places == (
-        str(tmp_path / "run" / "checkpoint-2"),
-        str(tmp_path / "run"),
-        str(tmp_path / "home"),
-    )
+    folders = ("run/checkpoint-2", "run", "home")
+    assert words.places == [str(tmp_path / folder) for folder in folders]
     assert words.user == "alicia" and words.machine
 
 

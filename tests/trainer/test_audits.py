@@ -324,5 +324,6 @@ def test_the_strongest_result_of_a_design_is_named(guesses, monkeypatch):
     least = 0.05 ** (1 / guesses)
     most = math.floor(100 * math.log(least / (1 - least))) / 100
     assert f"All of them right would have shown {most:.2f} " in few_right.in_words()
-    monkeypatch.setattr(audited, "_bounds", lambda *counts: few_right.bounds[:1] * 2)
+    found = few_right.bounds[:1] * 2
+    monkeypatch.setattr(audited, "_bounds", lambda *counts: found)
     assert f"would have shown {most:.2f} " not in few_right.in_words()  # as planted

@@ -45,7 +45,7 @@ def test_dp_sgd_after_public_labels_claims_no_labels(tmp_path):
     assert "labels being public" in statement.sentence()
     assert any("entered the loss of the earlier run" in line for line in statement.not_covered)
     card = (tmp_path / "second" / "README.md").read_text()
-    assert "labels being public" in card and "unit: features of an example (labels public)" in card
+    assert "labels being public" in card and "unit: features" in card
     third = run(tmp_path / "third", tmp_path / "second")
     assert (
         third.privacy_statement().unit_code == "features"

@@ -92,7 +92,7 @@ def test_the_statement_names_the_clipping_function(tmp_path, clipping):
         "per_layer": "layer by layer",
     }
     statement = trainer.privacy_statement()
-    assert words[clipping] in statement.mechanism and statement.clipping == clipping
+    assert words[clipping] in statement.mechanism and statement.plan.clipping == clipping
     assert trainer.privacy_plan.clipping == clipping and f'"clipping": "{clipping}"' in (
         tmp_path / "privacy.json"
     ).read_text(encoding="utf-8")
