@@ -106,7 +106,6 @@ class LogitGradients:
 class HeadGradients(PerExampleGradient):
     """Sums of outer products whose left factors are formed again by blocks of the vocabulary."""
 
-    form = "factors by blocks"
     logits: LogitGradients  # gives the left factors; its inputs are the right ones
     gram: Tensor  # the left factors' Gram matrices, (b, T, T)
     keep: Tensor | None = None

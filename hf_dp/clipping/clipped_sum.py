@@ -67,7 +67,6 @@ class ClippedSum:
     rows_per_unit: int = 1  # how many examples that follow each other are clipped as one
     slack_cap: float = 1.0  # the most of C that rounding may make of one example's part
     given: Captured | None = None  # gradients that were captured already
-    forms: dict[nn.Parameter, str] = field(default_factory=dict)  # only from book-keeping
     adding: bool = False  # whether a failure now would leave the sums incomplete
 
     def units(self, losses: Tensor) -> int:
@@ -209,7 +208,6 @@ def book_keeping(clipped: ClippedSum, losses: Tensor) -> Tensor:
     """
     uses = clipped.capture(losses)
     make_explicit(uses, clipped.spare(held_bytes(uses)))
-    clipped.forms = {p: ", ".join(sorted({use.form for use in of})) for p, of in uses.items()}
     return clip_and_add(clipped, uses, clipped.units(losses))
 
 

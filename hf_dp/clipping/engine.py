@@ -14,6 +14,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +83,7 @@ class ClippingEngine:
     """
 
     regrouped = SMALL_GROUP
+    clippings: ClassVar[tuple[str, ...]] = CLIPPINGS  # those that a subclass can do
 
     def __init__(
         self,
@@ -100,7 +102,7 @@ class ClippingEngine:
                 f"to be at least {SMALLEST_CLIPPING_NORM}",
                 "The squares of gradients this small are 0 in float32. Scale the loss up.",
             )
-        self.clipping = _validate.one_of("clipping", clipping, CLIPPINGS)
+        self.clipping = _validate.one_of("clipping", clipping, self.clippings)
         self.strategy = _validate.one_of("strategy", strategy, STRATEGIES)
         self.memory_ratio = check_memory_ratio("memory_ratio", memory_ratio)
         self._tape = Tape()
@@ -110,7 +112,6 @@ class ClippingEngine:
         self._groups: dict[nn.Parameter, int] = {}
         self._sums = RunningSums()
         self._model_bytes = 0  # of weights and gradients
-        self._forms: dict[nn.Parameter, str] = {}
         self._sharded = False
         self._shards = ShardedSums(())
         self._spoiled = False
@@ -175,11 +176,6 @@ class ClippingEngine:
     def groups(self) -> dict[str, int]:
         """The group of each parameter, numbered from 0, inside the ``with``."""
         return {name: self._groups[parameter] for name, parameter in self._parameters.items()}
-
-    @property
-    def forms(self) -> dict[str, str]:
-        """The form that book-keeping gave each parameter's gradients in the last physical batch."""
-        return {name: self._forms[p] for name, p in self._parameters.items() if p in self._forms}
 
     def backward(
         self,
@@ -265,7 +261,6 @@ class ClippingEngine:
             self._spoiled = self._spoiled or clipped.adding or self._large is not None
             raise
         finally:
-            self._forms = clipped.forms
             self._tape.forget_forward()
         norms = norms.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
         return norms if counted else norms[:0]

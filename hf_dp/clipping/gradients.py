@@ -55,7 +55,6 @@ class Weights:
 class PerExampleGradient(ABC):
     """The gradients that one use of a parameter gives b examples, in one of the three forms."""
 
-    form: ClassVar[str]  # its name
     values: ClassVar[tuple[str, ...]] = ()  # its tensors (b, ...), in each of which it is linear
 
     @abstractmethod
@@ -127,7 +126,7 @@ class PerExampleGradient(ABC):
         Raises: UnsupportedModelError for a form that cannot be summed so.
         """
         raise UnsupportedModelError(
-            f"Gradients in the form {self.form!r} cannot be summed over the rows of a unit. Set "
+            f"{type(self).__name__} cannot be summed over the rows of a unit. Set "
             "chunked_loss=False."
         )
 
@@ -190,7 +189,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 class OuterProducts(PerExampleGradient):
     """``G_i = sum_t left[i, t] right[i, t]^T``; left (b, T, m), right (b, T, n)."""
 
-    form, values = "factors", ("left", "right")
+    values = ("left", "right")
     left: Tensor
     right: Tensor
 
@@ -249,7 +248,7 @@ class Lookups(PerExampleGradient):
         grads: (b, T, n), zero at padding.
     """
 
-    form, values = "lookups", ("grads",)
+    values = ("grads",)
     tokens: Tensor
     grads: Tensor
 
@@ -321,7 +320,7 @@ class Dense(PerExampleGradient):
             must not depend on the form, which its neighbors help to decide.
     """
 
-    form, values = "explicit", ("gradients",)
+    values = ("gradients",)
     gradients: Tensor
     owned: bool = False
     of_terms: Tensor | None = None

@@ -15,13 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hf_dp._validate import invalid, one_of
+from hf_dp._validate import invalid
 from hf_dp.clipping.clipped_sum import ClippedSum, clip_and_add
 from hf_dp.clipping.engine import ClippingEngine
 from hf_dp.clipping.gradients import Dense, OuterProducts, PerExampleGradient
 from hf_dp.clipping.rounding import accumulation_dtype, full_precision, zero_sum
 
-CLIPPINGS = ("flat", "automatic")
 LEFT, RIGHT = ".left_carrier", ".right_carrier"  # what follows a weight's name in the sums
 
 
@@ -55,6 +54,8 @@ class LowRankEngine(ClippingEngine):
             clipping is neither ``"flat"`` nor ``"automatic"``.
     """
 
+    clippings = ("flat", "automatic")
+
     def __init__(
         self,
         model: nn.Module,
@@ -62,7 +63,7 @@ class LowRankEngine(ClippingEngine):
         clipping_norm: float,
         clipping: str = "flat",
     ):
-        super().__init__(model, clipping_norm, one_of("clipping", clipping, CLIPPINGS))
+        super().__init__(model, clipping_norm, clipping)
         self.carriers = dict(carriers)
 
     def __enter__(self) -> LowRankEngine:

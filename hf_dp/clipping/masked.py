@@ -13,14 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from hf_dp._validate import invalid, one_of
+from hf_dp._validate import invalid
 from hf_dp.clipping.clipped_sum import ClippedSum
 from hf_dp.clipping.engine import ClippingEngine
 from hf_dp.clipping.gradients import Lookups, PerExampleGradient
 from hf_dp.clipping.norms import ExampleNorms
 from hf_dp.clipping.rounding import Norms, full_precision, squared_norms
-
-CLIPPINGS = ("flat", "automatic")
 
 # How many numbers of gradients are held at once: one MiB, which stays in a core's cache, or enough
 # to keep a GPU busy.
@@ -42,6 +40,8 @@ class MaskedEngine(ClippingEngine):
             clipping is neither ``"flat"`` nor ``"automatic"``.
     """
 
+    clippings = ("flat", "automatic")
+
     def __init__(
         self,
         model: nn.Module,
@@ -49,7 +49,7 @@ class MaskedEngine(ClippingEngine):
         clipping_norm: float,
         clipping: str = "flat",
     ):
-        super().__init__(model, clipping_norm, one_of("clipping", clipping, CLIPPINGS))
+        super().__init__(model, clipping_norm, clipping)
         self.masks = dict(masks)
 
     def __enter__(self) -> MaskedEngine:

@@ -181,7 +181,8 @@ def results(
 def test_equals_the_loop(name, processes):
     architecture = ARCHITECTURES[name]
     expected = expected_of(architecture)
-    for found in results(processes, architecture, expected.clipping_norm):
+    cases = CASES if name in ("bert", "gpt2_tied") else CASES[::2]
+    for found in results(processes, architecture, expected.clipping_norm, cases):
         assert_equal(*found, expected)
 
 
@@ -493,15 +494,14 @@ def test_a_bucket_of_sums_of_full_size_at_a_time(strategy, limit, monkeypatch):
     assert on_processes(2, run) == [2 * parameters] * 2  # physical batches
 
 
-@pytest.mark.parametrize(("shape", "dimension"), [((7, 3), 0), ((2, 5), 0), ((4, 6, 2), 1)])
 @pytest.mark.parametrize("bucket", [4, 40, 2**23])
-def test_a_scattered_sum_is_placed_as_its_parameter(shape, dimension, bucket, monkeypatch):
+def test_scattered_sums_are_placed_as_their_parameters(bucket, monkeypatch):
     monkeypatch.setattr(distributed_sums, "BUCKET", bucket)
 
     def run() -> list[Tensor]:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         parameters, totals = [], []
-        for each, dim in ((shape, dimension), ((9,), 0)):
+        for each, dim in (((7, 3), 0), ((2, 5), 0), ((4, 6, 2), 1), ((9,), 0)):
             whole = torch.zeros(each, dtype=torch.float64)
             parameters.append(distribute_tensor(whole, mesh, [Shard(dim)]))
             totals.append(torch.arange(whole.numel()).double().view(each) * (1 + dist.get_rank()))
@@ -692,7 +692,7 @@ def test_the_self_check_passes(name):
 
     def run() -> None:
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-        for options in ({}, {"reshard_after_forward": False}, {"mesh": mesh}):
+        for options in ({}, {"reshard_after_forward": False, "mesh": mesh}):
             unchanged(torch.float64, architecture.precision(), **options)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         unchanged(torch.float32, nullcontext(), mp_policy=policy)

@@ -74,7 +74,7 @@ def with_its_image(batch: Batch) -> Any:
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "other keys": (
         lambda batch: {"pixels": pixels(batch), "labels": batch["label"]}, {},
-        r"no `pixel_values` .they have \['pixels'\]., which ViTForImageClassification takes",
+        r"no `pixel_values` .they have \['labels', 'pixels'\].*remove_unused_columns=False",
     ),
     "other keys in some rows": (
         lambda batch: {"pixels" if batch["label"] == [2] else "pixel_values": pixels(batch), "labels": batch["label"]}, {},
