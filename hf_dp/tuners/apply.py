@@ -38,8 +38,7 @@ def load_model(name_or_path: str) -> nn.Module:
     if cls is None:
         raise InvalidArgumentError(
             f"Expected `model`={name_or_path!r} to name its class in config.architectures, got "
-            f"{config.architectures!r}. Load it yourself, for example with "
-            "AutoModelForSequenceClassification.from_pretrained, and pass the model."
+            f"{config.architectures!r}. Load it yourself, and pass the model."
         )
     return cls.from_pretrained(name_or_path)
 

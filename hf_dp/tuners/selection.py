@@ -50,9 +50,7 @@ class SelectionConfig(LNTuningConfig):
     A new head (``task_type`` SEQ_CLS, TOKEN_CLS, QUESTION_ANS) and ``modules_to_save`` always
     train, and are not candidates.
 
-    Args:
-        parameters: names of the chosen parameters, as the base model's ``named_parameters`` gives
-            them; None until they are chosen.
+    Args: parameters: names of the chosen parameters in the base model; None until they are chosen.
 
     Raises: ConfigError for ``target_modules`` (``parameters`` decides them).
     """
@@ -122,18 +120,14 @@ class SelectionConfig(LNTuningConfig):
         """
         values = read_details(pretrained_model_name_or_path, **kwargs)
         method = values.pop("method", None)
-        if method != cls.method:
+        unknown = sorted(set(values) - {item.name for item in fields(cls)})
+        if method != cls.method or unknown:
             raise ConfigError(
                 f"Expected {FILE_NAME} in {pretrained_model_name_or_path!r} to come from the "
-                f"method {cls.method!r}, got {method!r}. Read it with that method's configuration."
+                f"method {cls.method!r}, got {method!r} (unknown: {unknown}). Read it with that "
+                "method's configuration, by the version of hf_dp that wrote it."
             )
-        try:
-            return cls(**values)
-        except TypeError as problem:
-            raise ConfigError(
-                f"{FILE_NAME} cannot be read ({problem}): another version of hf_dp wrote it. Use "
-                "that version."
-            ) from problem
+        return cls(**values)
 
 
 @dataclass
@@ -311,13 +305,10 @@ class SelectionModel(LNTuningModel):
 
 
 def target_modules(model: nn.Module, parameters: Sequence[str]) -> list[str] | str:
-    """Return the layers that own these parameters, in the form PEFT takes them.
+    """Return the layers that own these parameters, all of a tied one, in the form PEFT takes them.
 
-    For a tied parameter these are all its owners.
-
-    Raises:
-        InvalidArgumentError: a name is not that of a parameter.
-        UnsupportedModelError: a parameter does not belong to a single layer.
+    Raises: InvalidArgumentError for a name that is not that of a parameter; UnsupportedModelError
+        for a parameter that does not belong to a single layer.
     """
     names = dict(model.named_parameters())
     modules = dict(model.named_modules(remove_duplicate=False))
