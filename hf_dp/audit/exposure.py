@@ -30,20 +30,13 @@ AT_RANDOM = 1 / math.log(2)  # the mean of -log2 U, U uniform on (0, 1): a model
 
 @dataclass(frozen=True)
 class Ranked:
-    """The exact exposure.
+    """The exact exposure. A tie counts against the canary: whatever is as little perplexing stands
+    before it, so exposure is never overstated."""
 
-    Attributes:
-        exposure: in bits.
-        rank: 1 for the least perplexing of all. A tie counts against the canary: whatever is as
-            little perplexing stands before it, so exposure is never overstated.
-        tied: how many others are exactly as perplexing.
-        size: |R|.
-    """
-
-    exposure: float
-    rank: int
-    tied: int
-    size: int
+    exposure: float  # in bits
+    rank: int  # 1 for the least perplexing of all
+    tied: int  # how many others are exactly as perplexing
+    size: int  # |R|
 
 
 def exact(canary: float, others: ArrayLike) -> Ranked:
@@ -66,23 +59,19 @@ class Approximated:
     """Exposure by a distribution model: -log2 P(perplexity <= the canary's).
 
     Attributes:
-        exposure: in bits; it can exceed log2 |R|, since a skew-normal has no end.
-        extrapolated: whether it is more than log2(sample + 1), which is all that a sample of this
-            size can tell by itself. What is beyond rests on the shape of the skew-normal.
-        sample: the number of candidates that it was fitted to.
-        shape, location, scale: of the skew-normal.
-        distance: between the fitted distribution and the sample, of Kolmogorov and Smirnov, 0 to 1.
-        p_value: of their test. The fit has seen the sample, so it is larger than it should be: a
-            small one refutes the fit, a large one says little.
+        extrapolated: whether exposure is more than log2(sample + 1), which is all that a sample of
+            this size can tell by itself. What is beyond rests on the shape of the skew-normal.
+        p_value: of the test of Kolmogorov and Smirnov. The fit has seen the sample, so it is larger
+            than it should be: a small one refutes the fit, a large one says little.
     """
 
-    exposure: float
+    exposure: float  # in bits; it can exceed log2 |R|, since a skew-normal has no end
     extrapolated: bool
-    sample: int
+    sample: int  # the number of candidates that it was fitted to
     shape: float
     location: float
     scale: float
-    distance: float
+    distance: float  # between the fitted distribution and the sample, 0 to 1
     p_value: float
 
 

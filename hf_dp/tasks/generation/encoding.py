@@ -10,7 +10,7 @@ from hf_dp.errors import ConfigError, DataError
 from hf_dp.losses import IGNORED_LABEL
 from hf_dp.tasks.generation.arguments import TextArguments
 from hf_dp.tasks.generation.chat import ChatEncoding, Example
-from hf_dp.tasks.generation.formats import MESSAGES, columns_of, read_row
+from hf_dp.tasks.generation.formats import FORMATS, MESSAGES, read_row
 from hf_dp.tasks.generation.language_models import SEQ2SEQ
 from hf_dp.tasks.labels import require_columns
 from hf_dp.tasks.sources import load_train
@@ -212,11 +212,22 @@ def count_examples(recipe: Mapping[str, Any]) -> int:
 
 
 def columns_read(data: TextArguments) -> list[str]:
-    """Return the columns that a row needs, that of the text last. Raises: DataError."""
+    """Return the columns that a row needs, that of the text last.
+
+    Raises: DataError for a column that has to be named and is not.
+    """
     if data.data_format == MESSAGES:
         return [data.messages_column]
-    named = ("prompt_column", "target_column", "text_column")
-    return columns_of(data.data_format, {name: getattr(data, name) for name in named})
+    layout = FORMATS[data.data_format]
+    columns = []
+    for name in layout.columns:
+        column = getattr(data, name) if name.endswith("_column") else name
+        if not column:
+            raise DataError(
+                f"data_format {data.data_format!r} needs `{name}`: {layout.help}. Name the column."
+            )
+        columns.append(column)
+    return columns
 
 
 def _columns(rows: Dataset, data: TextArguments) -> list[str]:

@@ -143,25 +143,6 @@ MESSAGES = "messages"  # turns, which a chat template writes: see chat.py
 NAMES = (*FORMATS, MESSAGES)
 
 
-def columns_of(name: str, named: Mapping[str, str | None]) -> list[str]:
-    """Return the columns that a layout of :data:`FORMATS` reads.
-
-    Args: named: the columns that the user named, by argument.
-
-    Raises: DataError for a column that has to be named and is not.
-    """
-    columns = [
-        named.get(column) if column.endswith("_column") else column
-        for column in FORMATS[name].columns
-    ]
-    for argument, column in zip(FORMATS[name].columns, columns, strict=True):
-        if not column:
-            raise DataError(
-                f"data_format {name!r} needs `{argument}`: {FORMATS[name].help}. Name the column."
-            )
-    return [str(column) for column in columns]
-
-
 def read_row(name: str, values: Sequence[object], row: int) -> Written:
     """Return what the values of a row's columns say. Raises: DataError, naming the row, for a value
     of another kind, or without any target."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from hf_dp.errors import DataError
+from hf_dp.tasks.generation.arguments import TextArguments
+from hf_dp.tasks.generation.encoding import columns_read
 from hf_dp.tasks.generation.formats import (
     FORMATS,
-    columns_of,
     dart_triples,
     e2e_table,
     persona_dialog,
@@ -75,9 +76,12 @@ def test_a_dialog_keeps_its_latest_utterances_and_names_who_spoke():
 
 def test_every_layout_reads_its_columns():
     named = {"prompt_column": "question", "target_column": "answer", "text_column": "note"}
-    assert columns_of("pairs", named) == ["question", "answer"]
-    assert columns_of("text", named) == ["note"]
-    assert columns_of("e2e", {}) == ["meaning_representation", "human_reference"]
+    assert columns_read(TextArguments(**named)) == ["question", "answer"]
+    assert columns_read(TextArguments(data_format="text", **named)) == ["note"]
+    assert columns_read(TextArguments(data_format="e2e")) == [
+        "meaning_representation",
+        "human_reference",
+    ]
     assert read_row("pairs", ["q", "a"], 0).targets == ("a",)
     assert read_row("pairs", ["q", ["a", "b"]], 0).targets == ("a", "b")
     assert read_row("text", ["free"], 0).prompt == ""
@@ -88,7 +92,7 @@ def test_every_layout_reads_its_columns():
 @pytest.mark.parametrize("name", [name for name in FORMATS if name in ("pairs", "text")])
 def test_a_column_that_is_not_named_is_refused(name):
     with pytest.raises(DataError, match=rf"{name}.*_column"):
-        columns_of(name, {})
+        columns_read(TextArguments(data_format=name))
 
 
 @pytest.mark.parametrize(
