@@ -63,7 +63,7 @@ class ChatEncoding:
         Raises: DataError for turns that the template refuses or rewrites, or where no token of the
             assistant's is left.
         """
-        ids, mask = (each[: self.max_length] for each in self.whole(messages, row))
+        ids, mask = (each[: self.max_length] for each in self._masked(messages, row))
         if not any(mask):
             raise DataError(
                 f"Row {row} has no token of the assistant's in its first {self.max_length}. Raise "
@@ -72,11 +72,8 @@ class ChatEncoding:
         labels = [token if own else IGNORED_LABEL for token, own in zip(ids, mask)]
         return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels}
 
-    def whole(self, messages: Turns, row: int) -> tuple[list[int], list[int]]:
-        """Return the token ids of a conversation, uncut, and 1 for each of the assistant's.
-
-        Raises: DataError for turns that the template refuses or rewrites.
-        """
+    def _masked(self, messages: Turns, row: int) -> tuple[list[int], list[int]]:
+        """Return the token ids of a conversation, uncut, and 1 for each of the assistant's."""
         turns = _turns(messages, row)
         if self.template:
             found = self._apply(messages, row, return_assistant_tokens_mask=True)
