@@ -37,7 +37,7 @@ from hf_dp.cli.tasks.masked_lm import PretrainingArguments
 from hf_dp.errors import ConfigError
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.tasks.classification import DataArguments, ImageArguments
-from hf_dp.tasks.classifiers import ImageModelArguments, ModelArguments
+from hf_dp.tasks.models import ImageModelArguments, ModelArguments
 from hf_dp.tasks.templates import Infilling
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.forward_arguments import forward_plan

@@ -263,7 +263,7 @@ def model_size(name: str) -> dict[str, Any]:
     from torch import nn
     from transformers import AutoConfig, AutoModel
 
-    from hf_dp.tasks.files import resolve_model
+    from hf_dp.tasks.sources import resolve_model
 
     try:
         config = AutoConfig.from_pretrained(resolve_model(name))

@@ -89,10 +89,10 @@ def _written(
     import torch
 
     from hf_dp.cli.verify import fetched
-    from hf_dp.tasks.files import load_file
     from hf_dp.tasks.generation.encoding import encoding_of
     from hf_dp.tasks.generation.language_models import load_trained
     from hf_dp.tasks.generation.synthetic import check_out, write_rows
+    from hf_dp.tasks.sources import load_file
 
     check_out(Path(asked.out))
     prompts = asked.prompts
@@ -123,7 +123,7 @@ def _written(
 def _refuse_another_base(folder: Path, base: str) -> None:
     """Raise ConfigError for an adapter on another base than it was trained on, of which its claim
     says nothing. Where it was trained, the same base may lie in another folder."""
-    from hf_dp.tasks.files import resolve_model
+    from hf_dp.tasks.sources import resolve_model
 
     file = folder / "adapter_config.json"
     if not file.is_file():

@@ -69,7 +69,7 @@ def _partitions(name: str, granularity: str, num_labels: int) -> tuple[dict[str,
     )
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
 
-    from hf_dp.tasks.files import resolve_model
+    from hf_dp.tasks.sources import resolve_model
     from hf_dp.tuners.apply import complete
     from hf_dp.tuners.frost.partition import partitions
     from hf_dp.tuners.frost.tuner import FrostConfig

@@ -58,7 +58,7 @@ def rows_of(
 @functools.cache
 def _whose(file: str, split: str, most: int | None, column: str) -> UnitTable:
     from hf_dp.batches.units import split_off_units
-    from hf_dp.tasks.files import load_file
+    from hf_dp.tasks.sources import load_file
 
     rows = load_file(file, split)
     return split_off_units(rows if most is None else rows.select(range(most)), column)[0]
@@ -77,7 +77,7 @@ def _count(recipe: dict[str, Any]) -> int:
 
         return len(demo_dataset()["train"])
     if recipe.get("train_file"):
-        from hf_dp.tasks.files import load_file
+        from hf_dp.tasks.sources import load_file
 
         return len(load_file(recipe["train_file"], recipe.get("train_split", "train")))
     raise ConfigError(
@@ -92,8 +92,8 @@ def trained_numbers(recipe: dict[str, Any], peft: dict[str, Any] | None) -> int:
     import transformers
 
     from hf_dp.cli.tasks import DEFAULT_TASK
-    from hf_dp.tasks.files import resolve_model
     from hf_dp.tasks.models import freeze
+    from hf_dp.tasks.sources import resolve_model
     from hf_dp.tuners.apply import apply_peft
 
     task = recipe.get("task", DEFAULT_TASK)

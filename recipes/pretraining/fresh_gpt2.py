@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, PreTrainedTokenizerFast
 
-from hf_dp.tasks.files import read_texts
+from hf_dp.tasks.sources import read_texts
 
 END = "<|endoftext|>"  # GPT-2's one special token, which begins and ends a text
 

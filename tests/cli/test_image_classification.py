@@ -530,7 +530,7 @@ def test_a_processor_that_does_not_fit_the_model(task, capsys):
 
 
 def test_without_pillow(task, capsys, monkeypatch):
-    monkeypatch.setattr("hf_dp.tasks.classifiers.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("hf_dp.tasks.models.importlib.util.find_spec", lambda name: None)
     assert train(task) == 2
     assert "pip install 'hf-dp[images]'" in capsys.readouterr().err
 

@@ -398,7 +398,7 @@ def test_the_main_process_prepares_rows_before_the_others(recipe, monkeypatch):
 def test_only_the_first_process_of_a_machine_prepares_a_folder_anew(
     rank, anew, tmp_path, monkeypatch
 ):
-    from hf_dp.tasks.files import load_hub
+    from hf_dp.tasks.sources import load_hub
 
     asked: list[dict[str, object]] = []
     monkeypatch.setattr("datasets.load_dataset", lambda *args, **options: asked.append(options))

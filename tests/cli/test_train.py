@@ -22,7 +22,7 @@ from hf_dp.cli.options import check_names
 from hf_dp.cli.tasks import TASKS, private_tasks, training_module
 from hf_dp.cli.tasks.shared import EvalArguments
 from hf_dp.errors import ConfigError
-from hf_dp.tasks.classifiers import ModelArguments
+from hf_dp.tasks.models import ModelArguments
 from hf_dp.trainer.arguments import GROUPS, DPTrainingArguments
 from hf_dp.trainer.trainer import DPTrainer
 

@@ -13,9 +13,8 @@ import tiny_images
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.tasks import sources
 from hf_dp.tasks.classification import DataArguments, encode
-from hf_dp.tasks.files import load_file, load_hub, read_texts
 from hf_dp.tasks.labels import label_names
-from hf_dp.tasks.sources import load_evaluation, load_train
+from hf_dp.tasks.sources import load_evaluation, load_file, load_hub, load_train, read_texts
 
 
 def write_csv(path: Path, number: int) -> str:

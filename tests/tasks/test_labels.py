@@ -13,8 +13,8 @@ from tiny_images import NAMES
 from hf_dp.errors import DataError, InvalidArgumentError
 from hf_dp.tasks import labels
 from hf_dp.tasks.classification import encode
-from hf_dp.tasks.files import load_file
 from hf_dp.tasks.labels import label_ids
+from hf_dp.tasks.sources import load_file
 
 
 def rows(labels: list[Any], declared: list[str] | None = None) -> datasets.Dataset:

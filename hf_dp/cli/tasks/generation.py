@@ -93,9 +93,8 @@ def build_trainer(
     from transformers import DataCollatorForSeq2Seq, set_seed
 
     from hf_dp.plans.units import USER
-    from hf_dp.tasks.generation.decoding import check_prompts
     from hf_dp.tasks.generation.encoding import encode, encoding_of
-    from hf_dp.tasks.generation.evaluation import evaluation_sets
+    from hf_dp.tasks.generation.evaluation import check_prompts, evaluation_sets
     from hf_dp.tasks.generation.language_models import load_language_model
     from hf_dp.trainer.trainer import DPTrainer
 

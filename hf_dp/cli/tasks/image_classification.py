@@ -19,14 +19,15 @@ from hf_dp.cli.tasks.shared import (
 )
 from hf_dp.errors import ConfigError
 from hf_dp.tasks.classification import ImageArguments, metrics, one_or_all
-from hf_dp.tasks.classifiers import (
+from hf_dp.tasks.labels import label_names
+from hf_dp.tasks.models import (
     ImageModelArguments,
+    check_pixels,
+    keep_class_names,
     load_image_classifier,
     load_processor,
     require_pillow,
 )
-from hf_dp.tasks.labels import label_names
-from hf_dp.tasks.models import check_pixels, keep_class_names
 from hf_dp.tasks.sources import load_evaluation, load_train
 
 if TYPE_CHECKING:

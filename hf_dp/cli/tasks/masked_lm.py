@@ -85,8 +85,8 @@ def build_trainer(task: PretrainingArguments, args: Any) -> Any:
     import datasets
     from transformers import AutoModelForMaskedLM, AutoTokenizer, DataCollatorForLanguageModeling
 
-    from hf_dp.tasks.files import loading, read_texts, resolve_model
     from hf_dp.tasks.masked_lm_trainer import MaskedLMTrainer, Stop
+    from hf_dp.tasks.sources import loading, read_texts, resolve_model
 
     path = resolve_model(task.model_name_or_path)
     advice = "Give a Hub name, a folder, or package:NAME."

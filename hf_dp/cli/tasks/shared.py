@@ -220,7 +220,7 @@ def evaluate_classifier(
     from transformers import Trainer, TrainingArguments, set_seed
 
     from hf_dp.tasks.classification import metrics
-    from hf_dp.tasks.files import loading, resolve_model
+    from hf_dp.tasks.sources import loading, resolve_model
 
     args, model_args, data = parse_evaluation((EvalArguments, *kinds), values, words)
     sets = load_evaluation(data)

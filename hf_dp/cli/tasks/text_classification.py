@@ -20,9 +20,8 @@ from hf_dp.cli.tasks.shared import (
 )
 from hf_dp.errors import ConfigError
 from hf_dp.tasks.classification import DataArguments, encode, encode_all, metrics
-from hf_dp.tasks.classifiers import ModelArguments, load_classifier
 from hf_dp.tasks.labels import label_names
-from hf_dp.tasks.models import check_positions, keep_class_names
+from hf_dp.tasks.models import ModelArguments, check_positions, keep_class_names, load_classifier
 from hf_dp.tasks.sources import load_evaluation, load_train
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dp.errors import UnsupportedModelError
-from hf_dp.tasks.files import loading, resolve_model
 from hf_dp.tasks.models import StartArguments, without_weights
+from hf_dp.tasks.sources import loading, resolve_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -9,7 +9,7 @@ from peft import PromptTuningConfig, get_peft_model
 
 from hf_dp.errors import DataError
 from hf_dp.tasks.generation.arguments import DecodingArguments
-from hf_dp.tasks.generation.decoding import check_prompts, decode
+from hf_dp.tasks.generation.evaluation import check_prompts, decode
 
 PROMPTS = ["food", "The Golden Fern is a cheap pub", "area : riverside | food", "a"]
 
