@@ -171,7 +171,9 @@ def _refuse_addresses(rows: Dataset, column: str) -> None:
             row += 1
 
 
-def check_images(rows: Dataset, which: str, column: str, quiet: bool = False) -> tuple[int, ...]:
+def check_images(
+    rows: Dataset, which: str, column: str, quiet: bool | None = False
+) -> tuple[int, ...]:
     """Read every image of :func:`image_rows` once, and return the shape of their pixels.
 
     Args: which, column: what the rows, and their column of images, are called in messages.

@@ -194,7 +194,7 @@ class Evaluated(NamedTuple):
 
 def evaluate_texts(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Any,  # a trainer knows it as its processing_class
     collate: Collate,
     sets: list[EvaluationSet],
     data: TextArguments,
