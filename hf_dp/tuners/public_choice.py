@@ -31,11 +31,9 @@ class RandomConfig(RatioConfig):
         selection_seed: seed of the draw, which is public; by default ``DPTrainer`` sets it to that
             of its run, so that runs with other seeds draw other matrices. Elsewhere it is 0. A
             resume by another seed is refused, unless it is set to that of the run.
-        granularity: as in :func:`hf_dp.tuners.frost.partition.partitions`.
     """
 
     selection_seed: int | None = field(default=None)
-    granularity: str = field(default="weight")
 
     method: ClassVar[str] = "random"
 
@@ -45,7 +43,7 @@ class RandomConfig(RatioConfig):
             integer("selection_seed", self.selection_seed, 0)
 
     def choose(self, model: nn.Module) -> list[str]:
-        parts = partitions(model, self.granularity, set(self.candidates(model).values()))
+        parts = partitions(model, set(self.candidates(model).values()))
         refuse_too_small(parts, self.unfreeze_ratio)
         left = self.unfreeze_ratio * sum(part.size for part in parts)
         chosen: list[str] = []

@@ -8,25 +8,23 @@ import pytest
 from architectures import ARCHITECTURES
 
 from hf_dp.cli.main import main
-from hf_dp.errors import InvalidArgumentError
 from hf_dp.tuners.frost.partition import partitions
 
 
-@pytest.mark.parametrize("granularity", ["weight", "module"])
 @pytest.mark.parametrize(
     "name",
     ["bert", "albert", "bert_masked_lm", "gpt2_tied", "gemma3", "t5", "bart", "vit", "dinov2"],
 )
-def test_every_trainable_parameter_is_in_exactly_one(name, granularity):
+def test_every_trainable_parameter_is_in_exactly_one(name):
     model = ARCHITECTURES[name].build()
-    found = partitions(model, granularity)
+    found = partitions(model)
     parameters = dict(model.named_parameters())
     assert sorted(n for p in found for n in p.parameters) == sorted(parameters)
     assert [p.size for p in found] == [
         sum(parameters[n].numel() for n in p.parameters) for p in found
     ]
     assert len({p.name for p in found}) == len(found)
-    assert partitions(ARCHITECTURES[name].build(), granularity) == found
+    assert partitions(ARCHITECTURES[name].build()) == found
 
 
 def by_name(name: str, **options):
@@ -72,11 +70,6 @@ def test_frozen_parameters_are_left_out():
     model = ARCHITECTURES["bert"].build()
     model.bert.embeddings.requires_grad_(False)
     assert not any("embeddings" in p.name for p in partitions(model))
-
-
-def test_an_unknown_granularity_is_refused():
-    with pytest.raises(InvalidArgumentError, match="granularity"):
-        by_name("bert", granularity="layer")
 
 
 def test_the_command(tmp_path, capsys):

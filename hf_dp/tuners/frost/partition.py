@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hf_dp._validate import invalid, one_of
+from hf_dp._validate import invalid
 
-GRANULARITIES = ("weight", "module")
 _ROLE = re.compile(r"(weight|bias)$")
 
 
@@ -27,24 +26,14 @@ class Partition:
     size: int  # how many numbers they hold, |P|
 
 
-def partitions(
-    model: nn.Module,
-    granularity: str = "weight",
-    among: Collection[nn.Parameter] | None = None,
-) -> list[Partition]:
+def partitions(model: nn.Module, among: Collection[nn.Parameter] | None = None) -> list[Partition]:
     """Return the trainable parameters of ``model`` as disjoint partitions.
 
     Partitions come in the order of their first parameters. Tied parameters count as one, and what
     is tied to a partition belongs to it (the bias of a vocabulary to its embedding).
 
-    Args:
-        granularity: ``"weight"`` for a weight matrix with its bias, ``"module"`` for everything
-            that one module owns.
-        among: only these parameters; by default the trainable ones.
-
-    Raises: InvalidArgumentError for an unknown granularity.
+    Args: among: only these parameters; by default the trainable ones.
     """
-    one_of("granularity", granularity, GRANULARITIES)
     if among is None:
         among = {parameter for parameter in model.parameters() if parameter.requires_grad}
     first = {parameter: name for name, parameter in model.named_parameters() if parameter in among}
@@ -64,7 +53,7 @@ def partitions(
                 continue
             name = first[parameter]
             owners[name].append(module_name)
-            stem = "" if granularity == "module" else _ROLE.sub("", local).rstrip("._")
+            stem = _ROLE.sub("", local).rstrip("._")
             key = ".".join(filter(None, [module_name, stem]))
             seen.setdefault(key, len(seen))
             if name in keys:

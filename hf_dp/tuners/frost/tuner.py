@@ -32,7 +32,7 @@ from hf_dp.tuners.base import (
     serves,
 )
 from hf_dp.tuners.frost.magnitude import MagnitudeEngine, sensitivity
-from hf_dp.tuners.frost.partition import GRANULARITIES, Partition, partitions, refuse_too_small
+from hf_dp.tuners.frost.partition import Partition, partitions, refuse_too_small
 from hf_dp.tuners.frost.select import select
 from hf_dp.tuners.selection import PrivateConfig, candidates, register
 
@@ -55,7 +55,6 @@ class FrostConfig(PrivateConfig):
         norm_order: alpha, 1 or 2, of the gradient's norm that is clipped.
         num_selections: K. Above 1, what trains is chosen again every 1/K of the steps, and a whole
             checkpoint is saved.
-        granularity: as in :func:`hf_dp.tuners.frost.partition.partitions`.
         made: the selections so far, filled in by the trainer.
 
     Raises: InvalidArgumentError naming the argument.
@@ -66,7 +65,6 @@ class FrostConfig(PrivateConfig):
     magnitude: str = field(default="mgna")
     norm_order: int = field(default=1)
     num_selections: int = field(default=1)
-    granularity: str = field(default="weight")
     made: list[dict[str, Any]] = field(default_factory=list)
 
     method: ClassVar[str] = "frost"
@@ -77,7 +75,6 @@ class FrostConfig(PrivateConfig):
         integer("num_selections", self.num_selections, 1)
         non_negative("gap_coefficient", self.gap_coefficient)
         one_of("magnitude", self.magnitude, MAGNITUDES)
-        one_of("granularity", self.granularity, GRANULARITIES)
 
     def choose(self, model: nn.Module) -> list[str]:
         raise ConfigError(
@@ -93,7 +90,7 @@ class FrostConfig(PrivateConfig):
         Raises: InvalidArgumentError when nothing may be selected, or when even the smallest
             partition exceeds ``unfreeze_ratio``.
         """
-        found = partitions(model, self.granularity, set(self.candidates(model).values()))
+        found = partitions(model, set(self.candidates(model).values()))
         if not found:
             expected = "to find parameters that it may select"
             advice = "Everything outside the head is frozen. Unfreeze some parameters first."
