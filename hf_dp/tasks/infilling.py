@@ -32,7 +32,7 @@ from hf_dp.clipping.rules.rule import Found, Use
 from hf_dp.errors import DataError, UnsupportedModelError
 from hf_dp.losses import register_model_class
 from hf_dp.tasks.infilling_config import InfillingConfig
-from hf_dp.tasks.models import labels_of
+from hf_dp.tasks.labels import labels_of
 from hf_dp.tasks.template_tokenizer import with_template
 from hf_dp.tasks.templates import Infilling, label_word_ids
 

@@ -41,6 +41,15 @@ def label_names(dataset: Dataset, label_column: str, given: Sequence[str] | None
     return list(declared)
 
 
+def labels_of(names: Sequence[str]) -> dict[str, object]:
+    """Return what a configuration says of the classes."""
+    return {
+        "num_labels": len(names),
+        "id2label": dict(enumerate(names)),
+        "label2id": {name: index for index, name in enumerate(names)},
+    }
+
+
 def require_columns(dataset: Dataset, columns: list[str], argument: str) -> list[str]:
     """Return the columns. Raises: DataError naming those that are missing."""
     missing = [column for column in columns if column not in dataset.column_names]

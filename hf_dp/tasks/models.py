@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hf_dp._arguments import argument
 from hf_dp._validate import invalid
 from hf_dp.errors import ConfigError, DataError, UnsupportedModelError
+from hf_dp.tasks.labels import labels_of
 from hf_dp.tasks.sources import loading, resolve_model
 from hf_dp.tasks.templates import Infilling
 
@@ -70,15 +71,6 @@ class ImageModelArguments(StartArguments):
         "Replace the head of the base by a random one, also where it has the same "
         "classes. A head with other classes is always replaced.",
     )
-
-
-def labels_of(names: Sequence[str]) -> dict[str, object]:
-    """Return what a configuration says of the classes."""
-    return {
-        "num_labels": len(names),
-        "id2label": dict(enumerate(names)),
-        "label2id": {name: index for index, name in enumerate(names)},
-    }
 
 
 # Where an adapter's folder says so: PEFT writes no config.json, and a tokenizer or an image
