@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     check_early(values, words, (EvalArguments, *module.ARGUMENTS), training=False)
     refuse_several("hf-dp eval")
     if args.privacy_mode is not None:
-        from hf_dp.trainer.from_arguments import MODES
+        from hf_dp.trainer.privacy_arguments import MODES
 
         one_of("privacy_mode", args.privacy_mode, (NON_PRIVATE, *MODES))
     if args.privacy_mode == NON_PRIVATE:

@@ -96,8 +96,7 @@ class Planned:
     def plan(self, changes: Mapping[str, Any]) -> tuple[PrivacyPlan, UnitTable | None]:
         """Return the plan that a trainer would make with some arguments changed, and whose its rows
         are."""
-        from hf_dp.trainer.arguments import PlannedArguments
-        from hf_dp.trainer.from_arguments import plan_of
+        from hf_dp.trainer.arguments import PlannedArguments, plan_of
         from hf_dp.trainer.row_arguments import users_of
         from hf_dp.tuners.base import Tuner
         from hf_dp.tuners.methods import tuner_for

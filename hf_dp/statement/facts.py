@@ -217,5 +217,5 @@ def refuse_unnamed(ledger: Ledger, earlier: tuple[EarlierRun, ...]) -> None:
         raise LedgerError(
             f"The ledger counts {ledger.steps(EARLIER)} releases of earlier runs; expected "
             "`earlier` to name these runs, got none. What they left unprotected is not known. "
-            "Make `earlier` with `hf_dp.trainer.from_arguments.earlier_claims`."
+            "Make `earlier` with `hf_dp.run.earlier.earlier_claims`."
         )

@@ -84,11 +84,7 @@ def _as_dict(value: object) -> Mapping[str, object]:
 # The trackers that send what is logged, and the variables by which each may send more. These are
 # checked only when `report_to` names the tracker.
 TRACKERS: Mapping[str, tuple[str, ...]] = {
-    "tensorboard": (),
-    "trackio": (),
-    "azure_ml": (),
-    "kubeflow": (),
-    "neptune": (),
+    **dict.fromkeys(("tensorboard", "trackio", "azure_ml", "kubeflow", "neptune"), ()),
     "wandb": ("WANDB_WATCH", "WANDB_LOG_MODEL"),
     "mlflow": ("HF_MLFLOW_LOG_ARTIFACTS",),
     "dagshub": ("HF_MLFLOW_LOG_ARTIFACTS", "HF_DAGSHUB_LOG_ARTIFACTS"),

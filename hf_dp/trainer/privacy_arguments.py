@@ -1,7 +1,9 @@
-"""The arguments of what is promised, how a step is made, what leaves a run, and of memory."""
+"""The arguments of what is promised, how a step is made, what leaves a run, and of memory; and the
+mode that they select."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -9,7 +11,7 @@ from typing import Any, ClassVar
 from hf_dp._arguments import ArgumentGroup, Need, Problems, argument, is_given
 from hf_dp._validate import in_unit_interval, integer, invalid, non_negative, one_of
 from hf_dp.accounting import ACCOUNTANTS
-from hf_dp.errors import UnsupportedArgumentError
+from hf_dp.errors import ConfigError, UnsupportedArgumentError
 from hf_dp.plans.dp_fp import DP_FP, PRIVATE_ENCODER, PUBLISHED
 from hf_dp.plans.dp_sgd import (
     BOUND,
@@ -19,14 +21,17 @@ from hf_dp.plans.dp_sgd import (
     MEMORY_RATIO,
     RATIO,
     STRATEGIES,
+    DpSgdPlan,
     budget_ratio,
     check_mean_runs,
     check_memory_ratio,
     loss_bound,
 )
 from hf_dp.plans.draws import POISSON, check_sampling
-from hf_dp.plans.units import NEIGHBORING_RELATIONS
+from hf_dp.plans.mechanism import MechanismPlan
+from hf_dp.plans.units import BY_ROW, NEIGHBORING_RELATIONS, USER
 from hf_dp.statement.unnoised import CLIPPED_GRADIENT_NORM, RELEASABLE
+from hf_dp.trainer.forward_arguments import forward_plan
 
 NON_PRIVATE = "non_private"
 
@@ -313,3 +318,34 @@ class MemoryArguments(ArgumentGroup):
     def problems(args: Any, found: Problems) -> None:
         """Note a physical batch of less than one example."""
         found.attempt("per_device_train_batch_size", integer, 1, "It is the physical batch.")
+
+
+# (training arguments, number of the model's classes) -> plan
+PlanOfArguments = Callable[[Any, int | None], MechanismPlan]
+
+
+def gradient_plan(args: Any, num_classes: int | None) -> DpSgdPlan:
+    """Return the plan of ``privacy_mode="dp_sgd"``."""
+    return DpSgdPlan.of(
+        args.per_example_max_grad_norm,
+        args.noise_multiplier,
+        args.clipping,
+        sampling=args.sampling,
+        max_batch_size=args.max_logical_batch_size,
+        by_row=args.privacy_unit == USER and args.unit_sampling == BY_ROW,
+        noised_loss_bound=args.noised_loss_bound,
+        noised_loss_budget_ratio=args.noised_loss_budget_ratio,
+        mean_runs=args.private_selection_mean_runs,
+    )
+
+
+MODES: dict[str, PlanOfArguments] = {DP_SGD: gradient_plan, DP_FP: forward_plan}
+
+
+def register_mode(name: str, plan: PlanOfArguments) -> None:
+    """Let ``DPTrainingArguments(privacy_mode=name)`` select a mechanism.
+
+    Raises: ConfigError for a name that is taken.
+    """
+    if MODES.setdefault(name, plan) is not plan:
+        raise ConfigError(f"Expected a privacy_mode of its own, got {name!r}, which is taken.")

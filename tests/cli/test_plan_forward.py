@@ -15,8 +15,7 @@ from hf_dp.accounting import (
     gdp_clt,
 )
 from hf_dp.cli.main import main
-from hf_dp.trainer.arguments import DPTrainingArguments
-from hf_dp.trainer.from_arguments import plan_of
+from hf_dp.trainer.arguments import DPTrainingArguments, plan_of
 from hf_dp.tuners.base import Tuner
 
 N = 4_000

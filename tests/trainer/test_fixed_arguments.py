@@ -16,8 +16,7 @@ from hf_dp.run.witnesses import read_run
 from hf_dp.statement.record import read
 from hf_dp.trainer import arguments as arguments_module
 from hf_dp.trainer import private as trainer_module
-from hf_dp.trainer.arguments import DPTrainingArguments
-from hf_dp.trainer.from_arguments import plan_of
+from hf_dp.trainer.arguments import DPTrainingArguments, plan_of
 from hf_dp.trainer.inherited import REFUSED
 
 pytestmark = pytest.mark.usefixtures("unchecked")
