@@ -30,7 +30,7 @@ def model() -> Qwen2ForCausalLM:
         vocab_size=512,
         hidden_size=16,
         intermediate_size=24,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=256,

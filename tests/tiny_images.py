@@ -1,5 +1,5 @@
-"""An image task small enough for a test: pictures of 8 x 8 pixels, and vision transformers of two
-layers that read them."""
+"""An image task small enough for a test: pictures of 8 x 8 pixels, and vision transformers of one
+layer that read them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from PIL import Image
 NAMES = ["cat", "dog", "owl"]
 SIZE = 8
 _SMALL = {
-    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
+    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24,
     "image_size": SIZE, "patch_size": 4, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
 

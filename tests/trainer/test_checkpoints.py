@@ -140,16 +140,6 @@ def test_lost_steps_are_counted_and_told(tmp_path, said):
     assert "Going on from checkpoint-2" in told and "1 releases after it" in told
 
 
-def test_a_resume_that_lost_nothing_says_nothing(tmp_path, said):
-    crashed(tmp_path, 3, save_steps=3)  # the crash comes before the save of step 3
-    assert checkpoints(tmp_path) == []
-    folder = tmp_path / "other"
-    saving(folder, max_steps=2, lr_scheduler_type="constant").train()
-    again = saving(folder, lr_scheduler_type="constant")
-    again.train(resume_from_checkpoint=True)
-    assert again.ledger.steps() == 4 and said == []
-
-
 @pytest.mark.parametrize("options", [{}, {"target_epsilon": 4.0, "accountant": "rdp"}])
 def test_a_run_resumed_from_its_last_checkpoint_makes_no_further_step(tmp_path, options):
     """A kill may come between the last save and the end; transformers makes one more step."""

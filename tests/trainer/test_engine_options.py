@@ -16,7 +16,6 @@ from hf_dp.clipping import engine as engine_module
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.errors import DataError, UnaccountedGradientError, UnsupportedLossError
 from hf_dp.noise import SecretRandomness
-from hf_dp.plans.dp_sgd import CLIPPINGS
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.tuners.rgp import RgpConfig
 from hf_dp.tuners.single_entries import ParamConfig, PvalConfig
@@ -80,22 +79,6 @@ def test_checkpointing_means_two_passes_unless_said_otherwise(
         )
     tiny.trainer(tmp_path, max_steps=1, **options).train()
     assert seen == {expected}
-
-
-@pytest.mark.parametrize("clipping", CLIPPINGS)
-def test_the_statement_names_the_clipping_function(tmp_path, clipping):
-    trainer = tiny.trainer(tmp_path, max_steps=2, clipping=clipping)
-    trainer.train()
-    words = {
-        "flat": "clipped to an L2",
-        "automatic": "automatic clipping",
-        "per_layer": "layer by layer",
-    }
-    statement = trainer.privacy_statement()
-    assert words[clipping] in statement.mechanism and statement.plan.clipping == clipping
-    assert trainer.privacy_plan.clipping == clipping and f'"clipping": "{clipping}"' in (
-        tmp_path / "privacy.json"
-    ).read_text(encoding="utf-8")
 
 
 def test_tokens_that_only_the_collator_makes_are_counted(tmp_path):

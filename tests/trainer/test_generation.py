@@ -21,7 +21,6 @@ from transformers import (
 from hf_dp import DPSeq2SeqTrainer, DPSeq2SeqTrainingArguments
 from hf_dp.errors import DataError, InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.trainer import seq2seq
-from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.inherited import unknown_fields
 from hf_dp.trainer.seq2seq import Prompts, split_rows
 from hf_dp.trainer.trainer import DPTrainer
@@ -219,14 +218,6 @@ def test_generation_with_dp_fp_is_refused(tmp_path):
             noise_multiplier=1.0,
             predict_with_generate=True,
         )
-
-
-def test_other_arguments_are_refused_by_name(tmp_path):
-    args = DPTrainingArguments(
-        str(tmp_path), noise_multiplier=1.0, expected_batch_size=8, use_cpu=True
-    )
-    with pytest.raises(InvalidArgumentError, match="to be DPSeq2SeqTrainingArguments"):
-        DPSeq2SeqTrainer(model=causal(), args=args, train_dataset=texts(40, 0))
 
 
 # -- private runs ---

@@ -193,16 +193,6 @@ def test_the_target_pays_for_it_and_ledger_statement_and_card_name_it(tmp_path):
     assert "logged as noised\\_loss" in card or "logged as noised_loss" in card
 
 
-def test_a_run_without_it_says_nothing_of_it(tmp_path):
-    trainer = tiny.trainer(tmp_path, accountant="rdp")
-    trainer.train()
-    trainer.save_model()
-    assert not trainer.mechanism.noised and logged(trainer) == []
-    for name in ("privacy.json", "README.md"):
-        text = (tmp_path / name).read_text()
-        assert "noised_loss" not in text and "noised loss" not in text
-
-
 # -- with other ways to train --
 
 TUNERS = {

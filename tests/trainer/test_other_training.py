@@ -144,11 +144,6 @@ def test_the_card_repeats_what_other_rows_there_were(tmp_path):
     assert any("to be public" in line for line in public.privacy_statement().not_covered)
 
 
-def test_a_run_without_other_training_says_nothing_of_it(tmp_path):
-    made = train(tmp_path, tiny.model())
-    assert not any("other training" in line for line in made.privacy_statement().not_covered)
-
-
 def test_a_base_that_was_trained_privately_counts_or_is_refused(tmp_path):
     train(tmp_path / "first", tiny.model())
     base = BertForSequenceClassification.from_pretrained(tmp_path / "first")

@@ -414,16 +414,6 @@ def test_non_private_mode_is_stock_trainer(tmp_path):
         trainer.epsilon()
 
 
-def test_create_model_card_states_epsilon(tmp_path):
-    trainer = tiny.trainer(tmp_path)
-    trainer.train()
-    trainer.create_model_card(model_name="mine", dataset="my/data", language="en", license="mit")
-    card = (tmp_path / "README.md").read_text()
-    assert "# mine" in card
-    assert f"{trainer.epsilon().rounded_up():.3f}" in card
-    assert str(tmp_path) not in card
-
-
 def test_an_insecure_seed_reproduces_the_run_and_marks_it_not_private(tmp_path):
     weights = []
     for name in "ab":

@@ -458,13 +458,6 @@ def test_plans_name_users_exactly_where_they_protect_them():
 # -- data --
 
 
-def test_rows_in_a_list(tmp_path):
-    rows = [dict(row) for row in by_user()]
-    made = trainer(tmp_path, given={"train_dataset": rows}, remove_unused_columns=False)
-    made.train()
-    assert made.ledger.steps() == 4 and "who" in rows[0]
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -588,11 +581,6 @@ def test_few_users_and_one_with_most_rows_get_a_warning(tmp_path, monkeypatch):
     values = ["none"] * 21 + [f"u{number}" for number in range(19)]
     trainer(tmp_path, values)
     assert len(told) == 2 and "one of them has 21 of 40 rows" in told[1]
-
-
-def test_the_table_of_another_process_is_told_apart():
-    first, second = UnitTable(["a", "b", "a"], "who"), UnitTable(["a", "b", "b"], "who")
-    assert first.digest("k") == UnitTable(["x", "y", "x"], "who").digest("k") != second.digest("k")
 
 
 def test_noise_is_that_of_one_user(tmp_path, monkeypatch):
