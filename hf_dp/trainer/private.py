@@ -162,7 +162,8 @@ class PrivateTraining(Training):
         with without_ddp(trainer.accelerator):
             prepared = stock()
         self.sync()
-        check_optimizer(trainer.optimizer, trainer.model)
+        if trainer.optimizer is not None:
+            check_optimizer(trainer.optimizer, trainer.model)
         with trainer.silent():
             self.mechanism.prepare()
         before = run.options.batches
