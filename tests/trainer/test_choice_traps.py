@@ -152,7 +152,7 @@ def test_a_selection_of_another_run_is_refused_inside_the_model(tmp_path):
         ("renamed", inner),
         ("renamed", wrapped),
     ):
-        said = f"The adapter '{name}' of the model is a FrostConfig .* this run did not make"
+        said = f"The adapter '{name}' is a FrostConfig .* this run did not make"
         with pytest.raises(UnsupportedModelError, match=f"{said}.*adapter_init_data_is_public"):
             run(tmp_path / "second", None, {"model": model})
         assert not (tmp_path / "second").exists()

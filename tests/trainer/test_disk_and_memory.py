@@ -193,7 +193,7 @@ def test_other_errors_of_the_loss_are_left_as_they_are(tmp_path):
     def wrong(model, batch):
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
-    trainer.mechanism.prepare = lambda: setattr(trainer.run, "_loss", wrong)  # type: ignore[method-assign]
+    trainer.mechanism.prepare = lambda: setattr(trainer.run, "_of_model", wrong)  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="mat1") as raised:
         trainer.train()
     assert not isinstance(raised.value, MemoryShortError)
