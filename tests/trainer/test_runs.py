@@ -148,7 +148,7 @@ def test_training_learns_without_much_noise(tmp_path):
     options = {
         "noise_multiplier": 0.05,
         "accountant": "rdp",
-        "max_steps": 40,
+        "max_steps": 90,
         "expected_batch_size": 40,
         "per_device_train_batch_size": 40,
         "learning_rate": 5e-3,
@@ -462,7 +462,7 @@ def test_an_earlier_run_on_the_same_rows_is_paid_from_the_same_target(tmp_path, 
     [
         (
             {"given": {"train_dataset": tiny.dataset(50)}},
-            "to be a run on the same 40 rows, not on 50",
+            "to be a run with num_examples=40, not 50",
         ),
         (None, "privacy.json"),
     ],

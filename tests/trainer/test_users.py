@@ -486,7 +486,7 @@ def test_the_label_is_not_the_column_of_users(column, tmp_path):
 def test_other_rows_after_the_start_are_refused(tmp_path):
     made = trainer(tmp_path)
     made.train_dataset = made.train_dataset.select(range(39, -1, -1))
-    with pytest.raises(DataError, match="noted whose each row is"):
+    with pytest.raises(DataError, match="was replaced after it was used"):
         made.train()
 
 

@@ -31,7 +31,8 @@ def run(tmp_path_factory):
     """The folder of a finished run of two selections."""
     folder = tmp_path_factory.mktemp("frost")
     config = FrostConfig(**GIVEN, num_selections=2)
-    trainer = tiny.trainer(folder, given={"peft_config": config}, max_steps=2)
+    given = {"model": tiny.model(num_hidden_layers=2), "peft_config": config}
+    trainer = tiny.trainer(folder, given=given, max_steps=2)
     trainer.train()
     trainer.save_model()
     return folder
