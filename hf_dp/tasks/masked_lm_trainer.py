@@ -8,13 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import (
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
 class Stop(TrainerCallback):
@@ -39,11 +33,7 @@ class Stop(TrainerCallback):
             self._stop(f"{self.max_minutes:g} minutes of processor time were used", state, control)
 
     def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.evaluated_at = state.global_step
         self.accuracies.append(kwargs["metrics"]["eval_accuracy"])
