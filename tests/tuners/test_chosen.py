@@ -43,7 +43,7 @@ def test_each_partition_has_its_estimate_and_its_place_in_the_order(run):
     selections = read_chosen(str(run))
     assert len(selections) == 2
     for one, found in zip(made, selections, strict=True):
-        assert one["candidates"] == len(found.parts) == 13
+        assert one["candidates"] == len(found.parts) == 21
         ordered = sorted((p for p in found.parts if p.order), key=lambda part: part.order)
         assert [part.name for part in ordered] == one["partitions"]
         names = [part.name for part in found.parts]
@@ -57,7 +57,7 @@ def test_each_partition_has_its_estimate_and_its_place_in_the_order(run):
 def test_the_picture(run, tmp_path, capsys, monkeypatch):
     assert main(["partitions", "--chosen", str(run)]) == 0
     printed = capsys.readouterr().out
-    assert len(json.loads(printed)[0]["parts"]) == 13
+    assert len(json.loads(printed)[0]["parts"]) == 21
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
