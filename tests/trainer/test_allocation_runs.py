@@ -101,6 +101,7 @@ def test_a_resume_at_the_end_of_an_epoch_loses_nothing(tmp_path):
     assert again.ledger.events[0].steps == 10
 
 
+@pytest.mark.slow  # calibrates for ten seconds
 def test_a_resume_does_not_pass_the_target(tmp_path):
     kept = {"max_steps": 10, "save_strategy": "steps", "save_steps": 7}
     target = {"noise_multiplier": None, "target_epsilon": 8.0}

@@ -13,14 +13,11 @@ from rewriting import rewrite
 
 from hf_dp.accounting import EARLIER
 from hf_dp.errors import InvalidArgumentError, LedgerError
-from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.units import Users
-from hf_dp.run.earlier import earlier_claims, earlier_entries
-from hf_dp.run.ledger import RunLedger
+from hf_dp.run.earlier import earlier_claims
 from hf_dp.run.ledger_file import COPY, HEAD, LEDGER
 from hf_dp.run.witnesses import read_run
 from hf_dp.statement.record import FILE_NAME, DamagedRecordError, disagreements, read
-from hf_dp.statement.statement import PrivacyStatement, RunFacts
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -144,41 +141,6 @@ def test_a_run_with_another_unit_or_relation_is_refused(tmp_path, theirs, error,
         (path.parent / file).unlink()
     with pytest.raises(error, match=why):
         tiny.trainer(tmp_path / "second", earlier_runs=[str(tmp_path / "first")])
-
-
-def test_without_a_trainer(tmp_path):
-    """The row of the table at the level of the ledger: frozen with public labels, then DP-SGD."""
-    first = run(tmp_path / "first", release=["training_loss"], **FROZEN)
-    args = tiny.arguments(tmp_path / "second", earlier_runs=[str(tmp_path / "first")])
-    plan = PrivacyPlan.create(
-        num_examples=40,
-        expected_batch_size=8,
-        clipping_norm=0.1,
-        noise_multiplier=1.0,
-        max_steps=4,
-        accountant="rdp",
-    )
-    later = RunLedger(
-        tmp_path / "second",
-        plan,
-        earlier=earlier_claims(args.earlier_runs),
-        earlier_entries=earlier_entries(args.earlier_runs, 40, "example", "zero_out"),
-    )
-    later.start(4)
-    later.record_earlier()
-    later.append(plan.event(4), "training")
-    later.stop()
-    record = read_run(tmp_path / "second")
-    assert record.ledger.steps(EARLIER) == first.ledger.steps() == 1
-    (claim,) = record.weaknesses.earlier
-    assert (claim.run_id, claim.unit, claim.released) == (
-        first.run.book.run_id,
-        "features",
-        ("training_loss",),
-    )
-    facts = RunFacts("all", "float32", "noise", "sampling", **vars(record.weaknesses))
-    statement = PrivacyStatement.from_ledger(record.plan, record.ledger, facts)
-    assert (statement.unit_code, statement.status) == ("features", "proven_weights_only")
 
 
 def test_a_checkpoint_stands_for_its_whole_run(tmp_path):

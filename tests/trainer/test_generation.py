@@ -290,35 +290,6 @@ def test_sampling_neither_changes_nor_shows_what_is_secret(tmp_path):
     assert len(sampled) == len(others) == 3 and sampled != others
 
 
-def test_sampling_draws_from_the_public_generator(tmp_path):
-    """The private step leaves that generator where it was, so samples tell nothing of it."""
-    states, sampled = [], []
-    tested = trainer(
-        tmp_path,
-        gpt2(dropout=0.2, dtype=torch.float32),
-        generation_config=SAMPLED,
-        eval_strategy="steps",
-        eval_steps=1,
-    )
-    predict, step = tested.prediction_step, tested.mechanism.clip
-
-    def watched_step(*args):
-        before = torch.get_rng_state()
-        clipped = step(*args)
-        assert torch.equal(torch.get_rng_state(), before)
-        return clipped
-
-    def watched_prediction(*args, **options):
-        states.append(torch.get_rng_state())
-        found = predict(*args, **options)
-        sampled.append(not torch.equal(torch.get_rng_state(), states[-1]))
-        return found
-
-    tested.mechanism.clip, tested.prediction_step = watched_step, watched_prediction
-    tested.train()
-    assert sampled == [True] * 9
-
-
 def test_a_saved_checkpoint_generates_what_the_model_in_memory_does(tmp_path):
     tested = trainer(tmp_path, save_strategy="steps", save_steps=3)
     model, rows = tested.model, texts(10, 1)

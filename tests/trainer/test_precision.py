@@ -10,7 +10,6 @@ from tensor_cores import precision_restored
 
 from hf_dp.errors import SelfCheckError, UnsupportedArgumentError
 from hf_dp.run.precision import Precision
-from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.trainer import DPTrainer
 
 
@@ -134,14 +133,6 @@ def test_float16_by_the_accelerator_is_refused(tmp_path, monkeypatch):
     ):
         trainer.train()
     assert not (tmp_path / "ledger.jsonl").exists()
-
-
-def test_the_environment_is_refused_by_its_own_row(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    with pytest.raises(UnsupportedArgumentError, match="ACCELERATE_MIXED_PRECISION"):
-        DPTrainingArguments(
-            str(tmp_path), noise_multiplier=1.0, expected_batch_size=8, use_cpu=True
-        )
 
 
 class ComparesWithTheMean(DPTrainer):

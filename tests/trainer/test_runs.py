@@ -13,7 +13,6 @@ import torch
 from models import DEVICES
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForSequenceClassification, EarlyStoppingCallback, TrainerCallback
-from warm import run_program
 
 from hf_dp.accounting import EARLIER, epsilon
 from hf_dp.errors import (
@@ -211,29 +210,6 @@ def test_a_branch_stops_before_the_target_is_passed(tmp_path):
     assert read_run(tmp_path).ledger.steps() == 4
 
 
-def test_a_run_stops_early_when_earlier_steps_used_part_of_the_target(tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 2}
-    options |= {"target_epsilon": 4.0, "accountant": "rdp"}
-    trainer = tiny.trainer(tmp_path, **options)
-
-    class Crash(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 3:
-                raise KeyboardInterrupt
-
-    trainer.add_callback(Crash())
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    assert read_run(tmp_path).ledger.steps() == 3
-    again = tiny.trainer(tmp_path, **options)
-    again.train(resume_from_checkpoint=True)
-    assert (
-        again.ledger.steps() == 4
-    )  # one more step fits, not the two that were left of the schedule
-    assert again.state.global_step == 3
-    assert again.epsilon().value <= 4.0
-
-
 def test_resume_without_the_checkpoints_ledger_is_refused(interrupted_run, tmp_path):
     (tmp_path / "checkpoint-2" / "_ledger_copy.jsonl").unlink()
     with pytest.raises(LedgerError, match="_ledger_copy.jsonl"):
@@ -263,13 +239,6 @@ def test_resume_after_weights_were_published_as_insecure_stays_not_private(tmp_p
     assert trainer.privacy_statement().status == "not_private"
 
 
-def test_a_second_run_in_the_same_folder_is_refused_and_nothing_lost(interrupted_run, tmp_path):
-    before = (tmp_path / "privacy.json").read_bytes()
-    with pytest.raises(LedgerError, match="another run"):
-        tiny.trainer(tmp_path).train()
-    assert (tmp_path / "privacy.json").read_bytes() == before
-
-
 @pytest.mark.parametrize("mode", ["dp_sgd", "non_private"])
 def test_weights_are_never_saved_beside_another_runs_statement(tmp_path, mode):
     interrupted(tmp_path / "a")
@@ -279,26 +248,6 @@ def test_weights_are_never_saved_beside_another_runs_statement(tmp_path, mode):
     with pytest.raises(LedgerError, match="another run"):
         other.save_model(str(tmp_path / "a" / "checkpoint-4"))
     assert (tmp_path / "a" / "checkpoint-4" / "model.safetensors").read_bytes() == before
-
-
-def test_two_processes_cannot_share_a_run(interrupted_run, tmp_path):
-    trainer = tiny.trainer(tmp_path)
-
-    class Intruder(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            code = (
-                "import sys; sys.path.insert(0, sys.argv[1]); import tiny, pathlib\n"
-                "tiny.trainer(pathlib.Path(sys.argv[2])).train(resume_from_checkpoint=True)"
-            )
-            (tmp_path / "intruder").mkdir()
-            words = [str(Path(tiny.__file__).parent), str(tmp_path)]
-            self.done = run_program(code, tmp_path / "intruder", words)
-            control.should_training_stop = True
-
-    intruder = Intruder()
-    trainer.add_callback(intruder)
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert "LedgerError: Another process is training" in intruder.done.stderr
 
 
 def test_rng_states_of_a_checkpoint_hold_no_private_stream(tmp_path):

@@ -11,7 +11,6 @@ import torch
 import yaml
 from chat import model, tokenizer, words
 from datasets import Dataset
-from peft import AutoPeftModelForCausalLM, LoraConfig
 from transformers import HfArgumentParser
 from trl import SFTConfig, SFTTrainer
 from warm import run_program
@@ -181,33 +180,6 @@ def test_a_private_run_is_proven(form, tmp_path):
     metrics = tested.evaluate(made(5, 200))  # not tokenized
     assert metrics["eval_loss"] > 0
     assert tested.predict(made(5, 300)).predictions.shape[0] == 5
-
-
-def test_talks_with_lora_load_with_peft(tmp_path):
-    base = model()
-    base.save_pretrained(tmp_path / "base")
-    tested = trainer(
-        tmp_path / "run",
-        talks,
-        given={
-            "model": str(tmp_path / "base"),
-            "peft_config": LoraConfig(
-                r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
-            ),
-        },
-        assistant_only_loss=True,
-        learning_rate=1e-2,
-    )
-    tested.train()
-    tested.save_model(str(tmp_path / "run"))
-    loaded = AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "run"))
-    batch = tested.data_collator([tested.train_dataset[0]])
-    with torch.no_grad():
-        found, expected = loaded(**batch).logits, tested.model.eval()(**batch).logits
-        unlike = base(**batch).logits
-    torch.testing.assert_close(found, expected)
-    assert not torch.allclose(found, unlike, atol=1e-4)
-    assert tested.privacy_statement().status == "proven"
 
 
 def test_the_loss_is_the_mean_of_the_examples_own_tokens(tmp_path):

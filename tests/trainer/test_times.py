@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 
 import pytest
 
@@ -60,12 +59,6 @@ def test_a_run_writes_its_times_into_the_file_that_the_environment_names(
         assert 0 < found[SELECTION]["wall"] < found[TRAINING]["wall"]
     inside = "".join(p.read_text() for p in folder.rglob("*.json"))
     assert '"wall"' not in inside and '"processor"' not in inside
-
-
-def test_a_clock_writes_no_file_unasked(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(Path, "write_text", lambda *args, **kwargs: pytest.fail("written"))
-    Clock().write()
 
 
 def test_nothing_is_written_unasked_nor_for_a_part_of_a_run(tmp_path, monkeypatch):

@@ -36,7 +36,6 @@ from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.rounding import ROUNDING_MARGIN
 from hf_dp.plans.units import USER, Users
 from hf_dp.run import earlier
-from hf_dp.run.private_run import PrivateRun
 from hf_dp.statement.facts import EarlierRun
 from hf_dp.statement.record import disagreements, read
 from hf_dp.statement.statement import PrivacyStatement
@@ -424,29 +423,6 @@ def test_frost_selects_by_users(tmp_path, monkeypatch):
 
 
 # -- without a Trainer --
-
-
-def test_a_loop_of_ones_own(tmp_path):
-    plan = PrivacyPlan.create(
-        num_examples=len(set(owners())),
-        expected_batch_size=4,
-        max_steps=2,
-        noise_multiplier=1.0,
-        clipping_norm=C,
-        privacy_unit="user",
-        users=Users("who"),
-    )
-    collator = DataCollatorWithPadding(tiny.tokenizer())
-    run = PrivateRun(tiny.model(), plan, tmp_path, train_dataset=by_user(), data_collator=collator)
-    assert len(run.units) == plan.num_examples and "who" not in run.train_dataset.column_names
-    with pytest.raises(DataError, match="names 12 users, but the privacy plan was made for 11"):
-        PrivateRun(
-            tiny.model(),
-            replace(plan, num_examples=11),
-            tmp_path,
-            train_dataset=by_user(),
-            data_collator=collator,
-        )
 
 
 def test_plans_name_users_exactly_where_they_protect_them():

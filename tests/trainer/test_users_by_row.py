@@ -17,10 +17,8 @@ from hf_dp.accounting import UserRowsGaussian, epsilon, round_up
 from hf_dp.batches.units import UnitTable
 from hf_dp.cli.main import main
 from hf_dp.errors import DataError, InvalidArgumentError, UnsupportedArgumentError
-from hf_dp.plans.dp_sgd import DpSgdPlan
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.rounding import ROUNDING_MARGIN
-from hf_dp.plans.samplers import UserRowsSampler
 from hf_dp.plans.units import USER, Users
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.statement.record import disagreements, read
@@ -182,22 +180,6 @@ def test_a_loop_of_ones_own_draws_from_as_many_rows_as_planned(tmp_path):
     for wrong in ({"num_rows": None}, {"num_rows": 3}, {"sampling": "users"}):
         with pytest.raises(InvalidArgumentError, match="num_rows"):
             replace(plan, users=replace(users, **wrong))
-
-
-def test_a_sampler_cannot_both_cut_and_draw_several_rows_of_a_user():
-    assert UserRowsSampler(10, 0.5, 1, rows_of_a_user=2).event(1.0, 3) == UserRowsGaussian(
-        1.0, 0.5, 3, 2
-    )
-    with pytest.raises(InvalidArgumentError, match="num_rows"):
-        PrivacyPlan(
-            10,
-            2.0,
-            3,
-            1e-3,
-            DpSgdPlan(1.0, 1.0),
-            privacy_unit="user",
-            users=Users("a", num_rows=20),
-        )
 
 
 def test_the_plan_command_compares_both_ways(tmp_path, capsys):
