@@ -97,8 +97,8 @@ _WITHOUT_PRIVACY = Need(
     " ".join(_OWN),
     "privacy_mode",
     lambda mode: mode != NON_PRIVATE,
-    "It clips no example and adds no noise. Remove it (per_device_train_batch_size is the batch), "
-    "or set another privacy_mode.",
+    "It clips no example and adds no noise, and its batch is `per_device_train_batch_size` times "
+    "`gradient_accumulation_steps`. Remove it, or set another privacy_mode.",
 )
 
 

@@ -145,7 +145,7 @@ def test_rows_that_pass_the_model(recipe, capsys):
     [
         ({}, ["--transfer-to", "9"], "`--transfer_to` is for privacy_mode dp_sgd"),
         ({"sampling": "random_allocation"}, [], "`sampling` to be left at 'poisson'"),
-        ({"noised_loss_bound": 2}, [], "`noised_loss_bound` to be unset"),
+        ({"noised_loss_bound": 2}, [], "`noised_loss_bound` to be left at None"),
         ({"label_epsilon": 1}, [], "--num_classes K"),
         ({}, ["--accountant", "gdp_clt"], "`accountant` to be a bound"),
         ({"privacy_mode": "dp_sgd"}, ["--dp-fp-variant", "frozen"], "`dp_fp_variant` to be left"),
