@@ -147,15 +147,15 @@ def test_training_learns_without_much_noise(tmp_path):
     options = {
         "noise_multiplier": 0.05,
         "accountant": "rdp",
-        "max_steps": 90,
+        "max_steps": 150,
         "expected_batch_size": 40,
         "per_device_train_batch_size": 40,
-        "learning_rate": 5e-3,
+        "learning_rate": 1e-3,
         "evaluate_on_training_rows": True,
     }
     trainer = tiny.trainer(
         tmp_path,
-        given={"train_dataset": marked},
+        given={"train_dataset": marked, "model": tiny.model(num_hidden_layers=2)},
         per_example_max_grad_norm=1.0,
         logging_steps=999,
         **options,
