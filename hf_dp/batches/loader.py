@@ -31,9 +31,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hf_dp import _validate
 from hf_dp.batches.examples import Examples
-from hf_dp.batches.layout import Layout
 from hf_dp.batches.padding import Padding
-from hf_dp.batches.structure import Batch, Example, leaves
+from hf_dp.batches.structure import Batch, Example, Layout, leaves
 from hf_dp.errors import DataError
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans.samplers import Sampler as LogicalSampler

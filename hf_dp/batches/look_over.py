@@ -18,9 +18,8 @@ from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from hf_dp.batches.examples import Examples
-from hf_dp.batches.layout import Layout
 from hf_dp.batches.padding import LABELS, Padding
-from hf_dp.batches.structure import Example, column, leaves
+from hf_dp.batches.structure import Example, Layout, column, leaves
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import DataError, UnsupportedLossError
 from hf_dp.losses import (

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_dp.batches.layout import Layout, Leaf
-from hf_dp.batches.structure import Batch, Example, column, combined
+from hf_dp.batches.structure import Batch, Example, Layout, Leaf, column, combined
 from hf_dp.errors import DataError, UnsupportedLossError
 from hf_dp.losses import IGNORED_LABEL, base_model, takes_attention_mask, task_of
 

@@ -5,7 +5,8 @@ It is looked over once. Each row is collated alone, and examples are padded toge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -15,12 +16,11 @@ from torch.utils.data import DataLoader
 from transformers.utils import logging
 
 from hf_dp.batches.examples import Collator, Examples
-from hf_dp.batches.layout import Layout
 from hf_dp.batches.loader import BatchOptions, PhysicalBatches, Watch, private_dataloader
 from hf_dp.batches.look_over import Limits, LookedOver, look_over
 from hf_dp.batches.made_up import made_up_rows
 from hf_dp.batches.padding import LABELS, Padding
-from hf_dp.batches.structure import Batch, Example, Row, Rows, column, combined, leaves, own
+from hf_dp.batches.structure import Batch, Example, Layout, Row, Rows, column, combined, leaves, own
 from hf_dp.batches.units import UnitTable, unit_dataloader
 from hf_dp.errors import DataError, HfDpError, UnsupportedLossError
 from hf_dp.losses import IGNORED_LABEL, base_model, targets_of
@@ -29,7 +29,6 @@ from hf_dp.plans.samplers import Sampler as LogicalSampler
 from hf_dp.plans.units import Users
 from hf_dp.run.precision import Watched
 from hf_dp.run.synthetic import made_up_tokens, synthetic_examples
-from hf_dp.run.tables import refuse_ids_beyond_tables
 
 logger = logging.get_logger(__name__)
 
@@ -325,3 +324,70 @@ def padded_together(
         alone.append(example)
     padding.check(layout)
     return padding.together(alone, layout), alone
+
+
+def refuse_ids_beyond_tables(
+    model: nn.Module,
+    losses: Callable[[Batch], Tensor],
+    examples: Examples,
+    layout: Layout,
+    known: Mapping[str, int],
+) -> None:
+    """Look up every row's ids: raise DataError naming the first row whose ids the model's tables do
+    not have, or on which it fails otherwise. Rows are tried only where an integer column has no
+    known range: entity ids, boxes and tags have tables of their own, and some models look up sums
+    or differences of them.
+
+    Args: known: columns whose ranges were checked.
+    """
+    checked = (*known, *LABELS)
+    columns = [
+        name
+        for name, leaf in layout.leaves.items()
+        if leaf.is_tensor
+        and leaf.dtype.startswith(("int", "uint"))
+        and not (column(name) in checked or name.endswith("_mask"))
+    ]
+    if not columns or not any(isinstance(m, nn.Embedding) for m in model.modules()):
+        return
+    training = model.training
+    try:
+        model.eval()
+        with torch.no_grad(), examples.randomness.streams(), _watched(model):
+            for index, example in enumerate(examples.all()):
+                try:
+                    losses(example)
+                except Exception as problem:
+                    said = problem if isinstance(problem, HfDpError) else repr(problem)
+                    raise DataError(
+                        f"Row {index} of the training set cannot be trained on: {said} Correct "
+                        f"one of its columns {columns}, or leave the row out."
+                    ) from problem
+    finally:
+        model.train(training)
+
+
+@contextmanager
+def _watched(model: nn.Module) -> Iterator[None]:
+    """Raise DataError inside for an id that a table lacks; a GPU would end the process."""
+
+    def check(name: str, table: nn.Embedding, args: tuple[Tensor, ...]) -> None:
+        if not args or not args[0].numel():
+            return
+        low, high = (int(value) for value in args[0].aminmax())
+        if low < 0 or high >= table.num_embeddings:
+            raise DataError(
+                f"the model looks up {low if low < 0 else high} in `{name}`, which has the ids 0 "
+                f"to {table.num_embeddings - 1}."
+            )
+
+    hooks = [
+        table.register_forward_pre_hook(lambda table, args, name=name: check(name, table, args))
+        for name, table in model.named_modules()
+        if isinstance(table, nn.Embedding)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

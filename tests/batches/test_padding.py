@@ -8,9 +8,8 @@ import tiny
 import torch
 from transformers import BatchEncoding
 
-from hf_dp.batches.layout import Layout
 from hf_dp.batches.padding import Padding
-from hf_dp.batches.structure import own
+from hf_dp.batches.structure import Layout, own
 from hf_dp.errors import DataError
 
 RIGHT = Padding(pad_token_id=9, decoder_pad_token_id=8, pad_token_type_id=3)

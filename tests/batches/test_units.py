@@ -11,9 +11,9 @@ import pytest
 import torch
 from scipy import stats
 
-from hf_dp.batches.layout import Layout
 from hf_dp.batches.loader import Drawn, PhysicalBatches
 from hf_dp.batches.padding import Padding
+from hf_dp.batches.structure import Layout
 from hf_dp.batches.units import UnitBatch, UnitBatches, UnitDraws, UnitTable, split_off_units
 from hf_dp.errors import DataError
 from hf_dp.plans.samplers import PoissonSampler, Share

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from hf_dp import losses
 from hf_dp.errors import UnsupportedLossError
 from hf_dp.losses import number_of_targets, per_example_loss
-from hf_dp.run.own_loss import refuse_another_loss
+from hf_dp.run.engine_check import refuse_another_loss
 from hf_dp.run.synthetic import synthetic_examples
 from hf_dp.trainer.trainer import DPTrainer
 
@@ -256,7 +256,7 @@ def test_a_model_without_a_loss_is_said(takes_labels, monkeypatch):
 
     said = []
     monkeypatch.setattr(
-        "hf_dp.run.own_loss.logger.warning", lambda text, *args: said.append(text % args)
+        "hf_dp.run.engine_check.logger.warning", lambda text, *args: said.append(text % args)
     )
     compare(bert(Without))
     assert len(said) == 1 and "Without computes no loss of its own" in said[0]

@@ -9,9 +9,9 @@ import tiny
 import torch
 from torch import Tensor
 
-from hf_dp.batches.layout import Layout
 from hf_dp.batches.loader import Drawn, PhysicalBatches
 from hf_dp.batches.padding import Padding
+from hf_dp.batches.structure import Layout
 from hf_dp.clipping import engine as engine_module
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.errors import DataError, UnaccountedGradientError, UnsupportedLossError
