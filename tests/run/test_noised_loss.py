@@ -1,4 +1,5 @@
-"""The sum of losses that a step releases: what one example can do to it, and its noise.
+"""The sum of losses that a step releases: what one example can do to it, and its noise. That it is
+recorded before it leaves, and leaves once, is the gate's (test_gate.py).
 
 Each property has the bug it guards against planted.
 """
@@ -15,14 +16,11 @@ from scipy import stats
 from transformers import DataCollatorWithPadding
 
 from hf_dp import DpSgdPlan, NoisedLoss, PrivacyPlan, PrivateRun, mechanism_for, save_run
-from hf_dp.errors import LedgerError, SelfCheckError
+from hf_dp.errors import SelfCheckError
 from hf_dp.losses import per_example_loss
 from hf_dp.mechanisms.dp_sgd import BoundedLosses
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans.mechanism import PlannedRelease
-from hf_dp.run.gate import Release
-from hf_dp.run.ledger import RunLedger
-from hf_dp.run.witnesses import read_run
 from hf_dp.statement.record import disagreements, read
 
 BOUND, RATIO, ROWS, BATCH = 0.75, 0.2, 40, 8
@@ -231,76 +229,3 @@ def test_it_is_the_clipped_mean_and_noise(tmp_path, monkeypatch):
     assert "the noised losses in its logs" in statement.covered
     assert disagreements(read(tmp_path)) == []
     assert [row["type"] for row in statement.ledger.to_list()] == ["PoissonSampledGaussian"]
-
-
-# -- the ledger first, and once --
-
-
-def is_recorded_before_the_loss_leaves(folder: Path) -> bool:
-    """Whether the file on disk counts each step before its noised loss can be seen."""
-    run = private_run(folder)
-    mechanism, found = mechanism_for(run), []
-    honest = Release.loss
-
-    def watched(self, total):
-        on_disk = read_run(folder).ledger.steps() if (folder / "ledger.jsonl").exists() else 0
-        found.append(on_disk)
-        return honest(self, total)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Release, "loss", watched)
-        for batches in mechanism.logical_batches():
-            clipped = mechanism.clip(batches)
-            assert not mechanism.noised or len(found)
-            with run.release_step() as release:
-                mechanism.set_gradients(clipped, release)
-            run.model.zero_grad()
-    return found == [1, 2, 3, 4]
-
-
-def test_the_step_is_durable_before_its_loss_leaves(tmp_path):
-    assert is_recorded_before_the_loss_leaves(tmp_path)
-
-
-def test_planted_ledger_that_is_written_late_is_seen(tmp_path, monkeypatch):
-    honest = RunLedger._write
-    calls: list[int] = []
-
-    def late(self, *entries):
-        calls.append(1)
-        if len(calls) > 1:
-            honest(self, *entries)
-
-    monkeypatch.setattr(RunLedger, "_write", late)
-    assert not is_recorded_before_the_loss_leaves(tmp_path)
-
-
-def test_a_step_releases_its_loss_once(tmp_path):
-    run = private_run(tmp_path)
-    mechanism = mechanism_for(run)
-    for batches in mechanism.logical_batches():
-        clipped = mechanism.clip(batches)
-        with run.release_step() as release:
-            mechanism.set_gradients(clipped, release)
-            with pytest.raises(LedgerError, match="The loss of this release left already"):
-                release.loss(torch.zeros((), dtype=torch.float64))
-            with pytest.raises(LedgerError, match="left already"):
-                mechanism.set_gradients(clipped, release)
-        run.model.zero_grad()
-
-
-def test_a_release_of_another_bound_is_refused(tmp_path):
-    run, other = (
-        private_run(tmp_path / "one"),
-        private_run(tmp_path / "two", bound=9.0),
-    )
-    mechanism = mechanism_for(run)
-    for batches in mechanism.logical_batches():
-        clipped = mechanism.clip(batches)
-        with (
-            run.release(other.plan.step_release()) as release,
-            pytest.raises(LedgerError, match="release of this run's step"),
-        ):
-            mechanism.set_gradients(clipped, release)
-        assert not mechanism.noised
-        break
