@@ -38,8 +38,8 @@ class Examples(Dataset[Example]):
         self.randomness = randomness
         self.collator, self.dataset = collator, dataset
         self.reads, self.collates = Isolated(dataset, has_rows=True), Isolated(collator)
-        stored = isinstance(dataset, datasets.Dataset)
-        self._rows_are_fresh = stored and dataset.format["type"] != "custom"
+        is_custom = not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom"
+        self._rows_are_fresh = not is_custom
 
     def __len__(self) -> int:
         return len(self.dataset)

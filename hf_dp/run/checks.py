@@ -173,10 +173,10 @@ def _adapters(model: nn.Module) -> Iterator[tuple[str, PeftConfig]]:
             yield from configs.items()
 
 
-def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+def check_optimizer(optimizer: Optimizer | None, model: nn.Module) -> None:
     """Raise UnaccountedGradientError when the optimizer trains a parameter outside the model."""
     known = {id(parameter) for parameter in model.parameters()}
-    for group in optimizer.param_groups:
+    for group in () if optimizer is None else optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad and id(parameter) not in known:
                 raise UnaccountedGradientError(
