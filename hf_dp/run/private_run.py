@@ -312,10 +312,11 @@ class PrivateRun:
         if self._data_of is not None and len(self.ledger):
             replaced |= self.train_dataset is not self._data_of[0]
         if replaced or rows != planned:
+            said = f"has {rows} rows, but the privacy plan was made for {planned}"
+            if replaced:
+                said = "was replaced after it was used, and one statement cannot be about two"
             raise DataError(
-                f"The train_dataset has {rows} rows, and the privacy plan was made for {planned}. "
-                "One that was replaced after it was used would leave one statement about two. "
-                "Create a new DPTrainer (and output_dir) for other data."
+                f"The train_dataset {said}. Create a new DPTrainer (and output_dir) for other data."
             )
         of = (self.train_dataset, self.data_collator)
         known = self._data
