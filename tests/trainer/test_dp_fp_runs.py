@@ -618,7 +618,7 @@ def test_weights_of_16_bits_are_refused(tmp_path):
 def test_other_data_than_planned_is_refused(tmp_path):
     trainer = made(tmp_path / "before", "frozen")
     trainer.train_dataset = tiny.dataset(60)
-    with pytest.raises(DataError, match="has 60 rows, and the privacy plan was made for 40"):
+    with pytest.raises(DataError, match="has 60 rows, but the privacy plan was made for 40"):
         trainer.train()
     assert not (tmp_path / "before" / RELEASED_ROWS).exists()
     trainer = run(tmp_path / "after", "frozen")
