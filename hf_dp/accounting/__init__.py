@@ -1,11 +1,7 @@
 """Privacy accounting: what ran, what it costs and how much noise a target needs; without torch."""
 
 from hf_dp.accounting.accountants import RELATIONS, epsilon, register_accountant
-from hf_dp.accounting.calibration import (
-    calibrate_noise_multiplier,
-    calibrate_sample_rate,
-    calibrate_steps,
-)
+from hf_dp.accounting.calibration import calibrate_noise_multiplier, calibrate_steps
 from hf_dp.accounting.event import LOSS, SUM, VECTORS, Event, event_from_dict, register_event
 from hf_dp.accounting.events import (
     BestOfRandomRuns,
@@ -51,7 +47,6 @@ __all__ = [
     "TruncatedPoissonSampledGaussian",
     "UserRowsGaussian",
     "calibrate_noise_multiplier",
-    "calibrate_sample_rate",
     "calibrate_steps",
     "epsilon",
     "event_from_dict",

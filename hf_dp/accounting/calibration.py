@@ -1,4 +1,4 @@
-"""The smallest noise, the most steps or the largest sample rate that keeps a run inside its budget.
+"""The smallest noise, or the most steps, that keeps a run inside its budget.
 
 Every answer is checked by evaluating the accountant at exactly the number that is returned: it is
 on the private side, or an error is raised. The accountant must be a bound; an estimate cannot be
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from contextlib import suppress
+from decimal import ROUND_CEILING, Decimal
 
 from hf_dp._validate import in_unit_interval, integer, non_negative, one_of, positive
 from hf_dp.accounting.accountants import epsilon, load
@@ -55,17 +56,10 @@ class _Goal:
             if least:
                 raise
             return math.inf
-        return math.log(value / self.target) or value - self.target if value > 0 else -math.inf
-
-    def start(self, by_rdp: Callable[[], float], otherwise: float) -> float:
-        """Return where to begin the search: at RDP's answer, if it has one.
-
-        RDP takes milliseconds and is close to the other accountants.
-        """
-        try:
-            return otherwise if self.name == "rdp" else by_rdp()
-        except (AccountingRangeError, CalibrationError, UnsupportedEventError):
-            return otherwise
+        if value == 0:
+            return -math.inf
+        # A quotient that rounds to 1 may hide that the value is larger.
+        return math.log(value / self.target) or value - self.target
 
 
 def calibrate_noise_multiplier(
@@ -123,11 +117,7 @@ def calibrate_noise_multiplier(
             f"{goal.target * math.exp(most):.6g}). Raise `target_epsilon`, or lower `steps` or "
             "`sample_rate`."
         )
-    start = goal.start(
-        lambda: calibrate_noise_multiplier(goal.target, goal.delta, rate, count, "rdp", goal.prior),
-        1.0,
-    )
-    found = _smallest(gap, min(max(start, smallest), largest), smallest, largest)
+    found = _smallest(gap, _start(goal, rate, count), smallest, largest)
     if found is None:
         raise CalibrationError(
             f"target_epsilon {goal.target:.6g} is met even at noise multiplier {smallest}, the "
@@ -185,58 +175,22 @@ def calibrate_steps(
     return good
 
 
-def calibrate_sample_rate(
-    target_epsilon: float,
-    target_delta: float,
-    noise_multiplier: float,
-    steps: int,
-    accountant: str = "pld",
-    prior_events: Iterable[Event] = (),
-) -> float:
-    """Return the largest sample rate with which ``steps`` Poisson-sampled steps meet the target.
+def _start(goal: _Goal, rate: float, steps: int) -> float:
+    """Return where to begin the search: at RDP's answer, or at 1 if it has none.
 
-    The steps come on top of the prior events. Arguments and errors as for
-    :func:`calibrate_noise_multiplier`.
-
-    Returns:
-        q in (0, 1] with SIGNIFICANT_DIGITS digits, such that epsilon(prior_events + steps) <=
-        target_epsilon, at most TOLERANCE (relative) below the largest such number.
+    RDP takes milliseconds and is close to the other accountants.
     """
-    goal = _Goal(target_epsilon, target_delta, accountant, prior_events)
-    hint = "Without noise no sample rate is private."
-    sigma, count = positive("noise_multiplier", noise_multiplier, hint), integer("steps", steps, 1)
-    smallest = goal.limits.min_sample_rate
-    try:
-        goal.gap(PoissonSampledGaussian(sigma, smallest, count), least=True)
-    except AccountingRangeError:
-        smallest = 1e-5  # the least that pld covers beside events of other kinds
-
-    def gap(inverse: float) -> float:  # in 1 / rate, which like noise makes epsilon fall
-        rate = max(1 / inverse, smallest)
-        return goal.gap(PoissonSampledGaussian(sigma, rate, count), least=rate <= smallest)
-
-    if gap(1 / smallest) > 0:
-        raise CalibrationError(
-            f"target_epsilon {goal.target:.6g} is not met even at sample rate {smallest}, the "
-            f"least that accountant {goal.name!r} covers, with noise multiplier {sigma:.6g} and "
-            f"{count} steps. Raise `noise_multiplier` or `target_epsilon`."
-        )
-    start = goal.start(
-        lambda: 1 / calibrate_sample_rate(goal.target, goal.delta, sigma, count, "rdp", goal.prior),
-        100.0,
-    )
-    found = _smallest(gap, min(start, 1 / smallest), 1.0, 1 / smallest)
-    if found is None:
-        return 1.0
-    rate = _significant(1 / found, ROUND_FLOOR)
-    # The search ran over 1 / rate; only the epsilon of the rate that is returned counts.
-    while rate > smallest and gap(1 / rate) > 0:
-        rate = _significant(rate * (1 - TOLERANCE / 3), ROUND_FLOOR)
-    return max(rate, smallest)
+    start, limits = 1.0, goal.limits
+    if goal.name != "rdp":
+        with suppress(AccountingRangeError, CalibrationError, UnsupportedEventError):
+            start = calibrate_noise_multiplier(
+                goal.target, goal.delta, rate, steps, "rdp", goal.prior
+            )
+    return min(max(start, limits.min_noise_multiplier), limits.max_noise_multiplier)
 
 
 def _smallest(gap: Gap, start: float, smallest: float, largest: float) -> float | None:
-    """Return the smallest point with gap <= 0, rounded up; None if ``smallest`` is one.
+    """Return the smallest noise multiplier with gap <= 0, rounded up; None if ``smallest`` is one.
 
     It is searched for from ``start``; ``largest`` is known to be enough.
     """
@@ -291,10 +245,6 @@ def _narrow(gap: Gap, low: Point, high: Point) -> float:
 
 def round_sigma_up(sigma: float) -> float:
     """Return ``sigma`` rounded up to SIGNIFICANT_DIGITS digits: more noise, so still private."""
-    return _significant(sigma, ROUND_CEILING)
-
-
-def _significant(value: float, rounding: str) -> float:
-    exact = Decimal(repr(value))
+    exact = Decimal(repr(sigma))
     unit = Decimal(1).scaleb(exact.adjusted() - SIGNIFICANT_DIGITS + 1)
-    return float(exact.quantize(unit, rounding=rounding))
+    return float(exact.quantize(unit, rounding=ROUND_CEILING))

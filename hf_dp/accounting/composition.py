@@ -70,11 +70,6 @@ class SearchTerm(NamedTuple):
     mean_runs: float
     shape: float | None
 
-    @property
-    def steps(self) -> int:
-        """Those of one run."""
-        return self.run.steps
-
 
 Restriction = tuple[str, tuple[str, ...], str]
 
@@ -134,8 +129,10 @@ class Composition:
     @property
     def steps(self) -> int:
         """All steps that ran, of a search those of one run."""
-        every = (*self.terms, *self.responses, *self.outside, *self.searches)
-        return sum(term.steps for term in every)
+        counts = [term.steps for term in self.terms]
+        counts += [response.steps for response in self.responses]
+        counts += [each.steps for each in self.outside]
+        return sum(counts) + sum(search.run.steps for search in self.searches)
 
     @property
     def kinds(self) -> frozenset[str]:

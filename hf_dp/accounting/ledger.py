@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from hf_dp._validate import invalid
 from hf_dp.accounting.accountants import epsilon
@@ -116,7 +117,7 @@ class Ledger:
         return entries
 
     @classmethod
-    def from_list(cls, entries: Iterable[Mapping[str, object]]) -> Ledger:
+    def from_list(cls, entries: Iterable[Mapping[str, Any]]) -> Ledger:
         """Return the ledger that ``to_list`` wrote.
 
         Raises:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from functools import lru_cache
+from typing import TypeAlias
 
 from dp_accounting.dp_event import DpEvent
 from dp_accounting.pld import privacy_loss_distribution as google_pld
@@ -107,7 +108,7 @@ _RELATIONS = {
     "add_remove": NeighboringRelation.ADD_OR_REMOVE_ONE,
     "replace_one": NeighboringRelation.REPLACE_ONE,
 }
-Distribution = google_pld.PrivacyLossDistribution
+Distribution: TypeAlias = google_pld.PrivacyLossDistribution
 
 
 def epsilon(composition: Composition, delta: float, relation: str = "zero_out") -> Epsilon:
@@ -224,9 +225,9 @@ def _one_step(term: Term, interval: float, relation: str) -> Distribution:
     """Return the distribution of one step, or of one whole allocation. Args: term: with steps 1."""
     sigma, rate = term.noise_multiplier, term.sample_rate
     if term.kind == ALLOCATION:
-        return allocated(sigma, *term.sizes, interval)
+        return allocated(sigma, term.sizes[0], interval)
     if term.kind == USER_ROWS:
-        return sampled_rows(sigma, rate, *term.sizes, interval)
+        return sampled_rows(sigma, rate, term.sizes[0], interval)
     if term.kind == TRUNCATED:
         return google_pld.from_truncated_subsampled_gaussian_mechanism(
             dataset_size=term.sizes[0],

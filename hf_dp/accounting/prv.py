@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from functools import cache, lru_cache
+from typing import TypeAlias
 
 import numpy as np
 from prv_accountant import GaussianMechanism, PoissonSubsampledGaussianMechanism, PRVAccountant
@@ -44,7 +45,7 @@ MAX_MESH_POINTS = 2**23
 # beyond it we refuse.
 MAX_MEAN_ERROR = 1e-3
 
-Mechanism = GaussianMechanism | PoissonSubsampledGaussianMechanism
+Mechanism: TypeAlias = GaussianMechanism | PoissonSubsampledGaussianMechanism
 
 _OTHER = 'Use accountant="pld" or accountant="rdp".'
 

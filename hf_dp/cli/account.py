@@ -53,11 +53,6 @@ QUESTIONS = {
         f"--target-epsilon 3 --noise-multiplier 0.8254 {_RATE} --delta 7.424e-6",
         "steps",
     ),
-    "sample-rate": (
-        "largest sample rate that stays within a target",
-        f"--target-epsilon 3 --noise-multiplier 0.8254 {_END}",
-        "sample-rate",
-    ),
     "search": (
         "epsilon of a search over a secret number of runs that releases only the best",
         f"--mean-runs 10 --noise-multiplier 1.2 {_RATE} {_END}",
@@ -180,10 +175,10 @@ def _calibrated(args: argparse.Namespace) -> Found:
     calibrate: dict[str, Callable[..., float]] = {
         "noise_multiplier": accounting.calibrate_noise_multiplier,
         "steps": accounting.calibrate_steps,
-        "sample_rate": accounting.calibrate_sample_rate,
     }
     name, unknown = args.accountant or "pld", QUESTIONS[args.question][2].replace("-", "_")
-    parts: dict[str, Any] = {key: getattr(args, key) for key in calibrate if key != unknown}
+    known = {"noise_multiplier", "sample_rate", "steps"} - {unknown}
+    parts: dict[str, Any] = {key: getattr(args, key) for key in sorted(known)}
     target = {"target_epsilon": args.target_epsilon, "target_delta": args.delta}
     parts[unknown] = calibrate[unknown](**target, accountant=name, **parts)
     event = accounting.PoissonSampledGaussian(**parts)

@@ -33,8 +33,6 @@ EXAMPLES = """examples (SST-2):
   hf-dp plan --num_examples 67349 --target_epsilon 3 --json \\
       --sweep max_steps=16,256 expected_batch_size=64..4096 > plan.json
   hf-dp figure plan.json --x sample_rate --y effective_noise_multiplier --by max_steps -o plan.png
-  hf-dp plan --num_examples 67349 --expected_batch_size 1024 --target_epsilon 3 \\
-      --transfer_to 392702
   hf-dp plan --config recipes/dp_fp/sst2/roberta_base.yaml --num_examples 67349
 """
 # One of a pair replaces the other, wherever that was said.
@@ -60,20 +58,14 @@ class PlanOptions:
     )
     parameters: int | None = argument(
         None,
-        "Trainable parameters, for memory and the signal beside noise. Unset means the recipe's, "
+        "Trainable parameters, for the signal beside noise. Unset means the recipe's, "
         "where its model is here.",
-    )
-    throughput: float | None = argument(
-        None, "Examples per second (hf-dp bench throughput), for the time."
     )
     cross_check: bool = argument(False, "Show epsilon by every accountant, with its kind.")
     sweep: list[str] = argument(
         [],
         "KEY=VALUES: a table over one option, or all combinations of several: "
         "expected_batch_size=64..4096 (doubling), num_train_epochs=1,3,10.",
-    )
-    transfer_to: int | None = argument(
-        None, "Also settings with the same sample rate and steps for this number of examples."
     )
     json: bool = argument(False, "One JSON object on stdout, which hf-dp figure draws.")
 
@@ -89,9 +81,8 @@ class Planned:
         """Forecast the cost of a plan."""
         from hf_dp.planning import forecast
 
-        options = self.options
-        names = ACCOUNTANTS if options.cross_check else None
-        return forecast(plan, names, parameters=options.parameters, throughput=options.throughput)
+        names = ACCOUNTANTS if self.options.cross_check else None
+        return forecast(plan, names, parameters=self.options.parameters)
 
     def plan(self, changes: Mapping[str, Any]) -> tuple[PrivacyPlan, UnitTable | None]:
         """Return the plan that a trainer would make with some arguments changed, and whose its rows
@@ -129,8 +120,8 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(
         "hf-dp plan",
         usage="hf-dp plan [--config FILE] [--NAME VALUE ...]",
-        description="Estimate what a private run will cost: noise, epsilon, signal beside noise, "
-        "time. Nothing is run.",
+        description="Estimate what a private run will cost: noise, epsilon, signal beside noise. "
+        "Nothing is run.",
         epilog=EXAMPLES,
     )
     parser.option("--config", "a recipe; options given here replace its values", "FILE")
@@ -144,12 +135,11 @@ def main(argv: Sequence[str]) -> int:
     recipe = replaced(recipe, {key: value for key, value in vars(given).items() if key in own})
     mode = recipe.get("privacy_mode", "dp_sgd")
     refuse_other_modes(mode, "hf-dp plan", ("dp_sgd", DP_FP))
-    for option in ("transfer_to", "parameters"):
-        if mode == DP_FP and getattr(options, option) is not None:
-            raise ConfigError(
-                f"`--{option}` is for privacy_mode dp_sgd, where a step releases one noisy sum. "
-                "Leave it out for DP-FP."
-            )
+    if mode == DP_FP and options.parameters is not None:
+        raise ConfigError(
+            "`--parameters` is for privacy_mode dp_sgd, where a step releases one noisy sum. Leave "
+            "it out for DP-FP."
+        )
     planned = Planned(recipe, options)
     if options.sweep:
         return _sweep(planned)
@@ -158,10 +148,8 @@ def main(argv: Sequence[str]) -> int:
             options.parameters = trained_numbers(recipe, recipe.get("peft"))
     plan, units = planned.plan({})
     found = planned.forecast(plan)
-    to = None if options.transfer_to is None else _transfer(plan, options.transfer_to)
     if options.json:
-        transferred = None if to is None else dataclasses.asdict(to)
-        print(json.dumps({**_json(found), "transfer": transferred}, allow_nan=False))
+        print(json.dumps(_json(found), allow_nan=False))
         return 0
     print(plan_text(found))
     if found.most_signal is not None and options.parameters is not None:
@@ -171,24 +159,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"\n{doubt}")
     if units is not None and plan.users is not None:
         print(of_users(units, plan, lambda changes: planned.plan(changes)[0]))
-    if to is not None:
-        print(
-            f"\nfor {to.num_examples:,} examples, same sample rate and steps: expected batch size "
-            f"{to.expected_batch_size}, epochs {to.num_train_epochs:.10g} ({to.steps} steps)"
-        )
     return 0
-
-
-def _transfer(plan: PrivacyPlan, num_examples: int) -> Any:
-    """Return the settings for another number of examples."""
-    from hf_dp.planning import transfer
-
-    if plan.mechanism.draw.moved > 1:
-        raise ConfigError(
-            "A limit on the sample (--max_logical_batch_size) does not carry over to other data. "
-            "Transfer without it."
-        )
-    return transfer(sample_rate=plan.sample_rate, steps=plan.steps, num_examples=num_examples)
 
 
 def _sweep(planned: Planned) -> int:
@@ -227,8 +198,6 @@ def _json(found: Forecast) -> dict[str, Any]:
         "effective_noise_multiplier": found.effective_noise_multiplier if of_sums else None,
         "most_signal": found.most_signal,
         "examples": found.examples,
-        "seconds": found.seconds,
-        "state_bytes": found.state_bytes,
         "results": [json_row(answer) for answer in found.answers],
     }
 
@@ -246,16 +215,6 @@ def plan_text(found: Forecast) -> str:
             f"before the steps at most {plan.selection.iterations} releases to select what trains, "
             f"sample rate {plan.selection.sample_rate:g}, noise multiplier "
             f"{plan.selection.noise_multiplier:.6g}"
-        )
-    if found.seconds is not None:
-        lines.append(
-            f"{found.seconds / 3600:.2f} hours at that throughput, without start, evaluation and "
-            "saving"
-        )
-    if of_sums and found.state_bytes is not None:
-        lines.append(
-            f"{found.state_bytes / 2**30:.2f} GiB for weights, gradient sums and Adam's moments in "
-            "float32; activations on top"
         )
     if not of_sums and _variant(plan) == PUBLISHED:
         return "\n".join([*lines, "", *_published(plan)])
@@ -355,7 +314,7 @@ def _forward(found: Forecast) -> Iterator[str]:
 def _published(plan: PrivacyPlan) -> Iterator[str]:
     """Yield the paper's figure with what it is, and what a bound says of the same noise."""
     from hf_dp.accounting.accountants import compare
-    from hf_dp.planning.published_forward import assumptions
+    from hf_dp.planning import assumptions
 
     yield f"{NO_GUARANTEE}."
     yield (

@@ -43,9 +43,6 @@ class SuggestOptions:
     parameters: int | None = argument(
         None, "Numbers that train. Unset means those of the recipe's model."
     )
-    throughput: float | None = argument(
-        None, "Examples per second (hf-dp bench throughput), for the time."
-    )
     output: str | None = argument(
         None, "With --config: a new file for the recipe with these settings."
     )
@@ -86,15 +83,13 @@ def main(argv: Sequence[str]) -> int:
         kept = {key: value for key, value in replaced.items() if value is not None}
         text = yaml.safe_dump(kept, sort_keys=False)
         Path(options.output).write_text(text, encoding="utf-8")
-    ahead = forecast(found.plan, parameters=found.parameters, throughput=options.throughput)
+    ahead = forecast(found.plan, parameters=found.parameters)
     if options.json:
         report = {
             "settings": found.settings,
             "reasons": {choice.name: choice.reason for choice in found.choices},
             "plan": found.plan.to_dict(),
             "effective_noise_multiplier": ahead.effective_noise_multiplier,
-            "seconds": ahead.seconds,
-            "state_bytes": ahead.state_bytes,
         }
         print(json.dumps(report, allow_nan=False))
     else:
@@ -161,17 +156,6 @@ def _text(found: Suggestion, ahead: Forecast, recipe: dict[str, Any]) -> str:
         f"effective {ahead.effective_noise_multiplier:.4g} (/ sample rate), {ahead.epochs:.3g} "
         "epochs.",
     ]
-    if ahead.seconds is not None:
-        lines.append(
-            f"Time: {ahead.seconds / 3600:.2f} hours for {ahead.examples:,.0f} examples, without "
-            "start, evaluation and saving."
-        )
-    if ahead.state_bytes is not None:
-        lines.append(
-            f"Memory: {ahead.state_bytes / 2**30:.2f} GiB for weights, gradient sums and Adam's "
-            f"moments of the {found.parameters:,} numbers that train; activations on top, which "
-            "per_device_train_batch_size sets."
-        )
     if found.parameters is not None:
         rate = found.settings["learning_rate"]
         lines += doubts(plan, parameters=found.parameters, learning_rate=rate, optimizer="adamw")

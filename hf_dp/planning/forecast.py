@@ -1,53 +1,48 @@
-"""Forecast what a plan will cost: epsilon by each accountant, noise beside signal, time, memory."""
+"""Forecast what a plan, or a range of settings, will cost. Nothing is run."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hf_dp import _validate
+from hf_dp._validate import integer, invalid, one_of
+from hf_dp.accounting import (
+    Event,
+    PoissonSampledGaussian,
+    PublishedForwardNoise,
+    RecordRelease,
+    SampledRecordRelease,
+)
 from hf_dp.accounting.accountants import Answer, compare
 from hf_dp.plans.privacy import PrivacyPlan
 
 # Of `most_signal`. Our runs of pretrained models at 0.06 to 0.29 stayed at chance. Those at 0.4
 # (the quickstart), 0.5 and more learned, but for one at 1.7, of random partitions.
 LEAST_SIGNAL = 0.35
-# Weights, gradient sums, and Adam's two moments, float32.
-_BYTES_PER_PARAMETER = 16
+_MOST_VALUES = 100  # of a sweep
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a plan will cost. Nothing has been run.
+    """What a plan will cost.
 
     Attributes:
         plan: as given.
         answers: epsilon after all steps, by accountant.
-        signal_to_noise: norm of the mean clipped gradient / expected norm of its noise, for one
-            step; None without ``gradient_norm`` and ``parameters``.
         most_signal: that of :func:`most_signal`; None without ``parameters``, or for DP-FP.
         examples: expected number of examples that go through the model.
-        seconds: their time at the given throughput, without start, evaluation and saving; None
-            without one.
-        state_bytes: weights, gradient sums and Adam's moments in float32, without activations; None
-            without ``parameters``.
     """
 
     plan: PrivacyPlan
     answers: tuple[Answer, ...]
-    signal_to_noise: float | None
     most_signal: float | None
     examples: float
-    seconds: float | None
-    state_bytes: int | None
 
     @property
     def effective_noise_multiplier(self) -> float:
-        """Return sigma / q (Li et al. 2022, section 3.1.1).
-
-        The noise on the mean gradient is proportional to it.
-        """
+        """Return sigma / q, to which the noise on the mean gradient is proportional (Li et al.
+        2022, section 3.1.1)."""
         return self.plan.noise_multiplier / self.plan.sample_rate
 
     @property
@@ -60,57 +55,27 @@ def forecast(
     plan: PrivacyPlan,
     accountants: Sequence[str] | None = None,
     *,
-    gradient_norm: float | None = None,
     parameters: int | None = None,
-    throughput: float | None = None,
 ) -> Forecast:
     """Forecast what ``plan`` will cost.
 
     Args:
         accountants: which to ask; default the plan's own.
-        gradient_norm: L2 norm of the mean clipped gradient, at most the clipping norm, > 0.
         parameters: number of trainable parameters, >= 1.
-        throughput: examples per second, > 0.
 
     Raises: InvalidArgumentError naming the argument.
     """
-    if parameters is not None:
-        parameters = _validate.integer("parameters", parameters, 1)
-    ratio = None if gradient_norm is None else _signal_to_noise(plan, gradient_norm, parameters)
+    count = None if parameters is None else integer("parameters", parameters, 1)
     examples = plan.mechanism.forwarded(plan)
     if plan.selection is not None:
         examples += plan.selection.iterations * plan.selection.sample_rate * plan.num_examples
+    gradients_alone = plan.mechanism.noises_gradients_alone
     return Forecast(
         plan=plan,
         answers=compare(plan.events(), plan.delta, accountants or (plan.accountant,)),
-        signal_to_noise=ratio,
-        most_signal=None
-        if parameters is None or not plan.mechanism.noises_gradients_alone
-        else most_signal(plan, parameters),
+        most_signal=most_signal(plan, count) if count and gradients_alone else None,
         examples=examples,
-        seconds=None
-        if throughput is None
-        else examples / _validate.positive("throughput", throughput),
-        state_bytes=None if parameters is None else _BYTES_PER_PARAMETER * parameters,
     )
-
-
-def _signal_to_noise(plan: PrivacyPlan, gradient_norm: float, parameters: int | None) -> float:
-    signal = _validate.positive("gradient_norm", gradient_norm)
-    if signal > plan.clipping_norm:
-        raise _validate.invalid(
-            "gradient_norm",
-            gradient_norm,
-            f"to be at most the clipping norm {plan.clipping_norm:g}",
-            "It is the norm of a mean of clipped gradients.",
-        )
-    if parameters is None:
-        raise _validate.invalid(
-            "parameters", None, "to be given with `gradient_norm`", "Noise grows with it."
-        )
-    # The noise on the mean is N(0, (noise_std / B)^2) in each of p coordinates, so its norm is
-    # about that standard deviation times sqrt(p).
-    return signal * plan.expected_batch_size / (plan.noise_std * math.sqrt(parameters))
 
 
 def most_signal(plan: PrivacyPlan, parameters: int) -> float:
@@ -122,3 +87,58 @@ def most_signal(plan: PrivacyPlan, parameters: int) -> float:
     """
     of_noise = plan.noise_std * math.sqrt(plan.steps * parameters) / plan.expected_batch_size
     return plan.steps * plan.clipping_norm / of_noise
+
+
+def assumptions(published: PublishedForwardNoise) -> list[tuple[str, Event | None]]:
+    """Return what is assumed of DP-FP as published, and what would then be released; None where
+    nothing is known.
+
+    The paper's figure rests on assumptions that do not hold for what runs: everything below the
+    noise would have to be out of reach, and who took part in which step a secret. Each row takes
+    assumptions that come nearer to what runs.
+    """
+    sigma, rate = published.noise_multiplier, published.sample_rate
+    draws, steps = published.num_micro_batches, published.steps
+    return [
+        (
+            "all of the paper's, with a bound in place of its limit theorem's estimate",
+            PoissonSampledGaussian(sigma, rate, steps * draws),
+        ),
+        (
+            "nothing trains below the noise, and who took part in which step is visible",
+            SampledRecordRelease(sigma, rate, steps, draws),
+        ),
+        ("nothing trains below the noise, and each row is released once", RecordRelease(sigma, 1)),
+        ("none: what is below the noise trains", None),
+    ]
+
+
+def parse_sweep(text: str, keys: Mapping[str, type]) -> tuple[str, list[float]]:
+    """Return the key and the values of ``key=64..4096``, a range by doubling with both ends, or
+    ``key=1,2,4``.
+
+    Args:
+        keys: what may be swept, and whether it counts (int) or measures (float).
+
+    Raises: InvalidArgumentError.
+    """
+    name, _, values = text.partition("=")
+    key = one_of("sweep", name.strip().replace("-", "_"), keys, "Write KEY=64..4096 or KEY=1,2.")
+    kind = keys[key]
+    try:
+        low, dots, high = values.partition("..")
+        numbers = [kind(value) for value in ((low, high) if dots else values.split(","))]
+    except ValueError as error:
+        hint = f"{str(error).capitalize()}."
+        expected = f"to have values like 64..4096 or 64,128 ({kind.__name__})"
+        raise invalid("sweep", text, expected, hint) from error
+    if dots:
+        least, most = numbers
+        if not 0 < least <= most <= least * 2**_MOST_VALUES:
+            hint = "A range goes from a positive number to one that is not smaller."
+            raise invalid("sweep", text, "to be a range like 64..4096", hint)
+        numbers = [least]
+        while numbers[-1] * 2 < most:
+            numbers.append(numbers[-1] * 2)
+        numbers += [most] if most > numbers[-1] else []
+    return key, numbers

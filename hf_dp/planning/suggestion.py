@@ -16,9 +16,7 @@ from hf_dp.plans.privacy import PrivacyPlan
 
 LI = "Li et al. 2022"
 # SST-2 in Li et al. 2022, appendix H: B = 1024 of N = 67,349 for 3 epochs.
-SAMPLE_RATE = 1024 / 67_349
-STEPS = 198
-CLIPPING_NORM = 0.1
+SAMPLE_RATE, STEPS, CLIPPING_NORM = 1024 / 67_349, 198, 0.1
 # On few examples a step takes this many, or this share of them if that is less. `make demo` takes
 # 512 of 8,000.
 SMALLEST_BATCH, LARGEST_RATE = 512, 1 / 8
@@ -28,21 +26,16 @@ WALK, LEARNING_RATES = 0.02, (3e-4, 5e-3)
 ADAPTER_FACTOR = 3  # LoRA beside all weights (ibid., "What trains")
 # What trains the model's own matrices ran at the rate of all weights (ibid.).
 OWN_MATRICES = ("frost", "random", "pval", "param", "rgp", "top_blocks")
-LORA = {"peft_type": "lora", "r": 8}
+Block = dict[str, object]  # the recipe's ``peft``
+LORA: Block = {"peft_type": "lora", "r": 8}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One setting.
-
-    Attributes:
-        name: a key of a recipe, and an argument of DPTrainingArguments, except ``peft``.
-        value: as the recipe takes it.
-        reason: why, with its source.
-    """
+    """One setting: a key of a recipe, as the recipe takes it, and why, with its source."""
 
     name: str
-    value: Any
+    value: object
     reason: str
 
 
@@ -72,7 +65,7 @@ def suggest(
     *,
     epochs: float | None = None,
     parameters: int | None = None,
-    peft: dict[str, Any] | None = None,
+    peft: Block | None = None,
     **request: Any,
 ) -> Suggestion:
     """Suggest settings for a run with DP-Adam.
@@ -105,29 +98,21 @@ def suggest(
         clipping_norm=CLIPPING_NORM,
         **request,
     )
-    trains, why_trains = _what_trains(plan, parameters, peft)
-    return Suggestion(
-        plan,
-        (
-            Choice("expected_batch_size", batch, why_batch),
-            Choice("max_steps", steps, why_steps),
-            Choice("learning_rate", *_learning_rate(steps, adapter=_is_adapter(trains))),
-            Choice(
-                "lr_scheduler_type",
-                "linear",
-                "with a decay the last, noisy steps move the weights less; all our own sweeps used "
-                "it",
-            ),
-            Choice(
-                "per_example_max_grad_norm",
-                CLIPPING_NORM,
-                f"clip nearly every gradient ({LI}, section 3.1.2 and figure 4). Adam divides the "
-                "scale out again, so a smaller norm changes nothing",
-            ),
-            Choice("peft", trains, why_trains),
-        ),
-        parameters if trains == peft else None,
+    trains, why_trains = (peft, "as it was chosen") if peft else _what_trains(plan, parameters)
+    decay = "with a decay the last, noisy steps move the weights less; all our own sweeps used it"
+    clip = (
+        f"clip nearly every gradient ({LI}, section 3.1.2 and figure 4). Adam divides the scale "
+        "out again, so a smaller norm changes nothing"
     )
+    choices = (
+        Choice("expected_batch_size", batch, why_batch),
+        Choice("max_steps", steps, why_steps),
+        Choice("learning_rate", *_learning_rate(steps, trains)),
+        Choice("lr_scheduler_type", "linear", decay),
+        Choice("per_example_max_grad_norm", CLIPPING_NORM, clip),
+        Choice("peft", trains, why_trains),
+    )
+    return Suggestion(plan, choices, parameters if trains == peft else None)
 
 
 def _batch_and_steps(count: int, epochs: float | None) -> tuple[int, int, str, str]:
@@ -160,7 +145,7 @@ def _batch_and_steps(count: int, epochs: float | None) -> tuple[int, int, str, s
     return max(1, round(wanted)), steps, why, why_steps
 
 
-def _learning_rate(steps: int, *, adapter: bool) -> tuple[float, str]:
+def _learning_rate(steps: int, trains: Block | None) -> tuple[float, str]:
     """Return the peak learning rate, one digit, and why.
 
     Under noise, Adam moves each number by about the learning rate in a random direction in each
@@ -168,29 +153,22 @@ def _learning_rate(steps: int, *, adapter: bool) -> tuple[float, str]:
     as the same for all runs.
     """
     low, high = LEARNING_RATES
-    exact = min(max(WALK / math.sqrt(steps), low), high) * (ADAPTER_FACTOR if adapter else 1)
+    exact = min(max(WALK / math.sqrt(steps), low), high)
     reason = (
         "under noise Adam makes a random walk of about learning rate x sqrt(steps); our sweeps "
         f"were best near {WALK:g}. Large batches need large rates ({LI}, figure 2). If you can "
         "tune on public data, try half and double"
     )
-    if adapter:
+    if trains is not None and str(trains.get("peft_type")).lower() not in OWN_MATRICES:
+        exact *= ADAPTER_FACTOR
         reason += (
             f". An adapter takes {ADAPTER_FACTOR} times the rate of all weights (recipes/sst2)"
         )
     return float(f"{exact:.0e}"), reason
 
 
-def _is_adapter(peft: dict[str, Any] | None) -> bool:
-    return peft is not None and str(peft.get("peft_type")).lower() not in OWN_MATRICES
-
-
-def _what_trains(
-    plan: PrivacyPlan, parameters: int | None, peft: dict[str, Any] | None
-) -> tuple[dict[str, Any] | None, str]:
+def _what_trains(plan: PrivacyPlan, parameters: int | None) -> tuple[Block | None, str]:
     """Return the block ``peft``, None for everything, and why."""
-    if peft is not None:
-        return peft, "as it was chosen"
     full = (
         f"train everything: with ghost clipping it is as good as LoRA or better ({LI}, table 2)"
         ", and it was in our runs. RGP (peft_type rgp) may be better: on short texts of SST-2 it "

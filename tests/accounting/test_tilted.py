@@ -23,7 +23,6 @@ from hf_dp.accounting import (
     PoissonSampledGaussian,
     RandomizedResponse,
     calibrate_noise_multiplier,
-    calibrate_sample_rate,
     epsilon,
     grid,
     rdp,
@@ -291,15 +290,11 @@ def test_what_is_not_known_at_small_rates_is_refused():
         epsilon([small, response], 1e-6)
     with pytest.raises(AccountingRangeError, match="`sample_rate` >= 1e-05"):
         epsilon(small, 1e-6, relation="replace_one")
-    # A search for a rate begins where the events before it allow it.
-    assert calibrate_sample_rate(2.0, 1e-6, 1.0, 10, prior_events=[response]) > 1e-5
 
 
 @slow
-def test_noise_and_rate_are_calibrated():
+def test_noise_is_calibrated():
     sigma = calibrate_noise_multiplier(0.01, 1e-8, 1e-6, 1000)
     assert epsilon(PoissonSampledGaussian(sigma, 1e-6, 1000), 1e-8).value <= 0.01
-    rate = calibrate_sample_rate(1e-3, 1e-8, 1.0, 1000)
-    assert epsilon(PoissonSampledGaussian(1.0, rate, 1000), 1e-8).value <= 1e-3
     sigma = calibrate_noise_multiplier(2.0, 1e-10, 0.01, 100)
     assert 1.99 < epsilon(PoissonSampledGaussian(sigma, 0.01, 100), 1e-10).value <= 2.0

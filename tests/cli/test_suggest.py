@@ -39,12 +39,11 @@ def recipe(tmp_path):
 
 
 def test_what_is_printed_is_yaml_with_a_reason_above_each_setting(capsys):
-    out = printed(capsys, *SST2, "--throughput", "100", "--parameters", "22700000")
+    out = printed(capsys, *SST2, "--parameters", "22700000")
     found = yaml.safe_load(out)
     assert found["expected_batch_size"] == 1024 and found["max_steps"] == 198
     first = out.split("\n\n")[0]
     assert "67,349 examples, epsilon 3 at delta 7.424e-06 (pld)" in first
-    assert "0.56 hours" in first and "0.34 GiB" in first
     for block in out.strip().split("\n\n")[1:]:
         assert block.startswith("# ") and not block.splitlines()[-1].startswith("#")
     assert max(map(len, out.splitlines())) <= 100
@@ -57,7 +56,6 @@ def test_json(capsys):
     assert found["effective_noise_multiplier"] == pytest.approx(
         found["plan"]["noise_multiplier"] * 67349 / 1024
     )
-    assert found["seconds"] is found["state_bytes"] is None
 
 
 def test_a_recipe_gives_its_data_and_model(recipe, capsys, tmp_path):
