@@ -117,31 +117,31 @@ def suggest(
 
 def _batch_and_steps(count: int, epochs: float | None) -> tuple[int, int, str, str]:
     """Return B and the number of steps, and why each."""
-    wanted = max(SAMPLE_RATE * count, min(SMALLEST_BATCH, LARGEST_RATE * count))
+    usual = SAMPLE_RATE * count
+    wanted = max(usual, min(SMALLEST_BATCH, LARGEST_RATE * count))
     steps, needed = STEPS, STEPS * wanted / count
     why = (
         f"the sample rate of SST-2, 1024 / 67,349 ({LI}, appendix L: sample rate and steps carry "
         "over to other data, batch size and epochs do not)"
+        if wanted == usual
+        else f"more than the sample rate of SST-2 gives ({usual:.0f}), since on few examples the "
+        f"noise of a small batch drowns its gradient ({LI}, figure 3)"
     )
-    if wanted > SAMPLE_RATE * count:
-        why = (
-            f"more than the sample rate of SST-2 gives ({SAMPLE_RATE * count:.0f}), since on few "
-            f"examples the noise of a small batch drowns its gradient ({LI}, figure 3)"
-        )
-    why_steps = f"as many as on SST-2 ({LI}, appendices H and L); {needed:.3g} epochs"
-    if epochs is not None and epochs < needed:
+    why_steps = f"as many as on SST-2 ({LI}, appendices H and L)"
+    if epochs is None:
+        why_steps += f"; {needed:.3g} epochs"
+    elif epochs < needed:
         # The number of examples that pass, B x steps, is fixed. Both shrink by the same factor.
         share = math.sqrt(epochs / needed)
         wanted, steps = wanted * share, max(1, round(STEPS * share))
         why += f". {epochs:g} epochs are fewer than the {needed:.3g} wanted: batch and steps shrink"
         why_steps = f"{epochs:g} epochs at this batch size"
-    elif epochs is not None:
+    else:
         wanted = min(wanted * epochs / needed, count)
         why = (
             f"{epochs:g} epochs in {STEPS} steps: at a fixed number of steps a larger batch is "
             f"always better ({LI}, section 3.1.1 and figure 3)"
         )
-        why_steps = f"as many as on SST-2 ({LI}, appendices H and L)"
     return max(1, round(wanted)), steps, why, why_steps
 
 

@@ -177,24 +177,6 @@ def test_replacing_a_record_moves_its_row_twice_as_far():
         assert epsilon(event, 1e-6, relation="replace_one") == epsilon(twice, 1e-6)
 
 
-@pytest.mark.parametrize(
-    "event",
-    [
-        RecordRelease(1.0),
-        SampledRecordRelease(1.0, 0.1, 2),
-        RandomizedResponse(1.0, 2),
-        SumAndRows(1.0, 1.0, 0.1, 2, True),
-    ],
-    ids=lambda event: type(event).__name__,
-)
-def test_add_remove_is_refused_whatever_stands_beside(event):
-    for events in ([event], [PoissonSampledGaussian(1.0, 0.1, 10), event]):
-        with pytest.raises(
-            UnsupportedEventError, match=f"'add_remove' does not hold for {type(event).__name__}"
-        ):
-            epsilon(events, 1e-6, relation="add_remove")
-
-
 def test_events_without_a_common_relation_are_refused(monkeypatch):
     monkeypatch.setattr(PoissonSampledGaussian, "relations", ("add_remove",))
     monkeypatch.setattr(PoissonSampledGaussian, "restriction", "for this test")
@@ -203,13 +185,6 @@ def test_events_without_a_common_relation_are_refused(monkeypatch):
         match="no common neighboring relation .*add_remove; RecordRelease: zero_out",
     ):
         epsilon([PoissonSampledGaussian(1.0, 0.1, 10), RecordRelease(1.0)], 1e-6)
-
-
-@pytest.mark.parametrize("accountant", ["prv", "gdp_clt"])
-@pytest.mark.parametrize("event", [SampledRecordRelease(1.0, 0.1, 2), RandomizedResponse(1.0, 2)])
-def test_accountants_that_cannot_describe_them_say_so(event, accountant):
-    with pytest.raises(UnsupportedEventError, match='Use accountant="pld"'):
-        epsilon(event, 1e-6, accountant)
 
 
 def test_micro_batches_reduce_the_noise_variance_as_the_formula_says_and_not_by_m():
