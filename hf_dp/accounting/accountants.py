@@ -13,9 +13,9 @@ from typing import Protocol, cast
 from hf_dp._validate import in_unit_interval, one_of
 from hf_dp.accounting.composition import Composition, Range, compose
 from hf_dp.accounting.event import Event, as_events
-from hf_dp.accounting.knows import ACCOUNTANTS, note_accountant
+from hf_dp.accounting.knows import ACCOUNTANTS, BOUNDS, KNOWS, NAMES
 from hf_dp.accounting.value import Epsilon
-from hf_dp.errors import AccountingRangeError, UnsupportedEventError
+from hf_dp.errors import AccountingRangeError, ConfigError, UnsupportedEventError
 
 RELATIONS: tuple[str, ...] = ("zero_out", "add_remove", "replace_one")
 """What a neighboring data set is.
@@ -60,7 +60,16 @@ def register_accountant(
 
     Raises: ConfigError for a name that is taken, or a kind that is none.
     """
-    note_accountant(name, kinds, bound)
+    kinds = frozenset(kinds)
+    if name in KNOWS or not kinds <= set(NAMES):
+        raise ConfigError(
+            f"Expected an accountant with a name of its own, of kinds {sorted(NAMES)}, got "
+            f"{name!r} of {sorted(kinds)}."
+        )
+    KNOWS[name] = kinds
+    ACCOUNTANTS.append(name)
+    if bound:
+        BOUNDS.append(name)
     _REGISTERED[name] = accountant
 
 

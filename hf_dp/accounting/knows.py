@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from hf_dp._validate import invalid
-from hf_dp.errors import ConfigError, UnsupportedArgumentError, UnsupportedEventError
+from hf_dp.errors import UnsupportedArgumentError, UnsupportedEventError
 
 # Who takes part in a noised sum. A Gaussian on all examples is a Poisson sample at rate 1.
 POISSON, TRUNCATED, USER_ROWS, ALLOCATION = "poisson", "truncated", "user rows", "allocation"
@@ -62,7 +62,7 @@ UNESTABLISHED = (
     'from activations without noise. Use accountant="gdp_clt" for the figure that the paper gives, '
     'or the variant "frozen" for a guarantee.'
 )
-_NAMES = {
+NAMES = {
     POISSON: "PoissonSampledGaussian",
     TRUNCATED: "TruncatedPoissonSampledGaussian",
     USER_ROWS: "UserRowsGaussian",
@@ -125,7 +125,7 @@ def refuse_unknown(accountant: str, kinds: Iterable[str]) -> None:
     """Raise UnsupportedEventError for kinds that this accountant does not know, with one that knows
     them all as the next move."""
     kinds = set(kinds)
-    unknown = [kind for kind in _NAMES if kind in kinds - KNOWS[accountant]]
+    unknown = [kind for kind in NAMES if kind in kinds - KNOWS[accountant]]
     if not unknown:
         return
     others = accountants_of(kinds)
@@ -134,19 +134,5 @@ def refuse_unknown(accountant: str, kinds: Iterable[str]) -> None:
         next_move = UNESTABLISHED
     verb = "does not know" if unknown[0] == REPLACE_ONE else "cannot describe"
     raise UnsupportedEventError(
-        f"Accountant {accountant!r} {verb} {_NAMES[unknown[0]]}. {next_move}"
+        f"Accountant {accountant!r} {verb} {NAMES[unknown[0]]}. {next_move}"
     )
-
-
-def note_accountant(name: str, kinds: Iterable[str], bound: bool) -> None:
-    """Add a row. Raises: ConfigError for a name that is taken, or a kind that is none."""
-    kinds = frozenset(kinds)
-    if name in KNOWS or not kinds <= set(_NAMES):
-        raise ConfigError(
-            f"Expected an accountant with a name of its own, of kinds {sorted(_NAMES)}, got "
-            f"{name!r} of {sorted(kinds)}."
-        )
-    KNOWS[name] = kinds
-    ACCOUNTANTS.append(name)
-    if bound:
-        BOUNDS.append(name)

@@ -21,6 +21,8 @@ from hf_dp.accounting import (
     UserRowsGaussian,
     epsilon,
     knows,
+    pld,
+    register_accountant,
 )
 from hf_dp.accounting.composition import compose
 from hf_dp.errors import (
@@ -106,4 +108,4 @@ def test_a_name_or_kind_that_cannot_be_registered_is_refused():
         epsilon(Gaussian(1.0), 1e-5, "zcdp")
     for name, kinds in (("pld", {knows.POISSON}), ("zcdp", {"what is it"})):
         with pytest.raises(ConfigError, match="Expected an accountant"):
-            knows.note_accountant(name, kinds, bound=True)
+            register_accountant(name, pld, kinds, bound=True)
