@@ -48,7 +48,7 @@ RANGE = Range(
 ROUNDING_ALLOWANCE = 1e-11
 
 MOST_TERMS = 1000  # of a series, after which its order is left out
-_BLOCK = 50  # terms at a time; most series need fewer
+_FEW_TERMS = 50  # of most series
 _NEGLIGIBLE = 30.0  # a term is small when it is below the sum by this factor, in logarithms
 
 
@@ -136,17 +136,13 @@ def log_moments(noise_multiplier: float, sample_rate: float) -> np.ndarray:
         noise_multiplier: > 0.
         sample_rate: in (0, 1).
     """
-    found = np.full(len(ORDERS), np.inf)
-    whole = np.array([order.is_integer() for order in ORDERS])
+    orders = np.asarray(ORDERS)
+    whole = np.isin(orders, _WHOLE)
+    found = np.empty(len(ORDERS))
     found[whole] = _finite_sums(noise_multiplier, sample_rate)
-    left = np.flatnonzero(~whole)
-    series = _Series(noise_multiplier, sample_rate, np.asarray(ORDERS)[left])
-    for start in range(0, MOST_TERMS, _BLOCK):
-        if not len(left):
-            break
-        converged, totals = series.add(start, start + _BLOCK)
-        found[left[converged]] = totals
-        left = left[~converged]
+    found[~whole] = _series(noise_multiplier, sample_rate, orders[~whole], _FEW_TERMS)
+    left = np.isinf(found)
+    found[left] = _series(noise_multiplier, sample_rate, orders[left], MOST_TERMS)
     return found
 
 
@@ -173,47 +169,26 @@ def _finite_sums(sigma: float, rate: float) -> np.ndarray:
     return result
 
 
-class _Series:
-    """The two series of each fractional order: integrals up to z0 and from z0 on."""
+def _series(sigma: float, rate: float, orders: np.ndarray, count: int) -> np.ndarray:
+    """Return log A_a of fractional orders, the sum of two series, integrals up to z0 and from z0
+    on; infinity where they have not converged after ``count`` terms.
 
-    def __init__(self, sigma: float, rate: float, orders: np.ndarray):
-        self._sigma, self._rate, self._orders = sigma, rate, orders[:, None]
-        self._z0 = sigma**2 * math.log(1 / rate - 1) + 0.5
-        none = np.full((len(orders), 1), -np.inf)
-        self._last, self._sums = (none, none), (none, none)
-
-    def add(self, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Add terms ``start`` to ``end - 1``; return which orders converged, and their log A_a.
-
-        An order has converged at the first term at which both series fall and both terms are
-        negligible. It is left out from then on.
-        """
-        terms = self._terms(np.arange(start, end, dtype=float))
-        falling = [
-            term < np.concatenate([last, term[:, :-1]], axis=1)
-            for term, last in zip(terms, self._last)
-        ]
-        sums = [
-            np.logaddexp.accumulate(np.concatenate([before, term], axis=1), axis=1)[:, 1:]
-            for term, before in zip(terms, self._sums)
-        ]
-        total = np.logaddexp(*sums)
-        done = falling[0] & falling[1] & (np.maximum(*terms) < total - _NEGLIGIBLE)
-        converged = done.any(axis=1)
-        totals = total[converged, done[converged].argmax(axis=1)]
-        self._orders = self._orders[~converged]
-        self._last = (terms[0][~converged, -1:], terms[1][~converged, -1:])
-        self._sums = (sums[0][~converged, -1:], sums[1][~converged, -1:])
-        return converged, totals
-
-    def _terms(self, i: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        log_rate, log_rest = math.log(self._rate), math.log1p(-self._rate)
-        j, variance = self._orders - i, self._sigma**2
-        log_binomial = _log_binomial(self._orders, i)
-        below = log_binomial + i * log_rate + j * log_rest + (i * i - i) / (2 * variance)
-        above = log_binomial + j * log_rate + i * log_rest + (j * j - j) / (2 * variance)
-        # erfc(x / sqrt(2)) / 2 is the normal distribution's lower tail at -x.
-        return (
-            below + log_ndtr((self._z0 - i) / self._sigma),
-            above + log_ndtr((j - self._z0) / self._sigma),
-        )
+    An order has converged at the first term at which both series fall and both terms are
+    negligible.
+    """
+    log_rate, log_rest, variance = math.log(rate), math.log1p(-rate), sigma**2
+    z0 = variance * math.log(1 / rate - 1) + 0.5
+    i = np.arange(count, dtype=float)
+    j = orders[:, None] - i
+    log_binomial = _log_binomial(orders[:, None], i)
+    below = log_binomial + i * log_rate + j * log_rest + (i * i - i) / (2 * variance)
+    above = log_binomial + j * log_rate + i * log_rest + (j * j - j) / (2 * variance)
+    # erfc(x / sqrt(2)) / 2 is the normal distribution's lower tail at -x.
+    series = np.stack([below + log_ndtr((z0 - i) / sigma), above + log_ndtr((j - z0) / sigma)])
+    total = np.logaddexp(*np.logaddexp.accumulate(series, axis=2))
+    falling = np.zeros(total.shape, bool)
+    falling[:, 1:] = (series[:, :, 1:] < series[:, :, :-1]).all(axis=0)
+    done = falling & (series.max(axis=0) < total - _NEGLIGIBLE)
+    at_end = np.take_along_axis(total, done.argmax(axis=1)[:, None], axis=1)[:, 0]
+    result: np.ndarray = np.where(done.any(axis=1), at_end, np.inf)
+    return result

@@ -65,7 +65,7 @@ def test_series_that_do_not_converge_are_left_out():
 
 @pytest.mark.parametrize(("name", "wrong"), [("_NEGLIGIBLE", 10.0), ("MOST_TERMS", 10)])
 def test_planted_errors_of_the_moments_are_seen(name, wrong, monkeypatch):
-    monkeypatch.setattr(rdp, "_BLOCK", 10)
+    monkeypatch.setattr(rdp, "_FEW_TERMS", 10)
     assert difference_of_moments(1.0, 0.5) < 1e-14
     monkeypatch.setattr(rdp, name, wrong)
     assert difference_of_moments(1.0, 0.5) > 1e-9
