@@ -139,7 +139,7 @@ FORMATS: Mapping[str, Format] = {
         lambda text: [text],
     ),
 }
-MESSAGES = "messages"  # turns, which a chat template writes: see chat.py
+MESSAGES = "messages"  # turns, which a chat template writes
 NAMES = (*FORMATS, MESSAGES)
 
 

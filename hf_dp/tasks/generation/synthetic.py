@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.tasks.generation.arguments import NUCLEUS, DecodingArguments, TextArguments
-from hf_dp.tasks.generation.chat import ASSISTANT, ChatEncoding
-from hf_dp.tasks.generation.encoding import Encoding, columns_read
+from hf_dp.tasks.generation.encoding import ASSISTANT, ChatEncoding, Encoding, columns_read
 from hf_dp.tasks.generation.evaluation import decode
 from hf_dp.tasks.generation.formats import FORMATS, MESSAGES
 from hf_dp.tasks.labels import require_columns

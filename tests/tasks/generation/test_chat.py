@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_dp.errors import DataError
 from hf_dp.losses import IGNORED_LABEL, per_example_loss
-from hf_dp.tasks.generation.chat import ChatEncoding, has_markers
+from hf_dp.tasks.generation.encoding import ChatEncoding, has_markers
 
 TURNS = [
     {"role": "system", "content": "Be short."},
