@@ -1,15 +1,26 @@
-"""Writing: a batch as each prompt alone, reproducible, and apart from all private randomness."""
+"""Writing: a batch as each prompt alone, reproducible, and apart from all private randomness; and
+perplexity against a loop over single examples and tokens in float64."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import tiny_text
 import torch
 from peft import PromptTuningConfig, get_peft_model
+from transformers import DataCollatorForSeq2Seq
 
 from hf_dp.errors import DataError
-from hf_dp.tasks.generation.arguments import DecodingArguments
-from hf_dp.tasks.generation.evaluation import check_prompts, decode
+from hf_dp.tasks.generation.arguments import DecodingArguments, TextArguments
+from hf_dp.tasks.generation.encoding import encode, encoding_of
+from hf_dp.tasks.generation.evaluation import (
+    check_prompts,
+    decode,
+    negative_log_likelihood,
+    perplexity,
+)
+from hf_dp.tasks.generation.language_models import CAUSAL, SEQ2SEQ
 
 PROMPTS = ["food", "The Golden Fern is a cheap pub", "area : riverside | food", "a"]
 
@@ -90,19 +101,14 @@ def test_nucleus_keeps_to_the_share_of_probability():
 
 
 def test_a_text_ends_at_a_stop():
-    model = tiny_text.gpt2()
+    model = tiny_text.gpt2().train()
     (whole,) = decode(model, words(), ids(["food"]), settings(decoding="greedy"), progress=False)
     stop = whole[len(whole) // 2]
     (cut,) = decode(
         model, words(), ids(["food"]), settings(decoding="greedy", stop=[stop]), progress=False
     )
     assert cut == whole.split(stop)[0].strip()
-
-
-def test_the_mode_of_the_model_is_restored():
-    model = tiny_text.gpt2().train()
-    decode(model, words(), ids(), settings(decoding="greedy"), progress=False)
-    assert model.training
+    assert model.training  # as before
 
 
 def test_prompts_that_cannot_be_written_after_are_named():
@@ -124,3 +130,59 @@ def test_prompts_that_cannot_be_written_after_are_named():
 def test_settings_are_checked(given):
     with pytest.raises(ValueError, match=next(iter(given))):
         DecodingArguments(**given)
+
+
+# -- perplexity --
+
+E2E = TextArguments(data_format="e2e")
+
+
+def one_by_one(model, row, kind):
+    """The sum of -ln p over one row's labeled tokens, and their number, by the model's logits."""
+    labels = row["labels"]
+    given = {"input_ids": torch.tensor([row["input_ids"]])}
+    if kind == SEQ2SEQ:
+        start = model.config.decoder_start_token_id
+        given["decoder_input_ids"] = torch.tensor([[start, *labels[:-1]]])
+    scores = model(**given).logits[0].log_softmax(-1).detach()
+    at = range(len(labels)) if kind == SEQ2SEQ else range(1, len(labels))
+    before = 0 if kind == SEQ2SEQ else 1
+    terms = [-float(scores[t - before, labels[t]]) for t in at if labels[t] != -100]
+    return sum(terms), len(terms)
+
+
+# Encoders of T5's kind are padded on the right.
+CASES = [
+    (tiny_text.gpt2, CAUSAL, "right"), (tiny_text.gpt2, CAUSAL, "left"), (tiny_text.t5, SEQ2SEQ, "right")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "kind", "side"), CASES)
+def test_perplexity_is_the_mean_over_all_target_tokens(make, kind, side):
+    words = tiny_text.tokenizer()
+    words.pad_token, words.padding_side = words.eos_token, side
+    model = make().double()
+    encoded = encode(tiny_text.tables()["validation"], E2E, encoding_of(kind, words, E2E))
+    rows = [dict(row) for row in encoded]
+    found = negative_log_likelihood(model, DataCollatorForSeq2Seq(words), rows, 5)
+    by_hand = [one_by_one(model, row, kind) for row in rows]
+    assert found[1] == sum(count for _, count in by_hand)
+    assert math.isclose(found[0], sum(total for total, _ in by_hand), rel_tol=1e-9)
+    words.padding_side = "right"
+
+
+def test_a_first_token_that_nothing_stands_before_is_not_counted():
+    words = tiny_text.tokenizer()
+    words.pad_token = words.eos_token
+    ids = [words(text)["input_ids"] for text in ("The Golden Fern", "a cheap pub", "food")]
+    rows = [{"input_ids": i, "attention_mask": [1] * len(i), "labels": i} for i in ids]
+    model = tiny_text.gpt2().double()
+    found = negative_log_likelihood(model, DataCollatorForSeq2Seq(words), rows, 3)
+    by_hand = [one_by_one(model, row, CAUSAL) for row in rows]
+    assert found[1] == sum(count for _, count in by_hand) == sum(len(i) - 1 for i in ids)
+    assert math.isclose(found[0], sum(total for total, _ in by_hand), rel_tol=1e-9)
+
+
+def test_a_model_that_knows_nothing_is_in_doubt_between_all_tokens():
+    assert perplexity(3 * math.log(50), 3) == pytest.approx(50)
+    assert perplexity(1e6, 1) == math.inf
