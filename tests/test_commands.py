@@ -44,12 +44,11 @@ PRINTED = {
 }
 # Where the work of a command begins that its own parser does not lead to.
 WORK = (
-    "hf_dp.cli.tasks.text_classification.build_trainer",
-    "hf_dp.cli.tasks.image_classification.build_trainer",
+    "hf_dp.cli.tasks.classification.Classification.build_trainer",
     "hf_dp.cli.tasks.masked_lm.build_trainer",
     "hf_dp.cli.tasks.generation.build_trainer",
     "hf_dp.cli.tasks.generation.load_evaluation",
-    "hf_dp.cli.tasks.shared.load_evaluation",
+    "hf_dp.cli.tasks.classification.load_evaluation",
     "hf_dp.cli.generate._written",
     "hf_dp.cli.train.launch",
     "hf_dp.cli.plan.Planned.plan",

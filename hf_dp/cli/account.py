@@ -10,7 +10,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from hf_dp.accounting import ACCOUNTANTS, RELATIONS
-from hf_dp.accounting.events import RUN_DISTRIBUTIONS
 from hf_dp.cli.answers import json_row, table
 from hf_dp.cli.options import Parser
 from hf_dp.errors import LedgerError
@@ -27,7 +26,7 @@ NOTE = (
 )
 SEARCH_NOTE = """\
 Epsilon of a hyperparameter search of which only the best run is released (Papernot and Steinke
-2021, arXiv 2110.03620). The number of runs K is random, with the mean that you give. The noise,
+2021, arXiv 2110.03620). The number of runs K is geometric, with the mean that you give. The noise,
 sample rate and steps are those of one run, the most expensive one where they differ.
 
 The figure describes a search only if all of this holds:
@@ -97,15 +96,6 @@ def build_parser() -> Parser:
         if question == "search":
             runs = "expected number of runs, from 1 to 10^9"
             option("--mean-runs", runs, "K", required=True, type=float)
-            of_runs = {"choices": RUN_DISTRIBUTIONS, "default": RUN_DISTRIBUTIONS[0]}
-            option(
-                "--distribution",
-                "of the number of runs (default: truncated_negative_binomial, at least one run; "
-                "with poisson there may be none, and nothing is released)",
-                **of_runs,
-            )
-            shape = "of the truncated negative binomial: 1 (the default) is the geometric "
-            option("--shape", f"{shape}distribution, 0 the logarithmic one", "ETA", type=float)
         else:
             default = "the run's own" if question == "ledger" else "pld"
             option("--accountant", f"default: {default}", choices=ACCOUNTANTS)
@@ -151,19 +141,16 @@ def _search(args: argparse.Namespace) -> Found:
     from hf_dp.errors import UnsupportedEventError
 
     run = PoissonSampledGaussian(args.noise_multiplier, args.sample_rate, args.steps)
-    poisson = args.distribution == "poisson"
-    shape = 1.0 if args.shape is None and not poisson else args.shape
-    search = BestOfRandomRuns((run,), args.mean_runs, args.distribution, shape)
+    search = BestOfRandomRuns((run,), args.mean_runs)
     answers = []
     for name in ACCOUNTANTS:
         with suppress(UnsupportedEventError):  # this accountant cannot describe a search
             answers.append(Answer(name, epsilon(search, args.delta, name)))
     one_run = compare(run, args.delta, [answer.accountant for answer in answers])
     found = {"event": search.to_dict(), "one_run": [json_row(answer) for answer in one_run]}
-    how = args.distribution.replace("_", " ") + ("" if poisson else f" of shape {shape:g}")
     lines = (
         f"one run:\n{table(one_run, args.delta)}",
-        f"the best of K runs, K {how} with mean {args.mean_runs:g}:",
+        f"the best of K runs, K geometric with mean {args.mean_runs:g}:",
     )
     return args.delta, answers, found, lines
 
@@ -209,9 +196,8 @@ def _ledger(args: argparse.Namespace) -> Found:
         verdict = (
             "consistent: it follows from the plan and the ledger in this file, whoever wrote it"
         )
-    names = (args.accountant or record.plan.accountant,)
-    if args.cross_check and not args.accountant:
-        names = ACCOUNTANTS
+    every = args.cross_check and not args.accountant
+    names = ACCOUNTANTS if every else [args.accountant or record.plan.accountant]
     answers = compare(record.ledger.events, record.plan.delta, names)
     rows = record.ledger.to_list()
     found = {

@@ -165,6 +165,7 @@ def audit(
         )
         trainer.train()
         outcomes.append(audit_of(trainer.run).outcome)
+        assert trainer.ledger is not None and trainer.privacy_plan is not None
         claims.append((trainer.epsilon().value, trainer.ledger, trainer.privacy_plan))
         print(f"run {number + 1} of {runs}", flush=True)
     # An empty draw or an early end can make one run claim less; what is refuted is the largest.

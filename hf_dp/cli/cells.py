@@ -19,6 +19,7 @@ import yaml
 
 from hf_dp.cli.config import load_yaml, read_yaml
 from hf_dp.cli.non_private import AS_BASELINE, BATCH, NON_PRIVATE, private_keys
+from hf_dp.cli.tasks import DEFAULT_TASK, private_module
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.run.clock import VARIABLE
 
@@ -238,18 +239,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _zero_shot(cell: Cell) -> dict[str, float]:
     """Return the metrics of the base before training, computed once; a head has none."""
-    kept, config = cell.folder / "zero_shot.json", str(cell.folder / "config.yaml")
-    if not read_yaml(config).get("infilling"):
+    kept, values = cell.folder / "zero_shot.json", read_yaml(str(cell.folder / "config.yaml"))
+    if not values.get("infilling"):
         return {}
     if not kept.exists():
-        command = [*_HF_DP, "eval", "--zero-shot", "--json", "--config", config]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise ConfigError(
-                f"The zero-shot evaluation of {cell.label!r} failed: "
-                f"{done.stderr.strip().splitlines()[-1]} Leave --zero-shot out."
-            )
-        kept.write_text(done.stdout.strip().splitlines()[-1], encoding="utf-8")
+        module = private_module(values.get("task", DEFAULT_TASK))
+        metrics, _ = module.evaluate(values, (), zero_shot=True)
+        kept.write_text(json.dumps(metrics), encoding="utf-8")
     return {name.removeprefix("eval_"): value for name, value in _read(kept).items()}
 
 

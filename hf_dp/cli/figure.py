@@ -24,7 +24,6 @@ from hf_dp.cli.options import Parser
 from hf_dp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 EXAMPLES = """examples:
@@ -342,7 +341,7 @@ def _tick(value: Any) -> str:
     return f"{value:g}" if _is_number(value) else value or "-"
 
 
-def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
+def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Any]]:
     """Return a figure and its ``count`` axes side by side, without upper and right edges."""
     from matplotlib.figure import Figure  # not pyplot: no display is touched
 

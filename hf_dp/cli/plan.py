@@ -14,13 +14,21 @@ from typing import TYPE_CHECKING, Any
 from hf_dp._arguments import argument, own_fields
 from hf_dp.accounting import ACCOUNTANTS
 from hf_dp.cli.answers import json_row, table
-from hf_dp.cli.config import PLANNED, check_recipe, peft_config, read_yaml
+from hf_dp.cli.config import PLANNED, check_recipe, read_yaml
 from hf_dp.cli.options import Parser, add_fields, taken
-from hf_dp.cli.recipes import refuse_other_modes, rows_of, trained_numbers
+from hf_dp.cli.recipes import (
+    PlannedArguments,
+    refuse_other_modes,
+    rows_of,
+    trained_numbers,
+    tuner_of,
+)
 from hf_dp.errors import ConfigError, HfDpError
 from hf_dp.plans.dp_fp import DP_FP, PRIVATE_ENCODER, PUBLISHED
 from hf_dp.plans.draws import POISSON
 from hf_dp.plans.units import SAMPLINGS
+from hf_dp.trainer.privacy_arguments import plan_of
+from hf_dp.trainer.row_arguments import users_of
 
 if TYPE_CHECKING:
     from hf_dp.batches.units import UnitTable
@@ -87,16 +95,10 @@ class Planned:
     def plan(self, changes: Mapping[str, Any]) -> tuple[PrivacyPlan, UnitTable | None]:
         """Return the plan that a trainer would make with some arguments changed, and whose its rows
         are."""
-        from hf_dp.trainer.arguments import PlannedArguments, plan_of
-        from hf_dp.trainer.row_arguments import users_of
-        from hf_dp.tuners.base import Tuner
-        from hf_dp.tuners.methods import tuner_for
-
         changes = dict(changes)
         num_examples = changes.pop("num_examples", self.options.num_examples)
         values = replaced(self.recipe, changes)
-        fields = PlannedArguments.__dataclass_fields__
-        args = PlannedArguments(**{key: value for key, value in values.items() if key in fields})
+        args = PlannedArguments.of(values)
         num_examples, units = rows_of(values, num_examples, users_of(args))
         classes = self.options.num_classes or len(values.get("class_names") or []) or None
         if classes is None and (args.labels_in_vector or args.label_epsilon is not None):
@@ -104,8 +106,7 @@ class Planned:
                 "Labels are protected, and the recipe does not say among how many classes. Add "
                 "--num_classes K."
             )
-        tuner = tuner_for(peft_config(values.get("peft")), is_private=True) or Tuner()
-        return plan_of(args, num_examples, tuner, classes, units), units
+        return plan_of(args, num_examples, tuner_of(values), classes, units), units
 
 
 def replaced(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,9 +208,9 @@ def _json(found: Forecast) -> dict[str, Any]:
 
 def plan_text(found: Forecast) -> str:
     """Return a plan to read, with the table of its accountants."""
-    plan, lines = found.plan, []
+    plan = found.plan
     of_sums = plan.mechanism.privacy_mode != DP_FP
-    lines += _sums(found) if of_sums else _forward(found)
+    lines = list(_sums(found) if of_sums else _forward(found))
     if plan.selection is not None:
         lines.append(
             f"before the steps at most {plan.selection.iterations} releases to select what trains, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hf_dp.cli.options import Parser
@@ -72,12 +72,15 @@ def inspect(argv: Sequence[str]) -> int:
 
     found = Publication.of(args.folder, base_model=args.base_model, not_private=args.not_private)
     if args.json:
-        names = ("goes", "stays", "changes", "refusals")
-        report = {"folder": str(found.folder), "claim": found.in_words()}
-        report["run_id"] = None if found.record is None else found.record.run_id
-        for name in names:
-            value = getattr(found, name)
-            report[name] = dict(value) if isinstance(value, Mapping) else list(value)
+        report = {
+            "folder": str(found.folder),
+            "run_id": None if found.record is None else found.record.run_id,
+            "claim": found.in_words(),
+            "goes": dict(found.goes),
+            "stays": dict(found.stays),
+            "changes": list(found.changes),
+            "refusals": list(found.refusals),
+        }
         print(json.dumps(report, indent=2))
     else:
         print(_listing(found))

@@ -1,16 +1,82 @@
-"""Public facts of a recipe, for planning: its rows, whose they are, and what it trains."""
+"""Public facts of a recipe, for planning: its arguments, rows, whose they are, and what it trains.
+
+torch and transformers are imported only where a model, an adapter or users are asked about.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
-from hf_dp.cli.config import peft_config
+from hf_dp._arguments import ArgumentGroup, check_groups, numbers_from_text
+from hf_dp._validate import one_of
+from hf_dp.cli.config import PLANNED, LengthArguments, peft_config
 from hf_dp.errors import ConfigError, DataError
+from hf_dp.plans.dp_fp import DP_FP
+from hf_dp.trainer.forward_arguments import ForwardArguments, resolve_forward
+from hf_dp.trainer.privacy_arguments import (
+    MODES,
+    BudgetArguments,
+    MemoryArguments,
+    ReleaseArguments,
+    StepArguments,
+)
+from hf_dp.trainer.row_arguments import AuditArguments, RowArguments, UnitArguments
 
 if TYPE_CHECKING:
     from hf_dp.batches.units import UnitTable
+    from hf_dp.tuners.base import Tuner
+
+
+@dataclass
+class PlannedArguments(
+    BudgetArguments,
+    UnitArguments,
+    StepArguments,
+    RowArguments,
+    ReleaseArguments,
+    AuditArguments,
+    MemoryArguments,
+    ForwardArguments,
+    LengthArguments,
+):
+    """The privacy arguments of a run that is only planned, checked without transformers.
+
+    Raises: InvalidArgumentError, UnsupportedArgumentError.
+    """
+
+    learning_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        found = numbers_from_text(self)
+        found.attempt("privacy_mode", one_of, MODES)
+        found.raise_all()
+        self.max_grad_norm = self.max_grad_norm or 0.0
+        if self.privacy_mode == DP_FP:
+            resolve_forward(self)
+        if self.accountant is None:
+            self.accountant = "gdp_clt" if self.is_published_dp_fp else "pld"
+        groups = (*PLANNED, RowArguments)
+        check_groups([each for each in groups if issubclass(each, ArgumentGroup)], self, found)
+        found.raise_all()
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], **changes: Any) -> Self:
+        """Return those of a recipe, with some changed."""
+        known = cls.__dataclass_fields__
+        return cls(**{key: value for key, value in values.items() if key in known} | changes)
+
+
+def tuner_of(recipe: Mapping[str, Any]) -> Tuner | None:
+    """Return what a recipe trains with, None without a `peft` block, which takes torch to read."""
+    config = peft_config(recipe.get("peft"))
+    if config is None:
+        return None
+    from hf_dp.tuners.methods import tuner_for
+
+    return tuner_for(config, is_private=True)
 
 
 def refuse_other_modes(mode: str, command: str, planned: Sequence[str] = ("dp_sgd",)) -> None:

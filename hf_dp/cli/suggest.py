@@ -13,12 +13,19 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from hf_dp._arguments import argument
-from hf_dp.cli.config import LengthArguments, check_recipe, peft_config, read_yaml
+from hf_dp.cli.config import LengthArguments, check_recipe, read_yaml
 from hf_dp.cli.options import Parser, add_fields, taken
-from hf_dp.cli.recipes import refuse_other_modes, rows_of, trained_numbers
+from hf_dp.cli.recipes import (
+    PlannedArguments,
+    refuse_other_modes,
+    rows_of,
+    trained_numbers,
+    tuner_of,
+)
 from hf_dp.errors import ConfigError
 from hf_dp.planning import forecast
 from hf_dp.trainer.privacy_arguments import BudgetArguments
+from hf_dp.trainer.row_arguments import users_of
 
 if TYPE_CHECKING:
     from hf_dp.planning import Forecast, Suggestion
@@ -101,27 +108,21 @@ def _suggestion(
     options: SuggestOptions, recipe: dict[str, Any], epochs: float | None
 ) -> Suggestion:
     from hf_dp.planning.suggestion import CLIPPING_NORM, suggest
-    from hf_dp.trainer.arguments import PlannedArguments
-    from hf_dp.trainer.row_arguments import users_of
-    from hf_dp.tuners.base import Tuner
-    from hf_dp.tuners.methods import tuner_for
 
     if recipe.get("target_epsilon") is None:
         raise ConfigError(
             "Expected --target_epsilon, or a recipe (--config) that says it, got neither. Add "
             "--target_epsilon."
         )
-    fields = PlannedArguments.__dataclass_fields__
-    values = {key: value for key, value in recipe.items() if key in fields}
     # Batch and noise are what is chosen here; any valid ones let the other arguments be checked.
-    args = PlannedArguments(**{**values, "expected_batch_size": 1, "noise_multiplier": None})
+    args = PlannedArguments.of(recipe, expected_batch_size=1, noise_multiplier=None)
     assert args.target_epsilon is not None
     users, peft = users_of(args), recipe.get("peft")
     num_examples, units = rows_of(recipe, options.num_examples, users)
     if units is not None:
         users = users_of(args, units)
     counted = options.parameters is None and "model_name_or_path" in recipe
-    tuner = tuner_for(peft_config(peft), is_private=True) or Tuner()
+    tuner = tuner_of(recipe)
     found = suggest(
         num_examples,
         args.target_epsilon,
@@ -132,7 +133,7 @@ def _suggestion(
         accountant=args.accountant,
         sampling=args.sampling,
         mean_runs=args.private_selection_mean_runs,
-        selection=tuner.plan(CLIPPING_NORM),
+        selection=None if tuner is None else tuner.plan(CLIPPING_NORM),
         users=users,
         privacy_unit=args.privacy_unit,
     )

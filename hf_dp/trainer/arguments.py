@@ -22,14 +22,10 @@ from hf_dp._arguments import (
     own_fields,
 )
 from hf_dp._validate import invalid, one_of
-from hf_dp.accounting import epsilon
 from hf_dp.batches.loader import BatchOptions
-from hf_dp.batches.units import UnitTable
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.features import problems_of
 from hf_dp.plans.dp_fp import DP_FP
-from hf_dp.plans.privacy import PrivacyPlan
-from hf_dp.run.earlier import earlier_entries
 from hf_dp.run.options import RunOptions
 from hf_dp.trainer.forward_arguments import ForwardArguments, resolve_forward
 from hf_dp.trainer.inherited import FREE, Refusal, environment_problems, inherited_problems
@@ -46,8 +42,7 @@ from hf_dp.trainer.privacy_arguments import (
     ReleaseArguments,
     StepArguments,
 )
-from hf_dp.trainer.row_arguments import AuditArguments, RowArguments, UnitArguments, users_of
-from hf_dp.tuners.base import Tuner
+from hf_dp.trainer.row_arguments import AuditArguments, RowArguments, UnitArguments
 
 # Of the steps of a run. Private runs have few steps, and 500, transformers' default, saves none of
 # them.
@@ -267,13 +262,6 @@ DPTrainingArguments.__doc__ = (DPTrainingArguments.__doc__ or "").replace(
 )
 
 
-class PlannedArguments(DPTrainingArguments):
-    """The arguments of a run that is only planned: they are checked, and no device is taken."""
-
-    def __post_init__(self) -> None:
-        self.settle()
-
-
 def _refuse_change(name: str, value: object, fixed: object) -> None:
     if value != fixed:
         raise invalid(
@@ -284,43 +272,6 @@ def _refuse_change(name: str, value: object, fixed: object) -> None:
             "output_dir.",
             UnsupportedArgumentError,
         )
-
-
-def plan_of(
-    args: DPTrainingArguments,
-    num_examples: int,
-    tuner: Tuner,
-    num_classes: int | None = None,
-    units: UnitTable | None = None,
-) -> PrivacyPlan:
-    """Return the plan for these arguments.
-
-    Args: num_examples: rows, or users. units: whose the rows are, where users are protected.
-
-    Raises: InvalidArgumentError, CalibrationError; AccountingRangeError for an accountant that
-        cannot describe it, here and not after the training.
-    """
-    earlier = earlier_entries(
-        args.earlier_runs, num_examples, args.privacy_unit, args.neighboring_relation, units
-    )
-    spent = tuple(entry.event for entry in earlier)
-    plan = PrivacyPlan.solve(
-        num_examples=num_examples,
-        expected_batch_size=args.expected_batch_size,
-        mechanism=MODES[args.privacy_mode](args, num_classes),
-        num_train_epochs=args.num_train_epochs,
-        max_steps=args.max_steps,
-        target_epsilon=args.target_epsilon,
-        target_delta=args.target_delta,
-        accountant=args.accountant or "pld",
-        selection=tuner.plan(args.per_example_max_grad_norm),
-        prior_events=spent,
-        privacy_unit=args.privacy_unit,
-        neighboring_relation=args.neighboring_relation,
-        users=users_of(args, units),
-    )
-    epsilon((*spent, *plan.events()), plan.delta, plan.accountant)
-    return plan
 
 
 def options_of(args: DPTrainingArguments) -> RunOptions:

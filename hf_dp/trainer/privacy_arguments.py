@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_dp._arguments import ArgumentGroup, Need, Problems, argument, is_given
 from hf_dp._validate import in_unit_interval, integer, invalid, non_negative, one_of
-from hf_dp.accounting import ACCOUNTANTS
+from hf_dp.accounting import ACCOUNTANTS, epsilon
+from hf_dp.accounting.event import Event
 from hf_dp.errors import ConfigError, UnsupportedArgumentError
 from hf_dp.plans.dp_fp import DP_FP, PRIVATE_ENCODER, PUBLISHED
 from hf_dp.plans.dp_sgd import (
@@ -29,9 +30,15 @@ from hf_dp.plans.dp_sgd import (
 )
 from hf_dp.plans.draws import POISSON, check_sampling
 from hf_dp.plans.mechanism import MechanismPlan
+from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.units import BY_ROW, NEIGHBORING_RELATIONS, USER
 from hf_dp.statement.unnoised import CLIPPED_GRADIENT_NORM, RELEASABLE
 from hf_dp.trainer.forward_arguments import forward_plan
+from hf_dp.trainer.row_arguments import users_of
+
+if TYPE_CHECKING:
+    from hf_dp.batches.units import UnitTable
+    from hf_dp.tuners.base import Tuner
 
 NON_PRIVATE = "non_private"
 
@@ -349,3 +356,43 @@ def register_mode(name: str, plan: PlanOfArguments) -> None:
     """
     if MODES.setdefault(name, plan) is not plan:
         raise ConfigError(f"Expected a privacy_mode of its own, got {name!r}, which is taken.")
+
+
+def plan_of(
+    args: Any,
+    num_examples: int,
+    tuner: Tuner | None,
+    num_classes: int | None = None,
+    units: UnitTable | None = None,
+) -> PrivacyPlan:
+    """Return the plan for the arguments of a run, or of one that is only planned.
+
+    Args: num_examples: rows, or users. units: whose the rows are, where users are protected.
+
+    Raises: InvalidArgumentError, CalibrationError; AccountingRangeError for an accountant that
+        cannot describe it, here and not after the training.
+    """
+    spent: tuple[Event, ...] = ()
+    if args.earlier_runs:
+        from hf_dp.run.earlier import earlier_entries  # which takes torch, as a plan alone does not
+
+        unit = args.privacy_unit, args.neighboring_relation
+        earlier = earlier_entries(args.earlier_runs, num_examples, *unit, units)
+        spent = tuple(entry.event for entry in earlier)
+    plan = PrivacyPlan.solve(
+        num_examples=num_examples,
+        expected_batch_size=args.expected_batch_size,
+        mechanism=MODES[args.privacy_mode](args, num_classes),
+        num_train_epochs=args.num_train_epochs,
+        max_steps=args.max_steps,
+        target_epsilon=args.target_epsilon,
+        target_delta=args.target_delta,
+        accountant=args.accountant or "pld",
+        selection=None if tuner is None else tuner.plan(args.per_example_max_grad_norm),
+        prior_events=spent,
+        privacy_unit=args.privacy_unit,
+        neighboring_relation=args.neighboring_relation,
+        users=users_of(args, units),
+    )
+    epsilon((*spent, *plan.events()), plan.delta, plan.accountant)
+    return plan

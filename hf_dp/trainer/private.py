@@ -30,7 +30,7 @@ from hf_dp.run.shortage import named_memory_errors
 from hf_dp.run.witnesses import refuse_foreign
 from hf_dp.statement.facts import EVALUATION_ON_TRAINING_ROWS, Flags
 from hf_dp.statement.statement import PrivacyStatement
-from hf_dp.trainer.arguments import DPTrainingArguments, options_of, plan_of
+from hf_dp.trainer.arguments import DPTrainingArguments, options_of
 from hf_dp.trainer.card_facts import (
     describe,
     details_of,
@@ -41,6 +41,7 @@ from hf_dp.trainer.card_facts import (
 from hf_dp.trainer.given import Given, Rows, refuse_search
 from hf_dp.trainer.launch import without_ddp
 from hf_dp.trainer.plain import Training, loaded
+from hf_dp.trainer.privacy_arguments import plan_of
 from hf_dp.trainer.publishing import Publishing
 
 # Arguments that concern one process alone: what it prints, and which one it is.

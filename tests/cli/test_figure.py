@@ -321,7 +321,6 @@ def test_a_heat_map_for_each_selection_of_frost(draw, capsys):
         (["--y", "bleu"], "'metrics.accuracy', 'zero_shot.accuracy'], got 'bleu'"),
         (["--y", "accuracy"], "['metrics.accuracy', 'zero_shot.accuracy'], which differ"),
         (["--x", "recipe"], "has a number for each of"),
-        (["--x", "seed", "--by", "recipe"], "they differ in ['settings.target_epsilon'"),
         (["--by", "famly"], "got 'famly'"),
         (["-o", "a.foo"], "to end in one of"),
         (["--beside", "no.csv"], "`--beside` cannot read"),

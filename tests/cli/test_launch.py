@@ -151,20 +151,6 @@ def test_two_launchers_on_one_machine_are_two_machines(launcher, recipe, tmp_pat
 
 
 @pytest.mark.slow
-def test_accelerate_launch_that_starts_one_process_says_so(recipe):
-    child = start(
-        shlex.split(
-            "accelerate launch --cpu --num_processes 2 recipes/text_classification.py --config"
-        )
-        + [str(recipe)]
-    )
-    _, stderr = child.communicate(timeout=600)
-    assert child.returncode != 0
-    assert "`accelerate launch --cpu` starts one process whatever `--num_processes` says" in stderr
-    assert not (recipe.parent / "out").exists()
-
-
-@pytest.mark.slow
 def test_the_exit_code_is_that_of_the_process_that_failed_first(recipe):
     words = ["hf-dp", "train", "--num_processes", "2", "--max_length", "0", "--config", str(recipe)]
     child = start(words)
@@ -362,7 +348,7 @@ def test_an_error_names_its_rank(recipe, monkeypatch, capsys):
 
 def test_the_main_process_prepares_rows_before_the_others(recipe, monkeypatch):
     """They go into a cache that all processes of a machine share."""
-    from hf_dp.cli.tasks import text_classification
+    from hf_dp.cli.tasks import classification
     from hf_dp.trainer.arguments import DPTrainingArguments
 
     inside: list[str] = []
@@ -374,9 +360,9 @@ def test_the_main_process_prepares_rows_before_the_others(recipe, monkeypatch):
         inside.pop()
 
     def watched(name: str) -> None:
-        act = getattr(text_classification, name)
+        act = getattr(classification, name)
         monkeypatch.setattr(
-            text_classification, name, lambda *args: seen.append((name, *inside)) or act(*args)
+            classification, name, lambda *args: seen.append((name, *inside)) or act(*args)
         )
 
     seen: list[tuple[str, ...]] = []

@@ -143,7 +143,7 @@ def test_one_tiny_training_beside_the_private_one(task, capsys):
     ("words", "message"),
     [
         ([*WORDS, "--target_epsilon", "3"], "`target_epsilon` to be left at None"),
-        ([*WORDS, "--expected_batch_size", "8"], "`gradient_accumulation_steps`"),
+        ([*WORDS, "--expected_batch_size", "8"], "per_device_train_batch_size is the batch"),
     ],
 )
 def test_a_privacy_argument_of_the_command_line_is_still_an_error(task, capsys, words, message):

@@ -84,7 +84,7 @@ def test_a_lora_block(task, capsys):
         ({"peft": {"peft_type": "lorra"}}, "`peft.peft_type` to be one of"),
         ({"peft": {"peft_type": "lora", "rank": 2}}, "Unknown configuration key `rank`"),
         ({"train_file": "nowhere.jsonl"}, "'nowhere.jsonl' does not exist"),
-        ({"train_file": "data.xlsx"}, r"'data.xlsx' .* ending in"),
+        ({"train_file": "data.xlsx"}, "'data.xlsx' does not exist. Expected one ending in"),
         (
             {"text_columns": ["text"]},
             r"`text_columns` names \['text'\], but the data has the columns",

@@ -12,7 +12,7 @@ import pytest
 import hf_dp
 from hf_dp.cli import config, main
 from hf_dp.cli.config import check_early, check_recipe, training_arguments
-from hf_dp.cli.tasks.text_classification import ARGUMENTS
+from hf_dp.cli.tasks.classification import TEXTS
 from hf_dp.errors import ConfigError
 from hf_dp.trainer.arguments import DPTrainingArguments
 
@@ -53,7 +53,7 @@ def test_the_names_read_from_source_are_those_of_the_class():
 
 def test_known_names_pass_in_every_form():
     words = ["--learning-rate", "-1", "--no_dataloader_pin_memory", "--bf16=True", "--help"]
-    check_early({"peft": {}, "card": {}, "task": "x", "data_seed": 1}, words, ARGUMENTS)
+    check_early({"peft": {}, "card": {}, "task": "x", "data_seed": 1}, words, TEXTS.ARGUMENTS)
 
 
 def test_planted_names_that_are_not_looked_for_are_seen(monkeypatch):

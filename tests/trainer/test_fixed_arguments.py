@@ -16,8 +16,9 @@ from hf_dp.run.witnesses import read_run
 from hf_dp.statement.record import read
 from hf_dp.trainer import arguments as arguments_module
 from hf_dp.trainer import private as trainer_module
-from hf_dp.trainer.arguments import DPTrainingArguments, plan_of
+from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.inherited import REFUSED
+from hf_dp.trainer.privacy_arguments import plan_of
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 

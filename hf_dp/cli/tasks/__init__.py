@@ -45,7 +45,8 @@ class Task:
 
     Attributes:
         help: one line for ``hf-dp train --help``.
-        module: the name of its module, a :class:`PrivateTaskModule` where it is private.
+        module: the name of its module, or of an object in one (``module:name``), a
+            :class:`PrivateTaskModule` where it is private.
         example: a command that trains, for ``--help``.
         private: whether it trains with differential privacy, so that the privacy arguments apply.
         one_process: whether it cannot be divided among processes.
@@ -62,13 +63,13 @@ DEFAULT_TASK = "text_classification"
 TASKS: dict[str, Task] = {
     "text_classification": Task(
         "fine-tune an encoder to classify texts",
-        "hf_dp.cli.tasks.text_classification",
+        "hf_dp.cli.tasks.classification:TEXTS",
         "hf-dp train --config recipes/sst2/minilm_dp_adam_eps3.yaml --train_file train.parquet \\\n"
         "      --validation_file dev.parquet",
     ),
     "image_classification": Task(
         "fine-tune a vision transformer to classify images",
-        "hf_dp.cli.tasks.image_classification",
+        "hf_dp.cli.tasks.classification:IMAGES",
         "hf-dp train --config recipes/images/small_vit/frost.yaml --train_file train.parquet \\\n"
         "      --validation_file test.parquet",
     ),
@@ -109,7 +110,9 @@ def private_tasks() -> list[str]:
 
 def training_module(name: str) -> TaskModule:
     """Import the module that trains a task."""
-    return cast(TaskModule, importlib.import_module(TASKS[one_of("task", name, TASKS)].module))
+    module, _, part = TASKS[one_of("task", name, TASKS)].module.partition(":")
+    found = importlib.import_module(module)
+    return cast(TaskModule, getattr(found, part) if part else found)
 
 
 def private_module(name: str) -> PrivateTaskModule:

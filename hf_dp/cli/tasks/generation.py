@@ -40,9 +40,10 @@ def train(values: dict[str, Any], words: Sequence[str]) -> int:
     def evaluate() -> list[str]:
         if trainer.is_fsdp_enabled:  # its processes must all make the same forwards
             return metric_lines(trainer.evaluate(), trainer.eval_dataset, ("loss",))
+        tokenizer: Any = trainer.processing_class
         found = evaluate_texts(
             trainer.accelerator.unwrap_model(trainer.model),
-            trainer.processing_class,
+            tokenizer,
             trainer.data_collator,
             sets,
             data,

@@ -5,16 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dp._arguments import argument
 from hf_dp._validate import integer
 from hf_dp.cli.config import BLOCKS, card_block, check_names, parse, peft_config, training_arguments
 from hf_dp.errors import ConfigError
-from hf_dp.tasks.labels import label_names
-from hf_dp.tasks.models import freeze, kept_class_names, turn_off_dropout, warn_of_new_weights
-from hf_dp.tasks.sources import load_evaluation
+from hf_dp.tasks.models import freeze, turn_off_dropout, warn_of_new_weights
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -29,7 +26,6 @@ if TYPE_CHECKING:
 SIGNAL_STEPS = 30
 # What stands beside the metrics of the evaluation rows, and is no score.
 SIGNALS = ("signal_to_noise", "measured_signal_to_noise")
-_TIMINGS = ("_runtime", "_per_second", "_preparation_time", "_loss")
 
 
 @dataclass
@@ -189,95 +185,3 @@ def signal_to_noise(logs: Sequence[Mapping[str, float]]) -> dict[str, float]:
         if found:
             means[name] = sum(found) / len(found)
     return means
-
-
-# -- evaluation of classifiers ---
-
-
-def evaluate_classifier(
-    kinds: Sequence[type],
-    values: dict[str, Any],
-    words: Sequence[str],
-    load: Callable[[Any, Any, Sequence[str]], tuple[Any, Any]],
-    read: Callable[[str], tuple[Any, Any]],
-    rows_of: Callable[[Mapping[str, Any], Any, Sequence[str], Any, Any], Any],
-    *,
-    zero_shot: bool = False,
-    **options: Any,
-) -> tuple[dict[str, float], list[str]]:
-    """Return the metrics of a classifier by the Trainer's names, and as lines to read.
-
-    Args:
-        kinds: the dataclasses of the task: of its model, and of its rows.
-        values: the keys of the configuration that the classifier was trained with.
-        words: the command line's, which win.
-        load: makes of these two and the classes the untrained base, and what reads its rows.
-        read: loads a whole checkpoint from a folder, with what reads its rows.
-        rows_of: makes of evaluation sets, their dataclass, the classes, model and reader the rows.
-        zero_shot: evaluate the untrained base.
-        options: further training arguments.
-    """
-    from transformers import Trainer, TrainingArguments, set_seed
-
-    from hf_dp.tasks.classification import metrics
-    from hf_dp.tasks.sources import loading, resolve_model
-
-    args, model_args, data = parse_evaluation((EvalArguments, *kinds), values, words)
-    sets = load_evaluation(data)
-    names = label_names(next(iter(sets.values())), data.label_column, data.class_names)
-    path = args.trained or values.get("output_dir") or model_args.model_name_or_path
-    advice = "Train it first (hf-dp train), or give its folder or Hub name: --trained NAME."
-    if zero_shot:
-        model, reader = load(model_args, data, names)
-    else:
-        folder = resolve_model(path)
-        with loading(f"The classifier {path!r}", advice):
-            if Path(folder, "adapter_config.json").exists():
-                from peft import PeftModel
-
-                _check_classes(path, _classes_of_adapter(folder, data, names), names)
-                set_seed(values.get("seed", 42))  # what the base's checkpoint lacks, as in training
-                base, reader = load(model_args, data, names)
-                model: Any = PeftModel.from_pretrained(base, folder)
-            else:
-                model, reader = read(folder)
-                known = [model.config.id2label[index] for index in range(model.config.num_labels)]
-                _check_classes(path, known, names)
-    trainer = Trainer(
-        model,
-        TrainingArguments(
-            per_device_eval_batch_size=args.per_device_eval_batch_size,
-            use_cpu=args.use_cpu,
-            report_to="none",
-            **options,
-        ),
-        eval_dataset=rows_of(sets, data, names, model, reader),
-        processing_class=reader,
-        compute_metrics=metrics(data.metrics, len(names)),
-    )
-    found = trainer.evaluate()
-    kept = {k: v for k, v in found.items() if k != "epoch" and not k.endswith(_TIMINGS)}
-    return kept, metric_lines(found, trainer.eval_dataset)
-
-
-def _classes_of_adapter(folder: str, data: Any, names: Sequence[str]) -> Sequence[str]:
-    """Return the classes that an adapter was trained with. Where its folder does not say them, they
-    are those of the configuration: an evaluation file may declare others, or these in another
-    order."""
-    kept = kept_class_names(folder)
-    if kept is None and not data.class_names:
-        raise ConfigError(
-            f"The adapter {Path(folder).name!r} does not say which classes it was trained with, "
-            f"and the data declares {list(names)}. Set `class_names` to those of its training, in "
-            "the order of their ids then."
-        )
-    return kept or names
-
-
-def _check_classes(path: str, known: Sequence[str], names: Sequence[str]) -> None:
-    if list(known) != list(names):
-        raise ConfigError(
-            f"The classifier {path!r} has the classes {list(known)}, and the data {list(names)}. "
-            f"Evaluate on data with the same classes; set `class_names` to {list(known)} where it "
-            "declares the same in another order."
-        )
