@@ -12,13 +12,11 @@ class HfDpError(Exception):
 
 
 class InvalidArgumentError(HfDpError, ValueError):
-    """A value given by the user is out of range or of the wrong kind. The message names argument,
-    value and next move."""
+    """A value is out of range or of the wrong kind; the message names argument and next move."""
 
 
 class UnsupportedArgumentError(InvalidArgumentError):
-    """A setting that is legal for ``transformers`` but would break the privacy statement of this
-    run."""
+    """A setting that ``transformers`` allows, but that would break this run's statement."""
 
 
 class UnsupportedModelError(HfDpError, ValueError):
@@ -35,8 +33,7 @@ class UnsupportedEventError(HfDpError, ValueError):
 
 
 class AccountingRangeError(HfDpError, ValueError):
-    """The accountant is not known to be right at these parameters; the message names one that
-    is."""
+    """The accountant is not known to be right here; the message names one that is."""
 
 
 class CalibrationError(HfDpError, ValueError):
@@ -68,8 +65,7 @@ class MemoryShortError(HfDpError, MemoryError):
 
 
 class StepError(HfDpError, RuntimeError):
-    """A step failed before its release. The message says what the steps before it cost, and where
-    their weights are."""
+    """A step failed before its release; the message says what is spent, and where weights are."""
 
 
 class BudgetExceededError(HfDpError, RuntimeError):
@@ -81,8 +77,7 @@ class UnaccountedGradientError(HfDpError, RuntimeError):
 
 
 class SelfCheckError(HfDpError, RuntimeError):
-    """On synthetic examples the engine disagreed with one-by-one gradients, so training was not
-    started."""
+    """On synthetic examples the engine disagreed with one-by-one gradients; nothing was trained."""
 
 
 class DoesNotFitError(HfDpError, MemoryError):

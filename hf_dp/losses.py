@@ -93,8 +93,7 @@ def padding_moves_prompts(model: nn.Module) -> bool:
 def positions_of(model: nn.Module) -> int | None:
     """Return how many tokens a model has positions for, beside an adapter's; None for no limit."""
     limit = getattr(getattr(base_model(model), "config", None), "max_position_embeddings", None)
-    adapter = getattr(model, "active_peft_config", None)
-    virtual = getattr(adapter, "num_virtual_tokens", None) or 0
+    virtual = getattr(getattr(model, "active_peft_config", None), "num_virtual_tokens", None) or 0
     return limit - virtual if isinstance(limit, int) else None
 
 
@@ -130,9 +129,8 @@ def task_of(model: nn.Module) -> str:
         if names & classes:
             return task
     raise UnsupportedLossError(
-        f"No per-example loss is known for {type(base_model(model)).__name__}: known are "
-        "transformers' classes for sequence, image and token classification, answers that are "
-        "spans, causal, masked and sequence-to-sequence language models. Override "
+        f"No per-example loss is known for {type(base_model(model)).__name__}, only for "
+        f"transformers' classes of {', '.join(_TASKS)}. Override "
         "DPTrainer.compute_per_example_loss(self, model, inputs) to return one loss per example, "
         "shape (b,), each from that example alone."
     )
@@ -356,12 +354,10 @@ def with_position_ids(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any
     begins = tokens & ~F.pad(tokens[:, :-1], (1, 0))
     if bool((begins.sum(1) > 1).any()):
         # Without position ids, some models count over the hole and some (OPT) count only tokens.
-        # The positions of the example would then depend on whether a longer one is beside it.
         raise DataError(
             "Examples are padded on the left, and the attention_mask of one has a hole (0 between "
-            "two 1), so the positions of its tokens would depend on its neighbors. Set "
-            "tokenizer.padding_side = 'right', leave masked tokens out, or let the collator make "
-            "position_ids."
+            "two 1), so its positions would depend on its neighbors. Set tokenizer.padding_side = "
+            "'right', leave masked tokens out, or let the collator make position_ids."
         )
     first = tokens.long().argmax(1, keepdim=True)
     positions = torch.arange(mask.shape[1], device=mask.device) - first

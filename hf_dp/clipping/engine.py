@@ -1,10 +1,5 @@
 """The clipping engine: sums of clipped per-example gradients from an ordinary forward.
 
-    with ClippingEngine(model, clipping_norm=0.1) as engine:
-        losses = per_example_losses(model(**inputs).logits, labels)  # (b,)
-        norms = engine.backward(losses)  # (b,); adds to the running clipped sums
-        sums = engine.collect()  # {parameter name: sum of clipped gradients}
-
 Autograd itself computes no weight gradient. Inside the ``with``, each module that owns trainable
 parameters has a forward that lets its rule see, in backward, what its parameters met.
 """
