@@ -10,7 +10,6 @@ not reach the forwards that checkpointing runs again.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -105,12 +104,16 @@ def set_random_state(device: torch.device, state: Sequence[Tensor]) -> None:
         torch.cuda.set_rng_state(state[1], device)
 
 
-class _Dropout(TorchFunctionMode, ABC):
-    """A context in which dropout multiplies by a mask that the subclass provides."""
+class GivenMasks(TorchFunctionMode):
+    """A context in which dropout multiplies by given masks of 0 and 1 / (1 - p), in order."""
 
-    @abstractmethod
+    def __init__(self, masks: Sequence[Tensor] = ()):
+        super().__init__()
+        self._masks: Iterator[Tensor] = iter(masks)
+
     def mask(self, input: Tensor, p: float) -> Tensor:
-        """Return the mask for one call, shaped like ``input``, of 0 and 1 / (1 - p)."""
+        """Return the mask for one call, shaped like ``input``."""
+        return next(self._masks)
 
     def __torch_function__(
         self,
@@ -130,7 +133,7 @@ class _Dropout(TorchFunctionMode, ABC):
         return dropout(*args, **(kwargs or {}))
 
 
-class DrawnMasks(_Dropout):
+class DrawnMasks(GivenMasks):
     """Masks drawn as torch draws them."""
 
     def __init__(self, device: torch.device):
@@ -159,14 +162,3 @@ class DrawnMasks(_Dropout):
     def _look(self) -> None:
         now = random_state(self.device)
         self.other_draws |= any(not torch.equal(x, y) for x, y in zip(self._last, now, strict=True))
-
-
-class GivenMasks(_Dropout):
-    """Given masks, in order."""
-
-    def __init__(self, masks: Sequence[Tensor]):
-        super().__init__()
-        self._masks: Iterator[Tensor] = iter(masks)
-
-    def mask(self, input: Tensor, p: float) -> Tensor:
-        return next(self._masks)
