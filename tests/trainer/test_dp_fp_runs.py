@@ -344,8 +344,8 @@ def test_it_learns_from_noisy_rows(tmp_path):
             )  # the representation depends on the words
         given = {"train_dataset": dataset, "model": model}
         trainer = run(
-            tmp_path / "-".join(options), "frozen", noise_multiplier=0.06, max_steps=150,
-            learning_rate=3e-2, given=given, logging_steps=50, **options,
+            tmp_path / "-".join(options), "frozen", noise_multiplier=0.06, max_steps=80,
+            learning_rate=5e-2, given=given, logging_steps=50, **options,
         )  # fmt: skip
         rows, labels = trainer.mechanism._last.all_vectors()
         assert (trainer.model.classifier(rows).argmax(1) == labels).all()
@@ -395,11 +395,13 @@ def records_what_ran(folder: Path, draws: str) -> bool:
     return same == event.one_draw
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("draws", ["separate", "shared"])
 def test_the_ledger_says_whether_one_draw_served_both(tmp_path, draws):
     assert records_what_ran(tmp_path, draws)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_planted_poisson_event_on_the_shared_draw_is_seen(tmp_path, monkeypatch):
     def two_draws(self, schedule, sigma, steps):
         rate = self.draw.sample_rate(schedule)
