@@ -31,9 +31,6 @@ _CHUNK = 1024  # rows fetched at a time; among them, examples of similar length 
 _TOLERANCE = 1e-5
 _OR_DP_SGD = "or use privacy_mode='dp_sgd'."
 
-# What entered a layer and what it returned, by the layer's name.
-Calls = dict[str, list[tuple[object, object]]]
-
 
 class LastLayer:
     """The layer above the noise, with the loss of the vectors that enter it.
@@ -244,16 +241,17 @@ def find_last_layer(
             "this case open, section 6). Use privacy_mode='dp_sgd'."
         )
     modules = dict(model.named_modules())
-    linear = [known for known, module in modules.items() if isinstance(module, nn.Linear)]
-    if name is not None and name not in modules:
-        raise UnsupportedModelError(
-            f"Expected `representation_module` to name a module of the model, got {name!r}. Name "
-            f"the layer that gives the logits; the last linear layers are {linear[-4:]}."
-        )
-    calls: Calls = {}
+    entered: dict[str, list[object]] = {}
+    given: dict[str, object] = {}
+
+    def note(known: str, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+        entered.setdefault(known, []).append(inputs[0] if inputs else None)
+        given[known] = output
+
     handles = [
-        modules[known].register_forward_hook(partial(_note, calls, known))
-        for known in (linear if name is None else [name])
+        module.register_forward_hook(partial(note, known))
+        for known, module in modules.items()
+        if isinstance(module, nn.Linear) or known == name
     ]
     training = model.training
     try:
@@ -264,8 +262,17 @@ def find_last_layer(
         for handle in handles:
             handle.remove()
     rows = len(next(iter(inputs.values())))
-    could = [known for known, seen in calls.items() if _takes_vectors(seen, rows)]
-    found = [known for known in could if _gives(calls[known], logits)]
+    could = [
+        known
+        for known, seen in entered.items()
+        if all(isinstance(h, Tensor) and h.dim() == 2 and len(h) == rows for h in seen)
+    ]
+    found = []
+    for known in could:
+        output = given[known]
+        gives = isinstance(output, Tensor) and torch.equal(output, logits)
+        if gives and len(entered[known]) == 1 and name in (None, known):
+            found.append(known)
     if len(found) == 1:
         return found[0], modules[found[0]]
     wanted = "" if name is None else f"`representation_module`={name!r} to be "
@@ -274,24 +281,6 @@ def find_last_layer(
         "used once, takes one vector per example and gives the logits. Layers that take one vector "
         f"per example: {could or 'none'}. Name the layer that gives the logits with "
         f"`representation_module`, {_OR_DP_SGD}"
-    )
-
-
-def _note(
-    calls: Calls, name: str, module: nn.Module, inputs: tuple[object, ...], output: object
-) -> None:
-    calls.setdefault(name, []).append((inputs[0] if inputs else None, output))
-
-
-def _gives(seen: list[tuple[object, object]], logits: Tensor) -> bool:
-    output = seen[0][1]
-    return len(seen) == 1 and isinstance(output, Tensor) and torch.equal(output, logits)
-
-
-def _takes_vectors(seen: list[tuple[object, object]], rows: int) -> bool:
-    return all(
-        isinstance(entered, Tensor) and entered.dim() == 2 and len(entered) == rows
-        for entered, _ in seen
     )
 
 

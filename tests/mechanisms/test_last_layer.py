@@ -131,7 +131,7 @@ def test_the_last_layer_is_found(name, layer):
         ("bert_masked_lm", None, "predicts for each token"),
         ("t5", None, "predicts for each token"),
         ("gpt2_classifier", None, "Layers that take one vector per example: none"),
-        ("bert", "head", "a module of the model, got 'head'.*linear layers are .*'classifier'"),
+        ("bert", "head", "`representation_module`='head' to be the last layer.*'classifier'"),
     ],
 )
 def test_what_has_no_such_layer_is_refused_with_what_could_be_named(name, named, message):
