@@ -16,7 +16,6 @@ from hf_dp.accounting import LOSS, SUM, BestOfRandomRuns, Event
 from hf_dp.accounting.event import joint_noise_multiplier
 from hf_dp.accounting.knows import LOSS as LOSS_KIND
 from hf_dp.accounting.knows import SEARCH, SELECTION, USER_ROWS, Asked, refuse_together
-from hf_dp.errors import InvalidArgumentError
 from hf_dp.plans.draws import POISSON, Draw, Poisson, Schedule, UserRows, draw_of
 from hf_dp.plans.mechanism import MechanismPlan, Words, register_plan
 from hf_dp.plans.rounding import clipping_share, rounding_margin
@@ -132,16 +131,6 @@ def loss_bound(name: str, value: object) -> float:
 def budget_ratio(name: str, value: object) -> float:
     """Return the part of the budget that goes to the loss. Raises: InvalidArgumentError."""
     return _validate.in_unit_interval(name, value, "A hundredth is enough for a curve.")
-
-
-def half_given(missing: str, given: str) -> InvalidArgumentError:
-    """Return the error for one of the two arguments without the other; the caller raises it."""
-    return _validate.invalid(
-        missing,
-        None,
-        f"to be given with `{given}`",
-        "A noised loss needs both; for none, remove both.",
-    )
 
 
 @dataclass(frozen=True)
@@ -261,11 +250,11 @@ class DpSgdPlan(MechanismPlan):
         Raises: InvalidArgumentError.
         """
         loss = None
-        if noised_loss_bound is not None or noised_loss_budget_ratio is not None:
-            if noised_loss_bound is None:
-                raise half_given(BOUND, RATIO)
-            if noised_loss_budget_ratio is None:
-                raise half_given(RATIO, BOUND)
+        if (noised_loss_bound is None) != (noised_loss_budget_ratio is None):
+            missing, given = (BOUND, RATIO) if noised_loss_bound is None else (RATIO, BOUND)
+            both = "A noised loss needs both; for none, remove both."
+            raise _validate.invalid(missing, None, f"to be given with `{given}`", both)
+        if noised_loss_bound is not None and noised_loss_budget_ratio is not None:
             loss = NoisedLoss(noised_loss_bound, noised_loss_budget_ratio)
         search = None if mean_runs is None else Search(mean_runs)
         draw = draw_of(sampling, max_batch_size, by_row)
