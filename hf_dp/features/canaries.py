@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset
 
 from hf_dp._validate import invalid
-from hf_dp.batches.made_up import made_up_rows
 from hf_dp.batches.padding import LABELS
 from hf_dp.errors import AuditError, DataError, UnsupportedArgumentError
 from hf_dp.features.base import Inside, Seen, register
@@ -23,7 +22,7 @@ from hf_dp.noise import untouched_generators
 from hf_dp.overlap import TrainingRows
 from hf_dp.plans.samplers import Sampler as LogicalSampler
 from hf_dp.run.private_run import PrivateRun
-from hf_dp.run.synthetic import synthetic_examples
+from hf_dp.run.synthetic import made_up_rows, synthetic_examples
 from hf_dp.statement.audited import DIRECTIONS, GRADIENTS, LOSSES
 from hf_dp.statement.statement import REFUTED_BY_AUDIT
 from hf_dp.tuners.base import Tuner

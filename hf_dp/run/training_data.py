@@ -18,7 +18,6 @@ from transformers.utils import logging
 from hf_dp.batches.examples import Collator, Examples
 from hf_dp.batches.loader import BatchOptions, PhysicalBatches, Watch, private_dataloader
 from hf_dp.batches.look_over import Limits, LookedOver, look_over
-from hf_dp.batches.made_up import made_up_rows
 from hf_dp.batches.padding import LABELS, Padding
 from hf_dp.batches.structure import Batch, Example, Layout, Row, Rows, column, combined, leaves, own
 from hf_dp.batches.units import UnitTable, unit_dataloader
@@ -28,7 +27,7 @@ from hf_dp.noise import SecretRandomness
 from hf_dp.plans.samplers import Sampler as LogicalSampler
 from hf_dp.plans.units import Users
 from hf_dp.run.precision import Watched
-from hf_dp.run.synthetic import made_up_tokens, synthetic_examples
+from hf_dp.run.synthetic import made_up_rows, made_up_tokens, synthetic_examples
 
 logger = logging.get_logger(__name__)
 

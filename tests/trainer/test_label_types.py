@@ -12,8 +12,8 @@ import torch
 from torch.nn import functional as F
 from transformers import BertForTokenClassification
 
-from hf_dp.batches.made_up import made_up_rows
 from hf_dp.errors import DataError
+from hf_dp.run.synthetic import made_up_rows
 from hf_dp.trainer import trainer as trainer_module
 
 ONE = torch.tensor([True, False, False, True])

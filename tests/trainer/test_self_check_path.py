@@ -16,8 +16,8 @@ from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 from transformers import DataCollatorWithPadding, default_data_collator
 
-from hf_dp.batches.made_up import made_up_rows
 from hf_dp.errors import DataError, SelfCheckError, UnsupportedLossError, UnsupportedModelError
+from hf_dp.run.synthetic import made_up_rows
 from hf_dp.trainer.trainer import DPTrainer
 
 
