@@ -114,8 +114,8 @@ class StepArguments(ArgumentGroup):
     expected_batch_size: int | None = argument(
         None,
         "Expected number of examples in a logical batch: a random draw, the unit of one optimizer "
-        "step and one noise; the sample rate is this divided by the number of examples. Required "
-        "in private modes. per_device_train_batch_size is the physical batch: memory only.",
+        "step and one noise. Required in private modes. per_device_train_batch_size is the "
+        "physical batch: memory only.",
     )
     sampling: str = argument(
         POISSON,
@@ -128,9 +128,8 @@ class StepArguments(ArgumentGroup):
     private_selection_mean_runs: float | None = argument(
         None,
         "Makes this run one of a search: of a secret, random number of runs with this mean, only "
-        "the best is released, and epsilon is that of the whole search. It holds only under the "
-        "conditions of BestOfRandomRuns, which `hf-dp sweep --private-selection` meets. Only "
-        "accountant rdp knows it.",
+        "the best is released, and epsilon is that of the whole search, under the conditions that "
+        "`hf-dp sweep --private-selection` meets. Only accountant rdp knows it.",
         check_mean_runs,
     )
     max_logical_batch_size: int | None = argument(
@@ -145,9 +144,8 @@ class StepArguments(ArgumentGroup):
     clipping: str = argument(
         "flat",
         "How a norm becomes a weight. flat: one norm over all trainable parameters, larger ones "
-        "are scaled down to it. automatic: every example is scaled to about it (AUTO-S; wants a "
-        "smaller learning rate where gradients are small). per_layer: each of the K layers to it "
-        "divided by sqrt(K). The sensitivity is the same.",
+        "are scaled down to it. automatic: every example is scaled to about it (AUTO-S). "
+        "per_layer: each of the K layers to it divided by sqrt(K). The sensitivity is the same.",
         CLIPPINGS,
     )
     max_grad_norm: float | None = argument(
@@ -163,9 +161,9 @@ class StepArguments(ArgumentGroup):
     )
     adam_bc_floor: float | None = argument(
         None,
-        "Take the known noise off Adam's second moment (DP-AdamBC, arXiv 2312.14334), at no cost "
-        "in privacy. The number, above 0, is the least that is left of it, as a share of the "
-        "noise's variance; a smaller one allows larger steps. Unset means plain Adam.",
+        "Take the known noise off Adam's second moment (DP-AdamBC, arXiv 2312.14334), down to this "
+        "share, above 0, of the noise's variance: a smaller one allows larger steps. It costs no "
+        "privacy.",
     )
 
     NEEDS: ClassVar[tuple[Need, ...]] = (
@@ -279,15 +277,13 @@ class MemoryArguments(ArgumentGroup):
     clipping_memory_ratio: float = argument(
         MEMORY_RATIO,
         "How much memory book_keeping may take for speed, at least 1: an estimate of its peak "
-        "relative to training without privacy. More than 1.05 pays for sequences of some hundred "
-        "tokens.",
+        "relative to training without privacy. More than 1.05 pays for long sequences.",
         check_memory_ratio,
     )
     chunked_loss: bool = argument(
         False,
         "Form a causal language model's loss by blocks of the vocabulary, so that no logits of a "
-        "batch are held: for large vocabularies and long rows. It costs one or two more products "
-        "of the head.",
+        "batch are held, for one or two more products of the head.",
     )
     max_tokens_per_physical_batch: int | None = argument(
         None,

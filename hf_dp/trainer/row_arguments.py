@@ -86,9 +86,8 @@ class UnitArguments(ArgumentGroup):
     unit_sampling: str | None = argument(
         None,
         f"What a step draws: {' or '.join(SAMPLINGS)}. With examples, rows are drawn, at most "
-        "max_rows_per_unit of each user, chosen once; each is clipped by itself, "
-        "expected_batch_size counts rows, and more rows of a user cost epsilon. hf-dp plan "
-        f"compares the two. Unset means {SAMPLINGS[0]}.",
+        "max_rows_per_unit of each user, chosen once; expected_batch_size counts rows, and more "
+        f"rows of a user cost epsilon. Unset means {SAMPLINGS[0]}.",
         SAMPLINGS,
     )
 
@@ -186,9 +185,8 @@ class RowArguments(ArgumentGroup):
     )
     adapter_init_data_is_public: bool = argument(
         False,
-        "Whether the data from which an adapter's initial weights were computed (EVA, CorDA, "
-        "LoRA-GA), or by which another run selected what it trains (FROST), is public. Such an "
-        "adapter is refused otherwise.",
+        "Whether the data is public from which an adapter's initial weights were computed (EVA, "
+        "CorDA, LoRA-GA), or another run's selection (FROST). Otherwise it is refused.",
     )
     evaluate_on_training_rows: bool = argument(
         False,

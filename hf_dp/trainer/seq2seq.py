@@ -74,9 +74,7 @@ class DPSeq2SeqTrainer(DPTrainer, Seq2SeqTrainer):
     generates as in transformers. A decoder-only model is given what stands before a row's first
     label that is not -100, padded on the left, so labels must mask the prompt; ``predictions`` are
     the new tokens alone and ``label_ids`` the target tokens. Keywords of ``generate`` may be passed
-    to ``evaluate`` and ``predict``; lengths count new tokens.
-
-    Generation reads released weights and evaluation rows. Sampling draws from torch's public
+    to ``evaluate`` and ``predict``; lengths count new tokens. Sampling draws from torch's public
     generators, from which a private step takes nothing.
 
     Args: those of :class:`DPTrainer`; ``args`` are :class:`DPSeq2SeqTrainingArguments`.

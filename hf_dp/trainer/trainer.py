@@ -80,15 +80,9 @@ class DPTrainer(Publishing):
         self.training = training_of(args, train_dataset, peft_config)
         self.tuner = self.training.tuner
         self.card, self._evaluation = {}, dict[str, float]()
+        rows = (train_dataset, eval_dataset)
         given = Given(
-            trainer_class=type(self),
-            dp_trainer=DPTrainer,
-            model=model,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            model_init=model_init,
-            compute_loss_func=compute_loss_func,
-            peft_config=peft_config,
+            type(self), DPTrainer, model, *rows, model_init, compute_loss_func, peft_config
         )
         self.training.take(given)
         super().__init__(
@@ -256,12 +250,10 @@ class DPTrainer(Publishing):
     def record_evaluation(self, metrics: Mapping[str, float], eval_dataset: Any) -> None:
         """Log metrics that were computed outside :meth:`evaluate`; the card shows them.
 
-        Args:
-            metrics: by names that begin with ``eval_``.
-            eval_dataset: the rows that they were computed on: one data set, or several by name.
+        Args: metrics: by names that begin with ``eval_``. eval_dataset: their rows: one data set,
+            or several by name.
 
-        Raises: UnsupportedArgumentError for rows of the training set in private modes;
-            InvalidArgumentError for another name.
+        Raises: as :meth:`evaluate`; InvalidArgumentError for another name.
         """
         for name in metrics:
             if not name.startswith("eval_"):
@@ -271,10 +263,7 @@ class DPTrainer(Publishing):
         self.log(dict(metrics))
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """Predict, as Trainer does.
-
-        Raises: UnsupportedArgumentError for rows of the training set in private modes.
-        """
+        """Predict, as Trainer does. Raises: as :meth:`evaluate`."""
         self.training.evaluates(test_dataset)
         with any_number_of_end_tokens(self.model):
             return super().predict(test_dataset, *args, **kwargs)
@@ -282,11 +271,8 @@ class DPTrainer(Publishing):
     def evaluation_metrics(self) -> dict[str, float]:
         """Return the latest metrics of each evaluation, without timings: what the card shows."""
         timings = ("_runtime", "_per_second", "_preparation_time")
-        return {
-            k: v
-            for k, v in self._evaluation.items()
-            if k.startswith("eval_") and not k.endswith(timings)
-        }
+        metrics = {k: v for k, v in self._evaluation.items() if not k.endswith(timings)}
+        return {name: value for name, value in metrics.items() if name.startswith("eval_")}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log; in private modes without what is withheld, with the epsilon spent so far and with
