@@ -20,7 +20,7 @@ from hf_dp.accounting import SELECTION, TRAINING
 from hf_dp.cards.card import privacy_head, render_card, render_head
 from hf_dp.cards.details import CardDetails
 from hf_dp.cards.metadata import KEY, front_matter
-from hf_dp.errors import HfDpError
+from hf_dp.errors import HfDpError, LedgerError
 from hf_dp.run.ledger_file import LEDGER, read_own
 from hf_dp.run.weights_file import head_in, weights_files
 from hf_dp.statement.digests import digest_of_file, digest_of_text
@@ -135,7 +135,12 @@ def checks_of_evidence(record: PrivacyRecord, folder: Path) -> Iterator[Check]:
         words = f"the run has not ended, or was killed: {LEDGER} is not the one {FILE_NAME} adds up"
         yield Check("ledger", FAILED, words)
     for path in weights_files(folder):
-        name, head = path.relative_to(folder).as_posix(), head_in(path)
+        name = path.relative_to(folder).as_posix()
+        try:
+            head = head_in(path)
+        except LedgerError as error:
+            yield Check("weights", FAILED, str(error))
+            continue
         if head is not None and head.run_id != record.run_id:
             yield Check("weights", FAILED, f"{name} is of another run, {head.run_id}")
         elif head is not None and not record.knows(head):
