@@ -42,12 +42,13 @@ _FEW = 20  # nothing is concluded from fewer rows
 
 @dataclass
 class LookedOver:
-    """What was found: the layout, the index of the row with the most tokens, and how many rows have
-    that many."""
+    """What was found: the layout, the index of the row with the most tokens, how many rows have
+    that many, and how many have nothing to predict."""
 
     layout: Layout
     longest: int = 0
     at_full_length: int = 0
+    without_target: int = 0
 
     def look_like_chunks(self, rows: int) -> bool:
         """Return whether nearly all rows are as long as the longest, as chunks of documents are."""
@@ -79,6 +80,7 @@ def look_over(
             raise DataError(
                 f"Row {index} of the training set cannot be trained on: {problem}"
             ) from problem
+        found.without_target += not has_target(example)
         length = tokens_of(example)
         if length > most:
             found.longest, most, found.at_full_length = index, length, 0
@@ -93,6 +95,12 @@ def _all(examples: Examples, workers: int) -> Iterator[Example]:
     return iter(
         DataLoader(examples, batch_size=None, sampler=range(len(examples)), num_workers=workers)
     )
+
+
+def has_target(example: Example) -> bool:
+    """Return whether none of an example's labels is :data:`IGNORED_LABEL` everywhere."""
+    labels = [leaf for name, leaf in leaves(example) if name in LABELS and isinstance(leaf, Tensor)]
+    return all(bool((each != IGNORED_LABEL).any()) for each in labels)
 
 
 def tokens_of(example: Example) -> int:

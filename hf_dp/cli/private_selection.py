@@ -127,10 +127,13 @@ def select(search: Search, launched: Sequence[str] = ()) -> Found:
         scores = []
         for number, cell in enumerate(trials, start=1):
             if not run_cell(search.settings, cell, f"run {number}", launched, timed=False):
+                mended = "must stay as it is"
+                if _unspent(search):
+                    mended = "may change, too: no run has made a step"
                 raise ConfigError(
                     f"{cell.label!r} failed; {why_it_failed(cell)}\nNothing is released. Mend the "
-                    "cause and start the command again: it goes on with this run. The recipe must "
-                    "stay as it is."
+                    "cause and start the command again: it goes on with this run. The recipe "
+                    f"{mended}."
                 )
             scores.append(_score(search, cell))  # a name that no run has is found after the first
         _refuse_unequal(trials)
@@ -189,29 +192,44 @@ def _trial(search: Search, run: dict[str, Any]) -> Cell:
 def _drawn(search: Search) -> dict[str, Any]:
     """Return what was drawn, from the file; draw it where the folder is new."""
     path = search.folder / DRAWN
+    count = None
     if path.exists():
         drawn: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if drawn.get("search") != json.loads(json.dumps(search.identity)):
+        if drawn.get("search") == json.loads(json.dumps(search.identity)):
+            return drawn
+        if not _unspent(search):
             raise ConfigError(
                 f"{path} is of another search: recipe, grid, --private-selection, --score or "
                 "--seeds differ. Choose another folder; what was spent in this one counts, too."
             )
-        return drawn
-    if search.folder.exists() and any(search.folder.iterdir()):
+        if drawn["search"]["settings"][MEAN_RUNS] == search.mean_runs:
+            count = len(drawn["runs"])  # nobody can draw until it suits
+    elif search.folder.exists() and any(search.folder.iterdir()):
         raise ConfigError(
             f"Expected `--output-dir` to be a new folder, but {str(search.folder)!r} is not empty "
             f"and has no {DRAWN}. Another number of runs must not be drawn there: choose another "
             "folder."
         )
     check_runs(search)
+    for trial in search.folder.glob("trial-*"):
+        shutil.rmtree(trial)
     search.folder.mkdir(parents=True, exist_ok=True)
     runs = [
         {"cell": secrets.randbelow(len(search.cells)), "folder": f"trial-{secrets.token_hex(8)}"}
-        for _ in range(_geometric(search.mean_runs))
+        for _ in range(count or _geometric(search.mean_runs))
     ]
     drawn = {"search": search.identity, "runs": runs}
     _write(path, drawn)
     return drawn
+
+
+def _unspent(search: Search) -> bool:
+    """Return whether no run of the search has recorded a release."""
+    from hf_dp.run.ledger_file import LEDGER
+
+    noted = json.loads((search.folder / DRAWN).read_text(encoding="utf-8"))
+    ledgers = search.folder.glob(f"trial-*/run*/{LEDGER}")
+    return "released" not in noted and not any(path.stat().st_size for path in ledgers)
 
 
 def _geometric(mean: float) -> int:

@@ -342,6 +342,7 @@ class PrivateRun:
         )
         refuse_rows_in_code(data.examples.reached, self.training_rows())
         data.check(self.model, self.losses, needs_labels=not self.has_own_loss)
+        data.warn_of_no_targets()
         if not self.options.rows_are_chunks and limits.ignorable and users is None:
             data.warn_of_chunks()
         adds_rows = any(each.adds_rows for each in self.inside)

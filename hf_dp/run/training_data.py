@@ -17,12 +17,12 @@ from transformers.utils import logging
 
 from hf_dp.batches.examples import Collator, Examples
 from hf_dp.batches.loader import BatchOptions, PhysicalBatches, Watch, private_dataloader
-from hf_dp.batches.look_over import Limits, LookedOver, look_over
+from hf_dp.batches.look_over import Limits, LookedOver, has_target, look_over
 from hf_dp.batches.padding import LABELS, Padding
 from hf_dp.batches.structure import Batch, Example, Layout, Row, Rows, column, combined, leaves, own
 from hf_dp.batches.units import UnitTable, unit_dataloader
 from hf_dp.errors import DataError, HfDpError, UnsupportedLossError
-from hf_dp.losses import IGNORED_LABEL, base_model, targets_of
+from hf_dp.losses import base_model, targets_of
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans.samplers import Sampler as LogicalSampler
 from hf_dp.plans.units import Users
@@ -137,6 +137,16 @@ class TrainingData:
             "truncate them."
         )
 
+    def warn_of_no_targets(self) -> None:
+        """Warn on the local console when most rows have nothing to learn, so that noise trains."""
+        without, rows = self.looked_over.without_target, len(self.examples)
+        if 2 * without > rows:
+            logger.warning(
+                f"In {without:,} of {rows:,} rows every label is -100. These train nothing, and "
+                "most of what the steps add is noise. Look at the rows: prompts may fill all of "
+                "max_length, or the template may mark nothing as the answer."
+            )
+
     def warn_of_chunks(self) -> None:
         """Warn on the local console when the rows look like chunks of longer documents."""
         if self.looked_over.look_like_chunks(len(self.examples)):
@@ -229,7 +239,7 @@ class TrainingData:
             example = self.examples.collate(row)
             self.looked_over.layout.check(example)
             self.limits.check(example)
-            if _has_target(example):
+            if has_target(example):
                 break
         if _attends_to_nothing(example):
             raise DataError("its attention mask is 0 everywhere")
@@ -238,11 +248,6 @@ class TrainingData:
 
 def _tensors(example: Example) -> set[str]:
     return {name for name, leaf in leaves(example) if isinstance(leaf, Tensor)}
-
-
-def _has_target(example: Example) -> bool:
-    labels = [leaf for name, leaf in leaves(example) if name in LABELS and isinstance(leaf, Tensor)]
-    return all(bool((each != IGNORED_LABEL).any()) for each in labels)
 
 
 def _attends_to_nothing(example: Example) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -20,9 +21,11 @@ try:
 except ImportError as missing:
     raise ImportError("This trainer needs TRL. Run `pip install hf-dp[trl]`.") from missing
 
+from hf_dp.batches.structure import Row
 from hf_dp.errors import DataError, HfDpError
 from hf_dp.overlap import TrainingRows
 from hf_dp.run.checks import check_train_dataset
+from hf_dp.tasks.generation.encoding import ChatEncoding
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.given import Rows
 from hf_dp.trainer.inherited import Refusal, only
@@ -105,11 +108,45 @@ class Preparation(Trainer):
 
 
 class SFTPreparation(Preparation, SFTTrainer, _InPlaceOfTrainer):
-    """The preparation of SFTTrainer."""
+    """The preparation of SFTTrainer.
+
+    With `assistant_only_loss`, and a chat template that neither marks what the assistant writes nor
+    is known to TRL, its tokens are found by comparing each turn with the turns before it
+    (:class:`~hf_dp.tasks.generation.encoding.ChatEncoding`).
+
+    Raises: DataError for a template that rewrites earlier turns.
+    """
+
+    _by_turns = False
 
     def __init__(self, **given: Any):
         self._between = (False, given["formatting_func"])  # nothing is packed
-        super().__init__(**given)
+        try:
+            super().__init__(**given)
+        except ValueError as problem:
+            if isinstance(problem, DataError) or not self._needs_turns(**given):
+                raise
+            self._by_turns, by_turns = True, copy.copy(given["args"])
+            by_turns.assistant_only_loss = False
+            super().__init__(**{**given, "args": by_turns})
+
+    def _needs_turns(self, args: SFTConfig, train_dataset: Dataset, **_: object) -> bool:
+        tokenizer = getattr(self, "_tokenizer", None)  # as TRL loaded it
+        if not args.assistant_only_loss or "messages" not in train_dataset.column_names:
+            return False
+        chats = getattr(tokenizer, "chat_template", None)
+        return bool(chats) and ChatEncoding(tokenizer, sys.maxsize).template is None
+
+    def _prepare_dataset(self, dataset: Dataset, processing_class: Any, *others: Any) -> Dataset:
+        if self._by_turns and "input_ids" not in dataset.column_names:
+            encoding = ChatEncoding(processing_class, sys.maxsize)
+
+            def encode(row: Row, index: int) -> dict[str, list[int]]:
+                ids, mask = encoding.masked(row["messages"], index)
+                return {"input_ids": ids, "assistant_masks": mask}
+
+            dataset = dataset.map(encode, with_indices=True, remove_columns="messages")
+        return super()._prepare_dataset(dataset, processing_class, *others)
 
     def of_evaluation(self, dataset: DataSets) -> DataSets:
         skips = (self.args.dataset_kwargs or {}).get("skip_prepare_dataset")

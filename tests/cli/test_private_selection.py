@@ -111,6 +111,32 @@ def test_an_interrupted_search_goes_on_with_what_was_drawn(tmp_path, runs, monke
     assert runs.made == [0, 1, 2] and len(drawn) == 3
 
 
+def test_a_search_that_has_spent_nothing_goes_on_with_a_mended_recipe(tmp_path, runs, monkeypatch):
+    """And with the number of runs that was drawn."""
+    fixed(monkeypatch, 3)
+    folder = tmp_path / "search"
+    runs.scores, runs.failing = [0.5, 0.9, 0.7], {0}
+    with pytest.raises(ConfigError, match=r"no such column\n.* The recipe may change, too"):
+        select(search(folder))
+    fixed(monkeypatch, 99)
+    runs.failing = set()
+    found = select(search(folder, weight_decay=0.1, words=("learning_rate=5e-3",)))
+    assert found.score == 0.9 and runs.made == [0, 1, 2] and "learning_rate=0.005" in found.label
+    assert sorted(path.name for path in folder.iterdir()) == ["best", "search.json"]
+
+
+def test_planted_search_that_forgets_what_it_spent_is_seen(tmp_path, runs, monkeypatch):
+    fixed(monkeypatch, 2)
+    runs.scores, runs.failing = [0.5, 0.9], {1}
+    folder = tmp_path / "search"
+    monkeypatch.setattr(private_selection, "_unspent", lambda search: True)
+    with pytest.raises(ConfigError, match="failed"):
+        select(search(folder))
+    runs.failing = set()
+    assert select(search(folder, weight_decay=0.1)).score == 0.9
+    assert runs.made == [0, 0, 1]  # run 1 was paid for twice, and counted once
+
+
 @pytest.mark.parametrize("stage", ["moved", "deleted"])
 def test_an_interruption_while_the_best_is_released(tmp_path, runs, monkeypatch, stage):
     fixed(monkeypatch, 3)

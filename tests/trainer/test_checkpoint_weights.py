@@ -15,6 +15,8 @@ from peft import (
 )
 from safetensors.torch import load_file
 from transformers import (
+    BertForTokenClassification,
+    DataCollatorForTokenClassification,
     TrainerCallback,
 )
 
@@ -224,3 +226,33 @@ def test_planted_save_of_the_training_point_is_seen(tmp_path, monkeypatch):
 
 
 # -- rows without a target --
+
+
+# -- rows without a target --
+
+
+@pytest.mark.parametrize(("without", "warns"), [(21, True), (20, False)])
+def test_rows_whose_labels_are_all_left_out_are_warned_of(tmp_path, monkeypatch, without, warns):
+    said: list[str] = []
+    monkeypatch.setattr("hf_dp.run.training_data.logger.warning", said.append)
+    rows = tiny.dataset().remove_columns("label")
+    rows = rows.map(
+        lambda row, index: {"labels": [-100 if index < without else 1] * len(row["input_ids"])},
+        with_indices=True,
+    )
+    given = {
+        "model": BertForTokenClassification(tiny.model().config),
+        "train_dataset": rows,
+        "eval_dataset": None,
+        "data_collator": DataCollatorForTokenClassification(tiny.tokenizer()),
+    }
+    tiny.trainer(tmp_path, given=given).run.training_data()
+    found = [text for text in said if "every label is -100" in text]
+    assert bool(found) == warns
+    assert not warns or f"In {without} of 40 rows" in found[0]
+
+
+def test_planted_count_that_is_not_made_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_dp.batches.look_over.has_target", lambda example: True)
+    with pytest.raises(AssertionError):
+        test_rows_whose_labels_are_all_left_out_are_warned_of(tmp_path, monkeypatch, 40, True)

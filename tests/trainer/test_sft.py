@@ -19,6 +19,7 @@ from hf_dp import DPSeq2SeqTrainer, DPSeq2SeqTrainingArguments
 from hf_dp.errors import DataError, InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.losses import per_example_loss
 from hf_dp.statement.record import read
+from hf_dp.tasks.generation.encoding import ChatEncoding
 from hf_dp.trainer.dpo import DPDPOConfig
 from hf_dp.trainer.inherited import unknown_fields
 from hf_dp.trainer.sft import SFT_REFUSED, SFT_WORKS, DPSFTConfig, DPSFTTrainer
@@ -314,6 +315,13 @@ def test_such_rows_to_evaluate_on_are_refused_too(tmp_path):
         trainer(tmp_path, texts, given={"eval_dataset": rows})
 
 
+def test_a_turn_of_the_assistants_is_missing_under_a_template_without_markers(tmp_path):
+    rows = Dataset.from_list([*talks().to_list(), {"messages": ONLY_USER}])
+    given = {"processing_class": tokenizer(PLAIN), "train_dataset": rows}
+    with pytest.raises(DataError, match="Row 24 has no turn with the role 'assistant'"):
+        trainer(tmp_path, given=given, assistant_only_loss=True)
+
+
 def test_other_data_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"to be a datasets\.Dataset, got list"):
         trainer(tmp_path, given={"train_dataset": prompts().to_list()})
@@ -347,6 +355,58 @@ def test_trls_own_arguments_are_refused(tmp_path):
         DPSFTTrainer(
             model(), SFTConfig(str(tmp_path), use_cpu=True, bf16=False), train_dataset=texts()
         )
+
+
+# As SmolLM2's does, it puts a system's turn before those that begin without one.
+PLAIN = (
+    "{% for m in messages %}{% if loop.first and m.role != 'system' %}"
+    "<|im_start|>system\nShort.<|im_end|>\n{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+REWRITES = "{% for m in messages[-2:] %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+def plainly(folder: Any, template: str = PLAIN, **options: Any) -> DPSFTTrainer:
+    return trainer(
+        folder,
+        talks,
+        given={"processing_class": tokenizer(template), "eval_dataset": talks(4, 90)},
+        assistant_only_loss=True,
+        **options,
+    )
+
+
+def test_a_template_without_markers_is_taken_as_from_yaml(tmp_path):
+    """Labels stand on what the assistant says, with the end of its turn, and nowhere else."""
+    made, spelled = plainly(tmp_path), tokenizer(PLAIN)
+    for dataset, rows in (
+        (made.train_dataset, talks()),
+        (made._prepared(talks(4, 90)), talks(4, 90)),
+    ):
+        for encoded, row in zip(dataset, rows, strict=True):
+            assert "system\nShort." in spelled.decode(encoded["input_ids"])
+            labeled = [label for label in encoded["labels"] if label != -100]
+            said = [t["content"] for t in row["messages"] if t["role"] == "assistant"]
+            assert spelled.decode(labeled) == "".join(f"{each}<|im_end|>\n" for each in said)
+    made.train()
+    assert made.evaluate()["eval_loss"] > 0
+
+
+def test_a_template_that_rewrites_turns_is_refused(tmp_path):
+    with pytest.raises(DataError, match="rewrites earlier turns .seen in row 1"):
+        plainly(tmp_path, REWRITES)
+
+
+def test_planted_labels_on_every_turn_are_seen(tmp_path, monkeypatch):
+    honest = ChatEncoding.masked
+
+    def on_all(self, *turns):
+        return honest(self, *turns)[0], [1] * len(honest(self, *turns)[0])
+
+    monkeypatch.setattr(ChatEncoding, "masked", on_all)
+    labels = plainly(tmp_path).train_dataset[0]["labels"]
+    assert "user" in tokenizer(PLAIN).decode([each for each in labels if each != -100])
 
 
 @pytest.mark.parametrize("module", ["sft", "dpo"])

@@ -184,7 +184,7 @@ class ChatEncoding:
         Raises: DataError for turns that the template refuses or rewrites, or where no token of the
             assistant's is left.
         """
-        ids, mask = (each[: self.max_length] for each in self._masked(messages, row))
+        ids, mask = (each[: self.max_length] for each in self.masked(messages, row))
         if not any(mask):
             raise DataError(
                 f"Row {row} has no token of the assistant's in its first {self.max_length}. Raise "
@@ -193,7 +193,7 @@ class ChatEncoding:
         labels = [token if own else IGNORED_LABEL for token, own in zip(ids, mask)]
         return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels}
 
-    def _masked(self, messages: Turns, row: int) -> tuple[list[int], list[int]]:
+    def masked(self, messages: Turns, row: int) -> tuple[list[int], list[int]]:
         """Return the token ids of a conversation, uncut, and 1 for each of the assistant's."""
         turns = _turns(messages, row)
         if self.template:
