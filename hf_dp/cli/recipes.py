@@ -58,7 +58,7 @@ class PlannedArguments(
             resolve_forward(self)
         if self.accountant is None:
             self.accountant = "gdp_clt" if self.is_published_dp_fp else "pld"
-        groups = (*PLANNED, RowArguments)
+        groups: tuple[type, ...] = (*PLANNED, RowArguments)
         check_groups([each for each in groups if issubclass(each, ArgumentGroup)], self, found)
         found.raise_all()
 
