@@ -191,16 +191,11 @@ def check_images(
                 "another image_column."
             ) from problem
         if shape and found != shape:
-            raise DataError(f"Row {index} of the {which} cannot be used. {unequal(shape, found)}")
+            sizes = " and ".join(f"{each[-2]} x {each[-1]}" for each in (shape, found))
+            raise DataError(
+                f"Row {index} of the {which}: images differ in size ({sizes} pixels, after the "
+                "image processor), and a model takes one size. Let the processor resize them: in "
+                "preprocessor_config.json, do_resize: true and a size of height and width."
+            )
         shape = found
     return shape
-
-
-def unequal(one: Sequence[int], other: Sequence[int]) -> str:
-    """Return the message for two images whose pixels, (..., H, W), differ in size."""
-    sizes = " and ".join(f"{shape[-2]} x {shape[-1]}" for shape in (one, other))
-    return (
-        f"Images differ in size ({sizes} pixels, after the image processor), and a model takes one "
-        "size. Let the processor resize them: in preprocessor_config.json, do_resize: true and a "
-        "size of height and width."
-    )
