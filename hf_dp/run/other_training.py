@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -157,10 +158,8 @@ class OtherTraining:
                 "was on the same rows, name its folder in `earlier_runs`; without privacy, or "
                 "without a folder, no statement covers both: load the model anew. If it was on "
                 "public rows, set other_training='public_rows'; on rows that this statement is not "
-                "about, other_training='other_rows'. The card repeats it. For new weights that "
-                "were made from a configuration alone, empty model.config.name_or_path. Weights "
-                "that you made from released ones can be saved by model.save_pretrained, in "
-                "another folder."
+                "about, other_training='other_rows'. The card repeats it. Weights that you made "
+                "from released ones can be saved by model.save_pretrained, in another folder."
             )
 
 
@@ -216,7 +215,8 @@ def _in_files(model: nn.Module, counted: Collection[str]) -> Iterator[str]:
         head = head_in(path)
         if head is not None and head.run_id in counted:
             continue
-        if head is not None or NOT_PRIVATE_KEY in read_metadata(path):
+        trained = head is not None or NOT_PRIVATE_KEY in read_metadata(path)
+        if trained and _holds_weights_of(path, model):
             yield _run_in_words(WITHOUT_PRIVACY if head is None else head.run_id, str(folder))
             return
 
@@ -251,6 +251,30 @@ def _loaded_from(model: nn.Module) -> Path | None:
     except HFValidationError:  # no name of a repository
         return None
     return Path(cached).parent if isinstance(cached, str) else None
+
+
+def _holds_weights_of(path: Path, model: nn.Module) -> bool:
+    """Return whether any weight of a model is that of the file: a new model may have been made
+    from the configuration beside it alone."""
+    own = {_plain_name(name): part for name, part in _parts(model)}
+    with safe_open(path, framework="pt") as stored:
+        for name in stored.keys():  # noqa: SIM118 (it is no mapping)
+            part = own.get(_plain_name(name))
+            value = stored.get_tensor(name).flatten() if part is not None else None
+            if value is None or part is None or not value.dtype.is_floating_point:
+                continue
+            known = set(_digests(value[: part.numel()], (value.dtype, *_CASTS)))
+            is_told = value.numel() > 1 and bool((value != value[0]).any())  # as zeros are not
+            if is_told and known & set(_digests(part[: value.numel()], (part.dtype,))):
+                return True
+    return False
+
+
+def _plain_name(name: str) -> str:
+    """Return the name that a weight has before an adapter is put around its module."""
+    for inserted in ("base_model.model.", "base_layer.", "modules_to_save.default."):
+        name = name.replace(inserted, "")
+    return name
 
 
 def _held(tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import tiny
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import (
+    AutoConfig,
     BertForSequenceClassification,
     BitsAndBytesConfig,
     Trainer,
@@ -165,6 +166,12 @@ def test_a_trainer_without_a_step_states_nothing_of_trained_weights(tmp_path):
 # -- what is not refused --
 
 
+def _from_config(model, folder):
+    """Random weights, from the configuration beside weights that were trained without privacy."""
+    by_us(model, folder)
+    return BertForSequenceClassification(AutoConfig.from_pretrained(folder / "plain"))
+
+
 def _after_unload(model, folder):
     """The base as it was, without the adapter that was trained."""
     adapter = LoraConfig(r=2, target_modules=["query"])
@@ -189,6 +196,7 @@ HARMLESS = {
     "freeze": _unwrapped(lambda m: m.bert.requires_grad_(False)),
     "initialize": _unwrapped(lambda m: m.init_weights()),
     "load weights": _unwrapped(lambda m: m.load_state_dict(tiny.model(seed=3).state_dict())),
+    "from_config": _from_config,
     "checkpointing": _unwrapped(lambda m: m.gradient_checkpointing_enable()),
     "copy": lambda m, folder: copy.deepcopy(m),
     "another model trained": lambda m, folder: by_loop(tiny.model(), folder) and m,
