@@ -11,7 +11,7 @@ import numpy as np
 from hf_dp._arguments import argument
 from hf_dp._validate import invalid, one_of
 from hf_dp.errors import ConfigError, DataError
-from hf_dp.tasks.labels import label_ids, require_texts
+from hf_dp.tasks.labels import checked_names, label_ids
 from hf_dp.tasks.sources import SourceArguments
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def encode(
     if max_length <= added:
         expected = f"to be above {added}, which the template and the special tokens take"
         raise invalid("max_length", max_length, expected, "Raise it, or shorten the template.")
-    require_texts(dataset, text_columns)
+    checked_names({"rows": dataset}, text_columns, label_column, names)
     labels = label_ids(dataset, label_column, names)
     # Without the column of labels: one that is written under its own name keeps its type, so ids
     # would become text again, or those of the names that the file declares.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from hf_dp._validate import invalid
@@ -12,7 +14,7 @@ from hf_dp.errors import DataError
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_MOST_ROWS = 10  # that a message lists
+_MOST_ROWS, _MOST_NAMES = 10, 200  # that a message lists
 
 
 def label_names(dataset: Dataset, label_column: str, given: Sequence[str] | None) -> list[str]:
@@ -20,7 +22,7 @@ def label_names(dataset: Dataset, label_column: str, given: Sequence[str] | None
 
     They are never taken from the rows. A label set read off private rows would itself be a release:
     a class with one member reveals that member. So the subfolders of a folder of images declare
-    nothing.
+    nothing. The error shows what the rows hold, for the user to decide.
 
     Raises: DataError when neither is there; InvalidArgumentError for fewer than two names, or a
         name twice.
@@ -36,9 +38,23 @@ def label_names(dataset: Dataset, label_column: str, given: Sequence[str] | None
         raise DataError(
             f"The label column {label_column!r} declares no class names "
             f"({dataset.features[label_column]}). Name them in the configuration, in the order of "
-            "their ids: class_names: [negative, positive]. Naming them must give nobody away."
+            f"their ids: {_to_paste(dataset, label_column, declared)}"
         )
     return list(declared)
+
+
+def _to_paste(dataset: Dataset, label_column: str, declared: Sequence[str] | None) -> str:
+    """Return a line for the configuration, for this console alone."""
+    values = list(declared or dict.fromkeys(dataset.with_format(None)[label_column]))
+    whole = all(isinstance(value, int) and not isinstance(value, bool) for value in values)
+    if len(values) > _MOST_NAMES or (whole and sorted(values) != list(range(len(values)))):
+        return "class_names: [negative, positive]"
+    named = (value for value in sorted(values, key=str) if value is not None)
+    words = [str(value).lower() if isinstance(value, bool) else str(value) for value in named]
+    return (
+        f"class_names: {json.dumps(sorted(words, key=int) if whole else words)} (which are those "
+        "that the rows hold: check that naming them gives nobody away, and in what order they are)"
+    )
 
 
 def labels_of(names: Sequence[str]) -> dict[str, object]:
@@ -71,6 +87,43 @@ def require_texts(dataset: Dataset, columns: list[str]) -> None:
                 f"The text column {column!r} holds no text: {_held(bad)}. Fill or leave out such "
                 "rows."
             )
+
+
+def checked_names(
+    sets: Mapping[str, Dataset],
+    text_columns: Sequence[str],
+    label_column: str,
+    given: Sequence[str] | None,
+) -> list[str]:
+    """Return the class names as :func:`label_names` of the first set, where all rows are right.
+
+    Args: sets: what the rows are called in messages, and the rows.
+
+    Raises: DataError that lists all that is wrong in all sets; InvalidArgumentError.
+    """
+    problems: list[str] = []
+    names: list[str] = []
+    with _noted(problems):
+        names = label_names(next(iter(sets.values())), label_column, given)
+    for which, rows in sets.items():
+        for column in text_columns:
+            with _noted(problems, f"{which}: "):
+                require_texts(rows, [column])
+        if names:
+            with _noted(problems, f"{which}: "):
+                label_ids(rows, label_column, names)
+    if problems:
+        raise DataError("\n".join(problems))
+    return names
+
+
+@contextmanager
+def _noted(problems: list[str], where: str = "") -> Iterator[None]:
+    """Add what a DataError says to the problems, and go on."""
+    try:
+        yield
+    except DataError as problem:
+        problems.append(f"{where}{problem}")
 
 
 def _held(values: Mapping[int, object]) -> str:

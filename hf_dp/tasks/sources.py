@@ -3,6 +3,7 @@ data; and public texts, and models inside packages."""
 
 from __future__ import annotations
 
+import csv
 import glob
 import importlib
 import os
@@ -210,10 +211,28 @@ def load_file(path: str, split: str = _WHOLE) -> Dataset:
         dataset = datasets.load_dataset(kind, data_files=files, split=split, **options)
     except Exception as problem:  # each reader has its own errors: pyarrow, pandas, json, datasets
         cause = problem.__cause__ or problem
-        raise DataError(f"The data file {named} could not be read as {kind}: {cause}") from problem
+        raise DataError(
+            f"The data file {named} could not be read as {kind}: {cause}{_uneven(file)}"
+        ) from problem
     if len(dataset) == 0:
         raise DataError(f"The data file {named} has no rows.")
     return dataset
+
+
+def _uneven(file: Path) -> str:
+    """Return which lines of a CSV file have more fields than its first one."""
+    if file.suffix != ".csv":
+        return ""
+    with open(file, newline="", encoding="utf-8", errors="replace") as stream:
+        reader = csv.reader(stream)
+        header = len(next(reader, []))
+        uneven = [f"line {reader.line_num} has {len(row)}" for row in reader if len(row) > header]
+    more = f" and {len(uneven) - 10} more" if len(uneven) > 10 else ""
+    said = (
+        f" The first line has {header} fields, but {', '.join(uneven[:10])}{more}. Put quotes "
+        "around a field with a comma."
+    )
+    return said if uneven else ""
 
 
 def _check_images_of_classes(folder: Path) -> None:

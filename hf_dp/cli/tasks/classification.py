@@ -32,7 +32,7 @@ from hf_dp.tasks.classification import (
     metrics,
     one_or_all,
 )
-from hf_dp.tasks.labels import label_names
+from hf_dp.tasks.labels import checked_names, label_names
 from hf_dp.tasks.models import (
     ImageModelArguments,
     ModelArguments,
@@ -112,7 +112,9 @@ class Classification(ABC):
 
         with args.main_process_first(desc="loading the rows"):  # into a cache that all share
             rows, evaluation = load_train(data), load_evaluation(data)
-        names = label_names(rows, data.label_column, data.class_names)
+        sets = {"training rows": rows} | {f"{name} rows": each for name, each in evaluation.items()}
+        columns = getattr(data, "text_columns", ())
+        names = checked_names(sets, columns, data.label_column, data.class_names)
         set_seed(args.seed)  # the head's initial weights
         model, reader = self.load(model_args, data, names)
         prepare(model, model_args, args, adapter, getattr(data, "max_length", None))
