@@ -7,9 +7,12 @@ import functools
 import itertools
 import os
 import random
+import subprocess
 import sys
 import types
+import venv
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -606,6 +609,49 @@ def test_what_a_data_set_reads_itself_is_not():
             return self.get(index)
 
     assert Isolated(Wrapped(), has_rows=True).data == []
+
+
+TRAIN = """
+import sys; sys.path[:0] = {paths}
+import tiny, torch, numpy as np
+from pathlib import Path
+rng = np.random.default_rng(0)
+pad = tiny.DataCollatorWithPadding(tiny.tokenizer())
+def collate(rows):
+    rng.random()
+    return pad(rows)
+before = rng.bit_generator.state
+trainer = tiny.trainer(Path({folder!r}), max_steps=1, given={{"data_collator": collate}})
+trainer.train()
+assert rng.bit_generator.state == before
+print("trained", sys.prefix)
+"""
+
+
+def train_in(python, folder, **environment):
+    site = next(Path(each) for each in sys.path if (Path(each) / "torch").is_dir())
+    tests = Path(__file__).parent.parent
+    home = next(folder.glob("**/site-packages"))
+    (home / "elsewhere.pth").write_text(f"{site}\n")
+    code = TRAIN.format(paths=[str(tests), str(tests.parent)], folder=str(folder / "out"))
+    done = subprocess.run(
+        [python, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True
+    )
+    assert "trained" in done.stdout, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_it_trains_in_a_virtual_environment_that_sees_the_system(tmp_path):
+    venv.create(tmp_path / "env", system_site_packages=True, symlinks=True)
+    train_in(tmp_path / "env" / "bin" / "python", tmp_path)
+
+
+@pytest.mark.slow
+def test_it_trains_with_packages_installed_for_a_user(tmp_path):
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    (tmp_path / "lib" / version / "site-packages").mkdir(parents=True)
+    python = Path(sys.base_prefix) / "bin" / version
+    train_in(python, tmp_path, PYTHONUSERBASE=str(tmp_path), PYTHONNOUSERSITE="")
 
 
 PACKAGE = {
