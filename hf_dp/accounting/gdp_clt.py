@@ -13,8 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from scipy.special import log_ndtr
-
 from hf_dp._validate import in_unit_interval, integer, positive
 from hf_dp.accounting.composition import Composition, Range
 from hf_dp.accounting.knows import PUBLISHED
@@ -52,6 +50,8 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     Solves delta = Phi(-eps/mu + mu/2) - exp(eps) Phi(-eps/mu - mu/2) (Dong, Roth, Su 2019,
     Corollary 2.13; Balle, Wang 2018, Theorem 8), in logarithms so that exp(eps) does not overflow.
     """
+
+    from scipy.special import log_ndtr  # half of the time of a command's help
 
     def excess(eps: float) -> float:
         upper = float(log_ndtr(-eps / mu + mu / 2))

@@ -10,8 +10,7 @@ from typing import Any
 
 from hf_dp._dataclasses import from_plain, plain
 from hf_dp._validate import invalid
-from hf_dp.cards.escaping import public_name, source_name
-from hf_dp.cards.hub_rules import is_repository
+from hf_dp.cards.escaping import is_repository, public_name, source_name
 from hf_dp.errors import InvalidArgumentError
 
 # Where the names go in `usage`, once they are known.

@@ -1,4 +1,4 @@
-"""Text from a run, made safe for a card's YAML and Markdown."""
+"""Text from a run, made safe for a card's YAML and Markdown; and what can be a name on the Hub."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import re
 import unicodedata
 from pathlib import PurePosixPath, PureWindowsPath
+
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 _IN_CACHE = re.compile(r"(?:models|datasets)--([\w.-]+)[\\/]snapshots[\\/]")
 _SAYS_NOTHING = re.compile(r"model|models|checkpoint(-\d+)?|final|best|latest|outputs?|files|main")
@@ -59,6 +61,17 @@ def markdown(value: object) -> str:
     text = re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", text)
     # A list item or an underlined heading.
     return re.sub(r"^(\d*)([-+=.)])(?=[\s=-]|$)", r"\1\\\2", text)
+
+
+def is_repository(value: str | None) -> bool:
+    """Return whether a text can be the id of a repository on the Hub."""
+    if not value:
+        return False
+    try:
+        validate_repo_id(value)
+    except HFValidationError:
+        return False
+    return not value.startswith(("~", "."))
 
 
 def _is_local(text: str) -> bool:

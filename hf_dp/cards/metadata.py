@@ -11,10 +11,15 @@ from huggingface_hub import EvalResult, ModelCardData
 from hf_dp._dataclasses import plain
 from hf_dp.cards.details import CardDetails
 from hf_dp.cards.escaping import one_line, public_name
-from hf_dp.cards.hub_rules import METRICS
 from hf_dp.statement.statement import PrivacyStatement
 
 FRONT_MATTER = re.compile(r"\A---\r?\n(.*?)^---\r?\n", re.MULTILINE | re.DOTALL)
+# Metrics of `evaluate` that a leaderboard can compare.
+METRICS = frozenset(
+    "accuracy bertscore bleu exact_match f1 matthews_correlation mean_iou meteor nist pearsonr "
+    "perplexity precision recall rouge rouge1 rouge2 rougeL rougeLsum sacrebleu spearmanr ter "
+    "wer".split()
+)
 KEY = "differential_privacy"
 TAG = "hf_dp"
 CLAIMS = ("differential-privacy", "dp-sgd")  # a search for them must not find what is not private

@@ -43,8 +43,8 @@ def main(argv: Sequence[str]) -> int:
     where = "the model's id on the Hub, for the lines that load it"
     parser.option("--repository", where, "ID")
     args = parser.parse_args(list(argv))
+    from hf_dp.cards.escaping import is_repository
     from hf_dp.cards.evidence import card_files
-    from hf_dp.cards.hub_rules import is_repository
     from hf_dp.cards.verify import CARD
     from hf_dp.run.ledger_file import lock_run
     from hf_dp.statement.durable import replace_file

@@ -107,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
 def _suggestion(
     options: SuggestOptions, recipe: dict[str, Any], epochs: float | None
 ) -> Suggestion:
-    from hf_dp.planning.suggestion import CLIPPING_NORM, suggest
+    from hf_dp.planning import CLIPPING_NORM, suggest
 
     if recipe.get("target_epsilon") is None:
         raise ConfigError(

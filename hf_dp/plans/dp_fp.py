@@ -23,6 +23,7 @@ from hf_dp.accounting import (
     SampledRecordRelease,
     SumAndRows,
 )
+from hf_dp.accounting.gdp_clt import noise_multiplier as papers_noise
 from hf_dp.accounting.knows import VISIBLE
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.plans.dp_sgd import CLIPPINGS, DpSgdPlan
@@ -230,11 +231,9 @@ class PublishedPlan(MicroBatchPlan):
     def calibrated(
         self, schedule: Schedule, target_epsilon: float, prior_events: Sequence[Event]
     ) -> Self:
-        from hf_dp.accounting import gdp_clt  # it takes scipy, and so half of the time of --help
-
         draws = schedule.steps * self.num_micro_batches
         rate = self.draw.sample_rate(schedule)
-        sigma = gdp_clt.noise_multiplier(target_epsilon, schedule.delta, rate, draws)
+        sigma = papers_noise(target_epsilon, schedule.delta, rate, draws)
         return replace(self, noise_multiplier=sigma)
 
     def words(self, schedule: Schedule) -> Words:

@@ -10,8 +10,8 @@ from types import MappingProxyType
 
 from huggingface_hub import CommitOperationAdd
 
+from hf_dp.cards.escaping import is_repository
 from hf_dp.cards.evidence import card_files
-from hf_dp.cards.hub_rules import is_repository
 from hf_dp.cards.verify import CARD, CONFIGS
 from hf_dp.errors import LedgerError, PublishError
 from hf_dp.publishing.allowed import refuse_others, sort_files, why_goes

@@ -22,9 +22,8 @@ from hf_dp.accounting import EARLIER, Ledger, LedgerEntry, event_from_dict
 from hf_dp.errors import HfDpError, LedgerError
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.statement.digests import Head
-from hf_dp.statement.durable import replace_file, sync_folder
+from hf_dp.statement.durable import loads, replace_file, sync_folder
 from hf_dp.statement.facts import Weaknesses
-from hf_dp.statement.strict_json import loads
 
 LEDGER = "ledger.jsonl"  # in the run's folder
 # Names that start with "_" are never pushed to the Hub. A copy has another name than the ledger:

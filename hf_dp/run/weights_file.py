@@ -10,8 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from hf_dp.errors import LedgerError
 from hf_dp.statement.digests import Head
-from hf_dp.statement.durable import replace_file
-from hf_dp.statement.strict_json import loads
+from hf_dp.statement.durable import loads, replace_file
 
 _CHUNK = 1 << 24
 # Files that stand beside weights: masks of what trains (hf_dp.tuners.single_entries).

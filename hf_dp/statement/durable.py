@@ -1,11 +1,15 @@
-"""Replace a file in one step, so that neither a kill nor a power cut leaves half of it."""
+"""Files of evidence: replaced in one step, so that neither a kill nor a power cut leaves half of
+one, and read strictly."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, NoReturn
 
 
 def replace_file(path: Path, chunks: Iterable[bytes]) -> None:
@@ -57,3 +61,30 @@ def sync_tree(folder: Path) -> None:
             finally:
                 os.close(descriptor)
         sync_folder(Path(parent))
+
+
+def loads(text: str) -> Any:
+    """Parse JSON that is evidence, and refuse what hf_dp cannot have written.
+
+    Raises: ValueError or RecursionError for incomplete JSON, for a key that appears twice, and for
+        numbers that are not finite.
+    """
+    return json.loads(
+        text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_no_duplicates
+    )
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number that hf_dp writes")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _no_constant(text)
+
+
+def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError(f"a key appears twice among {[key for key, _ in pairs]}")
+    return found

@@ -20,7 +20,7 @@ from hf_dp.accounting import EARLIER, Ledger
 from hf_dp.errors import HfDpError, LedgerError
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.statement.digests import Beside, Head, digest_of, is_digest
-from hf_dp.statement.durable import replace_file
+from hf_dp.statement.durable import loads, replace_file
 from hf_dp.statement.facts import (
     NAMES,
     EarlierRun,
@@ -31,7 +31,6 @@ from hf_dp.statement.facts import (
     refuse_unnamed,
 )
 from hf_dp.statement.statement import PrivacyStatement
-from hf_dp.statement.strict_json import loads
 from hf_dp.statement.wording import RUNNING, STATUSES
 
 FILE_NAME = "privacy.json"

@@ -10,7 +10,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from transformers.utils import logging
 
 from hf_dp._validate import invalid
-from hf_dp.cards.hub_rules import is_repository
+from hf_dp.cards.escaping import is_repository
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import HfDpError, PublishError, UnsupportedArgumentError
 from hf_dp.publishing.hub import Hub

@@ -131,11 +131,13 @@ class SFTPreparation(Preparation, SFTTrainer, _InPlaceOfTrainer):
             super().__init__(**{**given, "args": by_turns})
 
     def _needs_turns(self, args: SFTConfig, train_dataset: Dataset, **_: object) -> bool:
+        tokenizer: PreTrainedTokenizerBase | None
         tokenizer = getattr(self, "_tokenizer", None)  # as TRL loaded it
         if not args.assistant_only_loss or "messages" not in train_dataset.column_names:
             return False
-        chats = getattr(tokenizer, "chat_template", None)
-        return bool(chats) and ChatEncoding(tokenizer, sys.maxsize).template is None
+        if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+            return False
+        return ChatEncoding(tokenizer, sys.maxsize).template is None
 
     def _prepare_dataset(self, dataset: Dataset, processing_class: Any, *others: Any) -> Dataset:
         if self._by_turns and "input_ids" not in dataset.column_names:
