@@ -2,7 +2,7 @@
 
 Both are dp-accounting's, whose objects they take and give. Only what it does point by point in
 Python, or once for each of forty orders, is done here for all points at once: that was most of the
-time of an answer. Private fields of its objects are read in this module alone
+time of an answer. Private parts of the package are used in this module alone
 (``tests/accounting/test_against_the_package.py`` fails by name when they change).
 """
 
@@ -15,6 +15,7 @@ import numpy as np
 from dp_accounting.pld import pld_pmf
 from dp_accounting.pld import privacy_loss_distribution as google_pld
 from dp_accounting.pld.pld_privacy_accountant import PLDAccountant
+from dp_accounting.rdp import rdp_privacy_accountant as google_rdp
 from scipy import fft
 
 # What may be cut off the ends of a composed distribution; it is added to the infinite loss.
@@ -142,3 +143,10 @@ def _epsilon_of(pmf: pld_pmf.PLDPmf, delta: float) -> float:
     if ends.any():
         return float(epsilons[ends.argmax()])
     return max(0.0, float(epsilons[-1])) if solved[-1] else math.inf
+
+
+def best_of_runs(
+    orders: tuple[float, ...], curve: np.ndarray, mean_runs: float, shape: float
+) -> np.ndarray:
+    """Return the Renyi curve of the best of a random number of runs, at the orders of one run's."""
+    return google_rdp._compute_rdp_repeat_and_select(orders, curve, mean_runs, shape)

@@ -23,6 +23,7 @@ from hf_dp.accounting import knows
 from hf_dp.accounting.closed_form import response_losses
 from hf_dp.accounting.composition import Composition, Range
 from hf_dp.accounting.events import RandomizedResponse
+from hf_dp.accounting.grid import best_of_runs
 from hf_dp.accounting.value import Epsilon
 
 ORDERS = tuple(float(order) for order in google_rdp.DEFAULT_RDP_ORDERS)
@@ -84,9 +85,7 @@ def _total(composition: Composition) -> np.ndarray:
         curve = curve + response.steps * _response(response)
     for search in composition.searches:
         shape = math.inf if search.shape is None else search.shape
-        curve = curve + google_rdp._compute_rdp_repeat_and_select(
-            ORDERS, _total(search.run), search.mean_runs, shape
-        )
+        curve = curve + best_of_runs(ORDERS, _total(search.run), search.mean_runs, shape)
     return curve
 
 

@@ -95,7 +95,7 @@ class BoundedLosses:
     Args:
         bound: the most that one example adds.
         unit: a power of two; each loss is rounded down to a multiple of it, so that no sum of them
-            is rounded (:meth:`hf_dp.plans.noised_loss.NoisedLoss.unit`).
+            is rounded (:meth:`hf_dp.plans.dp_sgd.NoisedLoss.unit`).
 
     Attributes:
         total: the sum so far, (), float64. Not private.

@@ -8,6 +8,7 @@ Fourier transform with 64 bits of mantissa, and are extrapolated from two grids.
 from __future__ import annotations
 
 import math
+import random
 
 import numpy as np
 import pytest
@@ -124,6 +125,14 @@ def test_infinite_losses_are_never_within_a_delta_below_them():
 def test_an_epsilon_of_zero():
     assert small_delta([(sampled_gaussian(5.0, 0.01, 1e-4), 1)], 0.1) == 0.0
     assert epsilon(PoissonSampledGaussian(100.0, 1e-5, 1), 0.5).value == 0.0
+
+
+def test_the_default_is_never_above_rdp():
+    random.seed(0)
+    for _ in range(8):
+        sigma, rate = random.uniform(0.6, 20), 10 ** random.uniform(-4, -1)
+        event = PoissonSampledGaussian(sigma, rate, random.randint(1, 500))
+        assert epsilon(event, 1e-6).value <= epsilon(event, 1e-6, "rdp").value, event
 
 
 def test_the_default_accountant_reaches_delta_1e_11():

@@ -16,7 +16,7 @@ from hf_dp._dataclasses import plain
 from hf_dp.accounting import Ledger
 from hf_dp.errors import LedgerError
 from hf_dp.statement import durable
-from hf_dp.statement.record import FILE_NAME, read, to_record, write
+from hf_dp.statement.record import FILE_NAME, disagreements, read, to_record, write
 from hf_dp.statement.statement import PrivacyStatement
 
 
@@ -205,6 +205,14 @@ def test_edited(written: Path, change: Any) -> None:
     rewrite(written, change)
     with pytest.raises(LedgerError, match=r"privacy\.json"):
         read(written)
+
+
+def test_a_ledger_edited_under_its_statement_is_found(tmp_path: Path) -> None:
+    statement = PrivacyStatement.from_ledger(PLAN, ledger_of(3), FACTS)
+    path = write(tmp_path, to_record(PLAN, ledger_of(3), run_id="run-a", statement=statement))
+    assert disagreements(read(path)) == []
+    rewrite(path, lambda data: data["ledger"][0].update(steps=1))
+    assert disagreements(read(path))
 
 
 def test_a_malformed_document_is_not_written(tmp_path: Path) -> None:

@@ -461,8 +461,10 @@ def test_an_evaluation_image_that_cannot_be_read_is_named_before_training(task, 
     ],
 )
 def test_users_in_a_column_that_the_rows_need_are_refused(task, column, message, capsys):
-    rows = tiny_images.rows(TRAIN).rename_column("label", "fine")
-    rows.add_column(column, [i % 20 for i in TRAIN]).to_parquet(task.parent / "train.parquet")
+    for name, numbers in (("train", TRAIN), ("dev", DEV)):
+        rows = tiny_images.rows(numbers).rename_column("label", "fine")
+        rows = rows.add_column(column, [i % 20 for i in numbers])
+        rows.to_parquet(task.parent / f"{name}.parquet")
     users = {"privacy_unit": "user", "privacy_unit_column": column, "max_rows_per_unit": 2}
     assert run(task, label_column="fine", **users) == 2
     assert message in capsys.readouterr().err

@@ -319,6 +319,15 @@ def test_planted_copy_of_the_same_name_would_go_back(folder, monkeypatch):
     assert steps_of(folder) == 3
 
 
+def test_two_processes_cannot_share_a_run(folder):
+    first, second = resumed(folder), resumed(folder)
+    first.start(5)
+    with pytest.raises(LedgerError, match="Another process is training"):
+        second.start(5)
+    first.stop()
+    second.start(5)
+
+
 def test_another_process_that_went_on_before_the_lock_is_noticed(folder):
     run = resumed(folder)
     assert go_on(folder) == 6
