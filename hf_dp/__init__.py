@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hf_dp.run.private_run import PrivateRun as PrivateRun
     from hf_dp.statement.statement import PrivacyStatement as PrivacyStatement
     from hf_dp.trainer.arguments import DPTrainingArguments as DPTrainingArguments
-    from hf_dp.trainer.save_run import save_run as save_run
+    from hf_dp.trainer.publishing import save_run as save_run
     from hf_dp.trainer.seq2seq import DPSeq2SeqTrainer as DPSeq2SeqTrainer
     from hf_dp.trainer.seq2seq import DPSeq2SeqTrainingArguments as DPSeq2SeqTrainingArguments
     from hf_dp.trainer.trainer import DPTrainer as DPTrainer

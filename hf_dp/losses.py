@@ -136,22 +136,22 @@ def task_of(model: nn.Module) -> str:
     )
 
 
-def _known_task(model: nn.Module | None) -> str | None:
-    """Return the model's kind of task, None where no loss is known."""
+def known_task(model: nn.Module | None) -> str:
+    """Return the model's kind of task, "" where no loss is known."""
     try:
-        return None if model is None else task_of(model)
+        return "" if model is None else task_of(model)
     except UnsupportedLossError:
-        return None
+        return ""
 
 
 def means_over_rows(model: nn.Module | None) -> bool:
     """Return whether a transformers model's own loss is the mean over the rows of its batch."""
-    return _known_task(model) in (*_OF_WHOLE_EXAMPLES, _SPANS)
+    return known_task(model) in (*_OF_WHOLE_EXAMPLES, _SPANS)
 
 
 def targets_of(model: nn.Module) -> tuple[str, ...]:
     """Return the names of what a batch holds to be predicted."""
-    return SPAN if _known_task(model) == _SPANS else ("labels",)
+    return SPAN if known_task(model) == _SPANS else ("labels",)
 
 
 def token_check(model: nn.Module) -> Callable[[Tensor], None] | None:
@@ -402,7 +402,7 @@ def labels_read(model: nn.Module, labels: Tensor) -> Tensor:
 def with_labels_read(model: nn.Module, inputs: Any) -> Any:
     """Return a batch with its labels as :func:`labels_read` does, where the loss is known."""
     labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
-    if labels is None or _known_task(model) is None:
+    if labels is None or not known_task(model):
         return inputs
     return {**inputs, "labels": labels_read(model, labels)}
 

@@ -21,15 +21,15 @@ from hf_dp.batches.examples import Examples
 from hf_dp.batches.padding import LABELS, Padding
 from hf_dp.batches.structure import Example, Layout, column, leaves
 from hf_dp.distributed.processes import Processes
-from hf_dp.errors import DataError, UnsupportedLossError
+from hf_dp.errors import DataError
 from hf_dp.losses import (
     IGNORED_LABEL,
     SPAN,
     base_model,
+    known_task,
     labels_read,
     takes_attention_mask,
     targets_of,
-    task_of,
     token_check,
 )
 
@@ -152,11 +152,11 @@ class Limits:
         if embeddings is not None:
             below = dict.fromkeys(("input_ids", "decoder_input_ids"), embeddings)
         below["token_type_ids"] = getattr(config, "type_vocab_size", None) or None
-        task = None if own_loss else _task(model)
+        task = "" if own_loss else known_task(model)
         outputs = _table_of(base, "get_output_embeddings")
         if task in ("causal_lm", "masked_lm", "seq2seq_lm"):
             below |= dict.fromkeys(LABELS, outputs or getattr(config, "vocab_size", None))
-        elif task == "token_classification" or (task is not None and _is_single_label(config)):
+        elif task == "token_classification" or (task and _is_single_label(config)):
             below |= dict.fromkeys(LABELS, getattr(config, "num_labels", None))
         below["position_ids"] = getattr(config, "max_position_embeddings", None)
         known = {name: limit for name, limit in below.items() if isinstance(limit, int)}
@@ -166,7 +166,7 @@ class Limits:
             frozenset(LABELS) if task in _TOKEN_LABELS else frozenset(),
             frozenset(_BESIDE_TOKENS + (LABELS if of_tokens else ())),
             places=() if own_loss else tuple(n for n in targets_of(model) if n in SPAN),
-            read_labels=None if task is None else partial(labels_read, model),
+            read_labels=partial(labels_read, model) if task else None,
             any_mask=own_loss or not takes_attention_mask(model),
             padded_on_the_left=side == "left",
             check_tokens=token_check(model),
@@ -252,13 +252,6 @@ def _check_place(name: str, place: object, attended: Tensor) -> None:
             f"{int((attended != 0).sum())} tokens, from 0. Where a text is cut before its answer, "
             "or has none, name token 0."
         )
-
-
-def _task(model: nn.Module) -> str | None:
-    try:
-        return task_of(model)
-    except UnsupportedLossError:
-        return None
 
 
 def _table_of(base: Any, getter: str) -> int | None:

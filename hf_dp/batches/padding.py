@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_dp.batches.structure import Batch, Example, Layout, Leaf, column, combined
-from hf_dp.errors import DataError, UnsupportedLossError
-from hf_dp.losses import IGNORED_LABEL, base_model, takes_attention_mask, task_of
+from hf_dp.errors import DataError
+from hf_dp.losses import IGNORED_LABEL, base_model, known_task, takes_attention_mask
 
 LABELS = ("labels", "label", "label_ids")
 # Columns with several numbers for each token, and what transformers' tokenizers pad them with.
@@ -71,7 +71,8 @@ class Padding:
             decoder_pad_token_id=of_tokenizer if of_config is None else of_config,
             pad_token_type_id=getattr(tokenizer, "pad_token_type_id", None) or 0,
             side=side,
-            pads_labels=own_loss or _labels_tokens(model),
+            pads_labels=own_loss
+            or known_task(model) not in ("sequence_classification", "image_classification"),
             labels_side="right" if getattr(config, "is_encoder_decoder", False) else side,
             values=dict(values or {}),
         )
@@ -156,13 +157,6 @@ class Padding:
         if name in _OF_THE_DECODER:
             return "right"
         return self.labels_side if name in LABELS else self.side
-
-
-def _labels_tokens(model: nn.Module) -> bool:
-    try:
-        return not task_of(model).endswith(("sequence_classification", "image_classification"))
-    except UnsupportedLossError:
-        return True
 
 
 def _cannot_pad(name: str, leaf: Leaf, dimension: int) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from hf_dp.accounting import ACCOUNTANTS, RELATIONS
-from hf_dp.cli.answers import json_row, table
+from hf_dp.accounting.value import doubt_of_delta
 from hf_dp.cli.options import Parser
 from hf_dp.errors import LedgerError
 
@@ -212,3 +213,31 @@ def _ledger(args: argparse.Namespace) -> Found:
         lines.append(f"  {row['purpose']}: {row['type']}({', '.join(fields)})")
     lines.append(f"stated epsilon: {said}; {verdict}")
     return record.plan.delta, answers, found, lines
+
+
+# -- answers; epsilon is rounded up ---
+
+
+def json_row(answer: Answer) -> dict[str, str | float | None]:
+    """Return an answer for JSON. An infinite epsilon is the string "inf"."""
+    row: dict[str, str | float | None] = {"accountant": answer.accountant}
+    if answer.epsilon is None:
+        return row | {"kind": None, "epsilon": None, "error": answer.note}
+    value = answer.epsilon.rounded_up(3)
+    row |= {"kind": answer.epsilon.kind, "epsilon": value if math.isfinite(value) else "inf"}
+    return row if answer.epsilon.estimate is None else row | {"estimate": answer.epsilon.estimate}
+
+
+def table(answers: Iterable[Answer], delta: float) -> str:
+    """Return a line for each accountant under a heading, and a warning of a large delta."""
+    lines = [f"{'accountant':<11}{'kind':<10}epsilon at delta {delta:g}"]
+    for answer in answers:
+        found = answer.epsilon
+        if found is None:
+            lines.append(f"{answer.accountant:<11}{'-':<10}not computed: {answer.note}")
+            continue
+        point = "" if found.estimate is None else f"  (point estimate {found.estimate:.3f})"
+        lines.append(f"{answer.accountant:<11}{found.kind:<10}{found.rounded_up(3):.3f}{point}")
+    if doubt := doubt_of_delta(delta):
+        lines.append(f"Warning: {doubt}")
+    return "\n".join(lines)

@@ -154,8 +154,7 @@ def audit(
     refute it, why."""
     import numpy as np
 
-    from hf_dp.features.canaries import audit_of
-    from hf_dp.features.one_run_audit import guess
+    from hf_dp.features.canaries import audit_of, guess
 
     module = private_module(values["task"])
     outcomes, claims = [], []

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_dp._arguments import argument, own_fields
 from hf_dp.accounting import ACCOUNTANTS
-from hf_dp.cli.answers import json_row, table
+from hf_dp.cli.account import json_row, table
 from hf_dp.cli.config import PLANNED, check_recipe, read_yaml
 from hf_dp.cli.options import Parser, add_fields, taken
 from hf_dp.cli.recipes import (

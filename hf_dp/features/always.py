@@ -1,7 +1,8 @@
-"""What every private run does besides its steps: guards, warnings, and what its logs say."""
+"""What every private run does besides its steps: guards, warnings, logs and progress."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers import TrainerControl as Control
 from transformers import TrainerState as State
+from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
@@ -18,11 +20,13 @@ from hf_dp.accounting import TRAINING
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import LedgerError, UnaccountedGradientError
 from hf_dp.features.base import Feature, Seen, register
+from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.other_training import note_steps_before_own
 from hf_dp.run.outlook import doubts
 from hf_dp.statement.facts import Flags
 from hf_dp.statement.provenance import seen_in_pretraining
+from hf_dp.statement.unnoised import NO_EPSILON
 
 logger = logging.get_logger(__name__)
 
@@ -177,3 +181,66 @@ class Outlook(Feature):
             optimizer=str(getattr(self.args.optim, "value", self.args.optim)),
         ):
             logger.warning(doubt)
+
+
+@register
+class Progress(Feature):
+    """Shows epsilon where Trainer shows progress."""
+
+    def begin(self, seen: Seen) -> None:
+        seen.callbacks[:] = [
+            EpsilonProgress(seen.spent) if type(each) is ProgressCallback else each
+            for each in seen.callbacks
+        ]
+        seen.callbacks.append(ExpectedEpochs(seen.plan))
+
+
+class ExpectedEpochs(TrainerCallback):
+    """Counts epochs as expected passes over the rows: steps x expected batch size / rows.
+
+    Trainer counts loaders, whose lengths are whole numbers of steps.
+    """
+
+    def __init__(self, plan: PrivacyPlan):
+        self._a_step = plan.expected_batch_size / plan.drawn_from
+
+    def on_step_end(self, args: object, state: State, control: Control, **kw: object) -> None:
+        state.epoch = state.global_step * self._a_step
+
+
+class EpsilonProgress(ProgressCallback):
+    """The terminal's progress bar, with the epsilon spent at the first step and at each log, and
+    what else is released with noise.
+
+    Args: spent: returns the epsilon so far, as logs have it.
+    """
+
+    def __init__(self, spent: Callable[[], dict[str, float]]):
+        super().__init__()
+        self._spent, self._shows = spent, False
+
+    def on_train_begin(self, args: object, state: State, control: Control, **kw: object) -> None:
+        self._shows = False
+        super().on_train_begin(args, state, control, **kw)
+
+    def on_step_end(self, args: object, state: State, control: Control, **kw: object) -> None:
+        if self.training_bar is not None and not self._shows:
+            self._show(self._spent(), refresh=True)
+        super().on_step_end(args, state, control, **kw)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kw: Any) -> None:
+        if self.training_bar is not None:
+            self._show(logs or {})
+        super().on_log(args, state, control, logs, **kw)
+
+    def _show(self, logs: Mapping[str, float], refresh: bool = False) -> None:
+        shown = "privacy not established" if NO_EPSILON in logs else ""
+        if "epsilon" in logs:
+            shown = f"epsilon {logs['epsilon']:g}"
+            for name in logs:
+                if name.startswith("noised_"):
+                    shown += f", {name.replace('_', ' ')} {logs[name]:.4g}"
+        if shown:
+            self._shows = True
+            bar: Any = self.training_bar
+            bar.set_postfix_str(shown, refresh=refresh)

@@ -1,10 +1,21 @@
-"""``audit_canaries``: audit a run while it trains, and say at its end what canaries told."""
+"""``audit_canaries``: canaries that secret coins put in or leave out, and what the releases of a
+run tell of them at its end.
+
+A canary is one of the rows that the sampler draws from. If its coin left it out, it contributes
+nothing when drawn: that is the run's neighbor under zero-out. If not, then by its kind:
+
+    gradients   one coordinate of length C enters the clipped sum in its place (a Dirac canary;
+                Nasr et al. 2023, arXiv 2302.07956); the noised sums tell of that coordinate
+    directions  it contributes as any row; the noised sums tell of the direction of its gradient
+    losses      it contributes as any row; its loss is compared before and after
+"""
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import datasets
@@ -12,18 +23,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset
+from torch.utils.data import Sampler as BatchSampler
 
 from hf_dp._validate import invalid
+from hf_dp.accounting.one_run import best_number_of_guesses
 from hf_dp.batches.padding import LABELS
-from hf_dp.errors import AuditError, DataError, UnsupportedArgumentError
+from hf_dp.errors import AuditError, ConfigError, DataError, UnsupportedArgumentError
 from hf_dp.features.base import Inside, Seen, register
-from hf_dp.features.one_run_audit import OneRunAudit
 from hf_dp.noise import untouched_generators
 from hf_dp.overlap import TrainingRows
 from hf_dp.plans.samplers import Sampler as LogicalSampler
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.run.synthetic import made_up_rows, synthetic_examples
-from hf_dp.statement.audited import DIRECTIONS, GRADIENTS, LOSSES
+from hf_dp.statement.audited import DIRECTIONS, GRADIENTS, LOSSES, AuditResult
 from hf_dp.statement.statement import REFUTED_BY_AUDIT
 from hf_dp.tuners.base import Tuner
 
@@ -33,18 +45,26 @@ _AS_TOKENS = {"token_type_ids", "special_tokens_mask"}  # 0 for each token of a 
 
 @register
 class Canaries(Inside):
-    """Puts canaries among the rows, and guesses at the end which of them took part.
+    """Puts canaries behind the rows, and guesses at the end which of them took part.
 
-    Attributes: audit: what is known of the canaries, once the run was made.
+    Attributes:
+        scores: "gradients", "directions" or "losses".
+        count: m, the number of canaries.
+        first: the first canary's row, of N, once the run was made.
+        waiting: of "gradients", which canaries are in each draw whose step was not made yet.
     """
 
     asked_for_by = "audit_canaries"
     adds_rows = True
-    audit: OneRunAudit
 
     def __init__(self, args: Any):
         super().__init__(args)
-        self.scores = args.audit_scores or GRADIENTS
+        self.scores: str = args.audit_scores or GRADIENTS
+        self.count: int = args.audit_canaries
+        self.waiting: deque[list[int]] = deque()
+        self._likelihood = np.zeros(self.count)  # log-likelihood ratio of in and out
+        self._places: tuple[list[str], np.ndarray, np.ndarray, np.ndarray] | None = None
+        self._before: np.ndarray | None = None
 
     def rows(self, dataset: Any, model: nn.Module | None, known: TrainingRows) -> Any:
         """Return the training set with canaries. Raises: DataError."""
@@ -54,19 +74,18 @@ class Canaries(Inside):
                 "up for it. Pass the model, not model_init."
             )
         alike = self.scores == GRADIENTS
-        return with_canaries(dataset, model, self.args.audit_canaries, alike=alike, rows=known)
+        return with_canaries(dataset, model, self.count, alike=alike, rows=known)
 
     def enter(self, run: PrivateRun, tuner: Tuner) -> None:
-        """Toss the coins.
+        """Toss the coins, which are kept nowhere.
 
         Raises: UnsupportedArgumentError with several processes, each of which draws rows of its
             own; and for directions among sums that are no gradients.
         """
-        count = self.args.audit_canaries
         if not run.processes.alone:
             raise UnsupportedArgumentError(
                 f"Expected `audit_canaries` to be unset with {run.processes.count} processes, got "
-                f"{count}: each draws from rows of its own. Audit in one process."
+                f"{self.count}: each draws from rows of its own. Audit in one process."
             )
         if self.scores == DIRECTIONS and not tuner.gradients_are_noised_sums:
             raise invalid(
@@ -77,9 +96,10 @@ class Canaries(Inside):
                 UnsupportedArgumentError,
             )
         super().enter(run, tuner)
-        self.audit = OneRunAudit(self.scores, count, run.plan, run.randomness.random_bytes)
-        if self.scores == DIRECTIONS:
-            self.audit.gradient_of = self._gradient
+        self.first = run.plan.num_examples - self.count
+        secret = run.randomness.random_bytes
+        self._random = np.random.default_rng(np.frombuffer(secret(32), np.uint32))
+        self._in: np.ndarray = np.frombuffer(secret(self.count), np.uint8) % 2 == 1
 
     def call(self, checkpoint: str | None, seen: Seen) -> None:
         """Raise UnsupportedArgumentError for an audited run that is resumed, or trained again."""
@@ -92,23 +112,113 @@ class Canaries(Inside):
 
     def start(self, seen: Seen) -> None:
         if self.scores == LOSSES:
-            self.audit.note_losses(self._losses())
+            self._before = self._losses()
 
-    def drawn(self, sampler: LogicalSampler) -> Any:
-        return self.audit.draws(sampler)
+    # -- what takes part --
 
+    def drawn(self, sampler: LogicalSampler) -> BatchSampler[list[int]]:
+        """Return the sampler's draws without the canaries that are left out, and without those
+        that enter as coordinates."""
+        return _Draws(self, sampler)
+
+    def split(self, drawn: list[int]) -> list[int]:
+        """Return what of a draw goes through the model; note the canaries that are drawn."""
+        rows = [index for index in drawn if index < self.first]
+        canaries = [index - self.first for index in drawn if index >= self.first]
+        canaries = [canary for canary in canaries if self._in[canary]]
+        if self.scores == GRADIENTS:
+            self.waiting.append(canaries)
+            return rows
+        return rows + [self.first + canary for canary in canaries]
+
+    @torch.no_grad()
     def clipped(self, sums: dict[str, Tensor]) -> None:
-        self.audit.insert(sums)
+        """Add the coordinates of the canaries of this step's draw to the clipped sums."""
+        if self.scores != GRADIENTS:
+            return
+        if not self.waiting:
+            raise ConfigError(
+                "The audit has seen fewer draws than steps, so it does not know whose canaries "
+                "take part. Train with this trainer's own data loader."
+            )
+        names, which, places, signs = self._coordinates(sums)
+        for canary in self.waiting.popleft():
+            total = sums[names[which[canary]]]
+            place = np.unravel_index(int(places[canary]), tuple(total.shape))
+            total[tuple(map(int, place))] += float(signs[canary]) * self.run.plan.clipping_norm
 
+    @torch.no_grad()
     def noised(self, sums: dict[str, Tensor]) -> None:
-        self.audit.score(sums)
+        """Add up what this step's noised sums tell of each canary's coordinate.
+
+        A coordinate in units of C is N(0, s^2) without the canary, and with it N(1, s^2) with the
+        probability q. So its log-likelihood ratio is log(1 - q + q exp((2 x - 1) / (2 s^2))). (The
+        rows' gradients in that coordinate add to both alike.)
+        """
+        if self.scores == DIRECTIONS:
+            self._score_directions(sums)
+        if self.scores != GRADIENTS:
+            return
+        names, which, places, signs = self._coordinates(sums)
+        found = np.empty(self.count)
+        for number, name in enumerate(names):
+            here = which == number
+            index = torch.as_tensor(places[here], device=sums[name].device)
+            found[here] = sums[name].reshape(-1)[index].double().cpu().numpy()
+        plan = self.run.plan
+        x = signs * found / plan.clipping_norm
+        s, q = plan.noise_std / plan.clipping_norm, plan.sample_rate
+        with np.errstate(divide="ignore"):
+            absent = np.log1p(-q)
+        self._likelihood += np.logaddexp(absent, np.log(q) + (2 * x - 1) / (2 * s**2))
+
+    def _score_directions(self, sums: dict[str, Tensor]) -> None:
+        """Add up the part of the noised sum along each canary's own gradient, of length 1."""
+        for canary in range(self.count):
+            gradient = self._gradient(canary)
+            if gradient.keys() != sums.keys():
+                raise ConfigError(
+                    "Expected audit_scores='gradients' for what trains here: the sums that are "
+                    "noised are not the gradients of parameters, so they have no direction of a "
+                    "canary's own."
+                )
+            length = torch.linalg.vector_norm(torch.stack([g.norm() for g in gradient.values()]))
+            along = sum(float((g * sums[name]).sum()) for name, g in gradient.items())
+            self._likelihood[canary] += along / max(float(length), 1e-30)
+
+    def _coordinates(
+        self, sums: dict[str, Tensor]
+    ) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
+        """Return the parts of the sum, and each canary's part, place in it and sign."""
+        if self._places is None:
+            names = list(sums)
+            sizes = np.array([sums[name].numel() for name in names])
+            if sizes.sum() < self.count:
+                raise ConfigError(
+                    f"Expected `audit_canaries` to be at most the {sizes.sum():,} numbers that "
+                    f"train, got {self.count}: each canary has a coordinate of its own."
+                )
+            places = self._random.choice(int(sizes.sum()), self.count, replace=False)
+            ends = sizes.cumsum()
+            which = np.searchsorted(ends, places, side="right")
+            signs = self._random.choice([-1.0, 1.0], self.count)
+            self._places = (names, which, places - (ends - sizes)[which], signs)
+        return self._places
+
+    # -- what is concluded --
 
     def conclude(self) -> None:
         """Guess which canaries took part, and keep what follows for the statement."""
-        if self.scores == LOSSES:
-            self.audit.note_losses(self._losses())
-        if self.audit.count > 1:  # of many runs with one each, `hf-dp audit leave-one-out` guesses
-            self.run.found["audit"] = self.audit.result(self.run.epsilon().value)
+        if self._before is not None:
+            self._likelihood = self._before - self._losses()
+        if self.count > 1:  # of many runs with one each, `hf-dp audit leave-one-out` guesses
+            claim, delta = self.run.epsilon().value, self.run.plan.delta
+            self.run.found["audit"] = guess(self.scores, self._likelihood, self._in, claim, delta)
+
+    @property
+    def outcome(self) -> tuple[float, bool]:
+        """The first canary's score, and whether it took part; for audits of many runs."""
+        return float(self._likelihood[0]), bool(self._in[0])
 
     def end(self, seen: Seen) -> None:
         """Raise AuditError for a statement that its own audit refutes."""
@@ -122,7 +232,7 @@ class Canaries(Inside):
 
     def _gradient(self, canary: int) -> dict[str, Tensor]:
         """Return the gradient of a canary's loss, without dropout, by the names of what trains."""
-        run, row = self.run, self.audit.first + canary
+        run, row = self.run, self.first + canary
         data, model = run.training_data(), run.model
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         model.eval()  # until the next step begins
@@ -137,10 +247,10 @@ class Canaries(Inside):
 
     @torch.no_grad()
     def _losses(self) -> np.ndarray:
-        run, audit = self.run, self.audit
-        data = run.training_data()
-        examples = data.examples.__getitems__([audit.first + each for each in range(audit.count)])
-        found, batches = np.empty(audit.count), data.batches()
+        """Return the canaries' losses, (m,): before the first step, and again after the last."""
+        run, data = self.run, self.run.training_data()
+        examples = data.examples.__getitems__([self.first + each for each in range(self.count)])
+        found, batches = np.empty(self.count), data.batches()
         run.model.eval()  # until the next step begins
         for group in batches.cut(examples, range(len(examples))):
             batch = data.padding.together([examples[each] for each in group], batches.layout)
@@ -148,9 +258,37 @@ class Canaries(Inside):
         return found
 
 
-def audit_of(run: PrivateRun) -> OneRunAudit:
+class _Draws(BatchSampler[list[int]]):
+    def __init__(self, audit: Canaries, sampler: LogicalSampler):
+        self.audit, self.sampler = audit, sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.audit.waiting.clear()  # what was drawn ahead
+        for drawn in self.sampler:
+            yield self.audit.split(drawn)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+def audit_of(run: PrivateRun) -> Canaries:
     """Return the audit of a run that has one."""
-    return next(each.audit for each in run.inside if isinstance(each, Canaries))
+    return next(each for each in run.inside if isinstance(each, Canaries))
+
+
+def guess(
+    scores: str, values: np.ndarray, took_part: np.ndarray, epsilon: float, delta: float
+) -> AuditResult:
+    """Guess that the highest values took part and the lowest did not; return what follows.
+
+    Args:
+        scores: what the values (m,) are of. took_part: the coins, (m,).
+        epsilon: that is claimed; it decides how many guesses are made.
+    """
+    order, count = np.argsort(values), len(values)
+    half = best_number_of_guesses(count, epsilon, delta) // 2
+    correct = int(took_part[order[-half:]].sum() + (~took_part[order[:half]]).sum())
+    return AuditResult(scores, count, 2 * half, correct, delta)
 
 
 def with_canaries(

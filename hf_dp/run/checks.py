@@ -134,9 +134,12 @@ _DATA_FREE = (
 )  # fmt: skip
 
 
-def refuse_adapters_from_data(model: nn.Module) -> None:
+def refuse_data_in_adapters(model: nn.Module, own: Collection[object] | None = ()) -> None:
     """Raise UnsupportedModelError for an adapter whose initial weights may come from data, as those
-    of EVA, CorDA and LoRA-GA do."""
+    of EVA, CorDA and LoRA-GA do, or that trains what another run than ``own`` selected from rows.
+
+    Args: own: selections of this run; None: any will do.
+    """
     for name, config in _adapters(model):
         for option in ("init_lora_weights", "init_weights"):
             init = getattr(config, option, None)
@@ -147,14 +150,8 @@ def refuse_adapters_from_data(model: nn.Module) -> None:
                     "facts about it. Use another initialization, or, if the data was public, set "
                     "adapter_init_data_is_public=True."
                 )
-
-
-def refuse_selections_from_data(model: nn.Module, own: Collection[object] = ()) -> None:
-    """Raise UnsupportedModelError for an adapter that trains what another run than ``own`` selected
-    from rows."""
-    for name, config in _adapters(model):
         made = getattr(config, "made", None)  # only what selects from rows has this attribute
-        if made is None or (made and all(each in own for each in made)):
+        if own is None or made is None or (made and all(each in own for each in made)):
             continue
         raise UnsupportedModelError(
             f"The adapter {name!r} is a {type(config).__name__} with a selection that this run did "

@@ -48,9 +48,8 @@ from hf_dp.plans.samplers import Sampler, Share
 from hf_dp.run.checks import (
     check_collator,
     check_launch,
-    refuse_adapters_from_data,
+    refuse_data_in_adapters,
     refuse_rows_in_code,
-    refuse_selections_from_data,
 )
 from hf_dp.run.clock import Clock
 from hf_dp.run.earlier import earlier_claims, earlier_entries, same_users
@@ -246,8 +245,7 @@ class PrivateRun:
         """
         refuse_coupling(self.model)
         if not self.options.adapter_init_data_is_public:
-            refuse_adapters_from_data(self.model)
-            refuse_selections_from_data(self.model, self.selections)
+            refuse_data_in_adapters(self.model, self.selections)
         self.other.refuse()
         check_launch(self.processes, self.accelerator)
         self.share(self.plan.sampler())  # refuses what several processes cannot draw

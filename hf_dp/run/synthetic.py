@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from hf_dp.batches.padding import LABELS
 from hf_dp.batches.structure import Row, is_picture
-from hf_dp.errors import DataError, UnsupportedLossError, UnsupportedModelError
-from hf_dp.losses import base_model, targets_of, task_of
+from hf_dp.errors import DataError, UnsupportedModelError
+from hf_dp.losses import base_model, known_task, targets_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -61,7 +61,7 @@ def takes_tokens(model: nn.Module) -> bool:
 def _texts(
     model: nn.Module, base: Any, lengths: Sequence[int], target_lengths: Sequence[int]
 ) -> list[Batch]:
-    config, task = base.config, _task(model)
+    config, task = base.config, known_task(model)
     # Funnel has no end token.
     pad, eos = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
     pad = pad if isinstance(pad, int) else 0
@@ -123,16 +123,8 @@ def _image(model: nn.Module, base: Any) -> Batch:
     shape = (1, channels, height, width)
     return {
         "pixel_values": torch.randn(shape, dtype=base.dtype),
-        "labels": _labels(base, _task(model), None),
+        "labels": _labels(base, known_task(model), None),
     }
-
-
-def _task(model: nn.Module) -> str:
-    """Return the kind of task; assume one class per example for a loss of the user's own."""
-    try:
-        return task_of(model)
-    except UnsupportedLossError:
-        return "sequence_classification"
 
 
 def _labels(model: Any, task: str, ids: Tensor | None) -> Tensor:

@@ -1,18 +1,20 @@
-"""What a trainer knows for its card."""
+"""What a trainer knows for its card, and the lines with which a reader of it loads the model."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from hf_dp.cards.details import CardDetails
-from hf_dp.losses import base_model, task_of
+from hf_dp.cards.details import BASE_MODEL, REPOSITORY, CardDetails
+from hf_dp.losses import base_model, known_task
 from hf_dp.statement.record import FILE_NAME, read
+from hf_dp.tasks.infilling_config import InfillingConfig
 from hf_dp.trainer.arguments import DPTrainingArguments
-from hf_dp.trainer.usage import usage
+from hf_dp.tuners.adapter import AdapterConfig
 
 _PIPELINES = {
     "sequence_classification": "text-classification",
@@ -60,7 +62,7 @@ def describe(trainer: Any, details: Mapping[str, object]) -> None:
 def details_of_model(model: nn.Module, name: str, **known: Any) -> CardDetails:
     """Return what a card says of a model. Args: name: its folder or repository. known: the rest."""
     base = base_model(model)
-    tag = _PIPELINES.get(_task(base))
+    tag = _PIPELINES.get(known_task(base))
     return CardDetails(
         model_name=name.rstrip("/\\").replace("\\", "/").split("/")[-1],
         base_model=getattr(getattr(base, "config", None), "name_or_path", None) or None,
@@ -95,13 +97,6 @@ def pretraining_sources(model: nn.Module) -> list[str]:
     )
 
 
-def _task(model: nn.Module) -> str:
-    try:
-        return task_of(model)
-    except ValueError:  # a task of the user's own, with its own per-example loss
-        return "other"
-
-
 def _public_settings(args: DPTrainingArguments) -> dict[str, object]:
     names = [
         "learning_rate",
@@ -117,3 +112,65 @@ def _public_settings(args: DPTrainingArguments) -> dict[str, object]:
         names.append("max_tokens_per_physical_batch")
     values = {name: getattr(args, name) for name in names}
     return {name: getattr(value, "value", value) for name, value in values.items()}
+
+
+def usage(model: nn.Module, task_tag: str | None) -> str | None:
+    """Return Python lines that load a model from where the card is, or None where there is no
+    pipeline for the task.
+
+    :data:`~hf_dp.cards.details.REPOSITORY` and BASE_MODEL stand for the names.
+
+    An infilling classifier is one of hf_dp's own classes, which transformers knows after
+    ``import hf_dp``. To load its adapter, the base is first made a classifier again. So is the base
+    of every adapter of a classifier: a pipeline would give it the classes that it had before.
+    """
+    config: Any = getattr(base_model(model), "config", None)
+    adapters = getattr(model, "peft_config", {})
+    ours = any(isinstance(each, AdapterConfig) for each in adapters.values())
+    infills, kind = isinstance(config, InfillingConfig), type(base_model(model)).__name__
+    classifies = kind.endswith("Classification")
+    if infills and adapters:
+        return _infilling_adapter(config, merges=not ours)
+    if task_tag is None:
+        return None
+    first = "import hf_dp  # makes the adapter known\n" if ours else ""
+    if task_tag == "question-answering":  # for which transformers has no pipeline
+        return f"""{first}from transformers import AutoModelForQuestionAnswering, AutoTokenizer
+
+model = AutoModelForQuestionAnswering.from_pretrained({REPOSITORY!r})
+tokenizer = AutoTokenizer.from_pretrained({REPOSITORY!r})"""
+    # transformers by itself loads only the adapters that PEFT knows
+    if ours or (adapters and classifies):
+        reader, reads = "tokenizer", "AutoTokenizer"
+        if task_tag == "image-classification":
+            reader, reads = "image_processor", "AutoImageProcessor"
+        options = ""
+        if classifies:
+            options = f", id2label={config.id2label!r}, ignore_mismatched_sizes=True"
+        return f"""{first}from peft import PeftModel
+from transformers import {reads}, {kind}, pipeline
+
+base = {kind}.from_pretrained({BASE_MODEL!r}{options})
+model = PeftModel.from_pretrained(base, {REPOSITORY!r})
+model = pipeline({task_tag!r}, model=model, {reader}={reads}.from_pretrained({REPOSITORY!r}))"""
+    first = "import hf_dp  # makes the class known\n" if infills else ""
+    return f"""{first}from transformers import pipeline
+
+model = pipeline({task_tag!r}, model={REPOSITORY!r})"""
+
+
+def _infilling_adapter(config: InfillingConfig, merges: bool) -> str:
+    names = [label for _, label in sorted((config.id2label or {}).items())]
+    words = dict(zip(names, config.label_words, strict=True))
+    block = json.dumps({"template": config.template, "label_words": words})
+    return f"""from peft import PeftModel
+from transformers import AutoTokenizer, pipeline
+
+from hf_dp.tasks.infilling import load_infilling
+from hf_dp.tasks.templates import Infilling
+
+infilling = Infilling.of({block})
+tokenizer = AutoTokenizer.from_pretrained({BASE_MODEL!r})
+base, tokenizer = load_infilling({BASE_MODEL!r}, tokenizer, infilling, {names!r})
+model = PeftModel.from_pretrained(base, {REPOSITORY!r}){".merge_and_unload()" * merges}
+model = pipeline("text-classification", model=model, tokenizer=tokenizer)"""

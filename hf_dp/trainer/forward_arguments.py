@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from hf_dp._arguments import ArgumentGroup, Problems, argument, own_fields
+from hf_dp._arguments import ArgumentGroup, Need, Problems, argument
 from hf_dp._validate import in_unit_interval, invalid
-from hf_dp.errors import InvalidArgumentError
+from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.plans.dp_fp import (
     DP_FP,
     DRAWS,
@@ -35,29 +35,38 @@ _CHOICES = (
     "DP-SGD: (epsilon, delta) is proven, too. 'published' trains everything by an ordinary "
     "optimizer, as Du and Mi do: nothing is proven, and no epsilon is printed."
 )
-_UNBOUNDED = "No bound is implemented for both"
-_UNCLIPPED = "No gradients are clipped"
+
+
+def _only_of(variants: tuple[str, ...], why: str, names: str) -> Need:
+    return Need(names, "dp_fp_variant", variants, f"{why}. Remove it.", UnsupportedArgumentError)
+
+
 # Arguments that not every variant has: those that have it, and why the others do not.
-_ONLY_OF: dict[str, tuple[tuple[str, ...], str]] = {
-    "max_logical_batch_size": ((), "Draws are not truncated"),
-    "adam_bc_floor": ((), "Its gradients have noise of several kinds"),
-    "sampling": ((), _UNBOUNDED),
-    "private_selection_mean_runs": ((), _UNBOUNDED),
-    "clipping": ((PRIVATE_ENCODER,), _UNCLIPPED),
-    "clipping_strategy": ((PRIVATE_ENCODER,), _UNCLIPPED),
-    "clipping_memory_ratio": ((PRIVATE_ENCODER,), _UNCLIPPED),
-    "chunked_loss": ((PRIVATE_ENCODER,), "It is for causal language models"),
-    "representation_noise_multiplier": (
+_ONLY_OF = (
+    _only_of((), "Draws are not truncated", "max_logical_batch_size"),
+    _only_of((), "Its gradients have noise of several kinds", "adam_bc_floor"),
+    _only_of((), "No bound is implemented for both", "sampling private_selection_mean_runs"),
+    _only_of(
+        (PRIVATE_ENCODER,),
+        "No gradients are clipped",
+        "clipping clipping_strategy clipping_memory_ratio",
+    ),
+    _only_of((PRIVATE_ENCODER,), "It is for causal language models", "chunked_loss"),
+    _only_of(
         (PRIVATE_ENCODER,),
         "There `noise_multiplier` is the noise of the representation",
+        "representation_noise_multiplier",
     ),
-    "label_epsilon": (
+    _only_of(
         (FROZEN,),
         "Vectors that are drawn anew in each step protect the labels with labels_in_vector=True, "
         "at no further cost; the published variant protects none",
+        "label_epsilon",
     ),
-    "labels_in_vector": ((FROZEN, PRIVATE_ENCODER), "The published variant protects no labels"),
-}
+    _only_of(
+        (FROZEN, PRIVATE_ENCODER), "The published variant protects no labels", "labels_in_vector"
+    ),
+)
 
 
 @dataclass
@@ -128,41 +137,34 @@ class ForwardArguments(ArgumentGroup):
         "train.",
     )
 
+    NEEDS: ClassVar[tuple[Need, ...]] = (
+        Need(
+            " ".join(__annotations__),  # all of the above
+            "privacy_mode",
+            (DP_FP,),
+            "Only DP-FP reads it. Remove it, or set privacy_mode='dp_fp'.",
+        ),
+    )
+
     @staticmethod
     def problems(args: Any, found: Problems) -> None:
-        """Note what only DP-FP reads, and what its variant does not have."""
+        """Note what the variant of DP-FP does not have."""
         if args.privacy_mode != DP_FP:
-            for own in own_fields(ForwardArguments):
-                if getattr(args, own.name) != own.default:
-                    found.refuse(
-                        own.name,
-                        f"to be left at {own.default!r} when privacy_mode={args.privacy_mode!r}",
-                        "Only DP-FP reads it. Remove it, or set privacy_mode='dp_fp'.",
-                    )
-        elif args.dp_fp_variant is None:
+            return
+        if args.dp_fp_variant is None:
             found.refuse(
                 "dp_fp_variant",
                 f"to be one of {', '.join(map(repr, VARIANTS))} with privacy_mode={DP_FP!r}",
                 _CHOICES,
             )
         elif "dp_fp_variant" not in found:
-            _variant_problems(args, found)
-
-
-def _variant_problems(args: Any, found: Problems) -> None:
-    for name, (variants, why) in _ONLY_OF.items():
-        default = type(args).__dataclass_fields__[name].default
-        if args.dp_fp_variant not in variants and getattr(args, name) != default:
-            found.unsupported(
-                name,
-                f"to be left at {default!r} with dp_fp_variant={args.dp_fp_variant!r}",
-                f"{why}. Remove it.",
-            )
-    try:
-        forward_plan(args, 2)
-    except InvalidArgumentError as problem:
-        if not found:
-            found["dp_fp"] = problem
+            for need in _ONLY_OF:
+                need.note(args, found)
+            try:
+                forward_plan(args, 2)
+            except InvalidArgumentError as problem:
+                if not found:
+                    found["dp_fp"] = problem
 
 
 def forward_plan(args: Any, num_classes: int | None) -> ForwardPlan:

@@ -19,8 +19,7 @@ from hf_dp.run.checks import (
     check_head_is_trainable,
     check_train_dataset,
     hint_at_users,
-    refuse_adapters_from_data,
-    refuse_selections_from_data,
+    refuse_data_in_adapters,
     warn_of_users,
 )
 from hf_dp.trainer.arguments import DPTrainingArguments
@@ -94,9 +93,7 @@ class Given:
         refuse_coupling(self.model)
         check_head_is_trainable(self.model)
         if not args.adapter_init_data_is_public:
-            refuse_adapters_from_data(self.model)
-            if self.train_dataset is not None:
-                refuse_selections_from_data(self.model)
+            refuse_data_in_adapters(self.model, None if self.train_dataset is None else ())
 
 
 def check_subclass(trainer_class: type[Trainer], dp_trainer: type[Trainer]) -> None:

@@ -1,24 +1,33 @@
-"""The Trainer's pushes: each is one commit of exactly what may leave, with its card."""
+"""What leaves a run: the Trainer's pushes, each one commit of exactly what may leave with its card,
+and the folder that a loop of one's own saves."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitInfo
+from safetensors.torch import save_model
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from transformers.utils import logging
 
 from hf_dp._validate import invalid
 from hf_dp.cards.escaping import is_repository
+from hf_dp.cards.evidence import write_card
+from hf_dp.clipping.sharding import is_sharded
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import HfDpError, PublishError, UnsupportedArgumentError
+from hf_dp.mechanisms.base import Mechanism
 from hf_dp.publishing.hub import Hub
 from hf_dp.publishing.publication import Publication
 from hf_dp.publishing.scan import is_local
 from hf_dp.run.ledger_file import LEDGER
-from hf_dp.run.witnesses import read_run
+from hf_dp.run.witnesses import read_run, refuse_foreign
+from hf_dp.statement.statement import PrivacyStatement
+from hf_dp.trainer.card_facts import details_of_model
 from hf_dp.trainer.checkpointing import Checkpointing
+from hf_dp.trainer.launch import without_tied_copies
 
 logger = logging.get_logger(__name__)
 
@@ -170,3 +179,57 @@ class Publishing(Checkpointing):
     @property
     def _is_insecure(self) -> bool:
         return self.args.insecure_seed is not None  # type: ignore[attr-defined]
+
+
+def save_run(
+    mechanism: Mechanism,
+    processing_class: Any = None,
+    *,
+    metrics: Mapping[str, float] | None = None,
+    **card: Any,
+) -> PrivacyStatement:
+    """Save model, tokenizer, card and ``privacy.json`` into the run's folder, and return the
+    statement.
+
+    All of it is then as ``hf-dp verify`` and ``hf-dp publish`` want it. With several processes,
+    each calls this.
+
+    Args:
+        processing_class: the tokenizer or processor; None for the run's own.
+        metrics: of evaluation data, for the card, by names that begin with ``eval_``.
+        card: fields of :class:`~hf_dp.cards.details.CardDetails`: license, dataset, ...
+
+    Raises: InvalidArgumentError for what a card cannot say; LedgerError for a folder of another
+        run; UnsupportedModelError for weights that anything but the run's steps has changed.
+    """
+    run = mechanism.run
+    run.other.refuse(before_save=True)
+    model, weights = run.model, None
+    if run.accelerator is not None:
+        weights = run.accelerator.get_state_dict(model) if is_sharded(model) else None
+        model = run.accelerator.unwrap_model(model)
+    details = details_of_model(model, run.folder.name, metrics=metrics or {}).with_given(**card)
+    statement = mechanism.statement()
+    reader = processing_class or run.processing_class
+
+    def write() -> None:
+        refuse_foreign(run.folder, run.book.run_id)
+        if not hasattr(model, "save_pretrained"):
+            save_model(model, str(run.folder / "model.safetensors"))
+        elif weights is None:
+            model.save_pretrained(run.folder)
+        else:
+            model.save_pretrained(run.folder, state_dict=without_tied_copies(model, weights))
+        if reader is not None:
+            reader.save_pretrained(run.folder)
+        mechanism.tuner.save(str(run.folder))
+        run.book.go_with(run.folder)
+        write_card(
+            run.folder,
+            statement,
+            details,
+            lambda beside: run.book.save(run.folder, statement, beside),
+        )
+
+    run.processes.on_main(write)
+    return statement

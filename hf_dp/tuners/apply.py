@@ -13,8 +13,8 @@ from peft import PeftConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoConfig
 
-from hf_dp.errors import InvalidArgumentError, UnsupportedLossError
-from hf_dp.losses import task_of
+from hf_dp.errors import InvalidArgumentError
+from hf_dp.losses import known_task
 from hf_dp.run.checks import head_of
 from hf_dp.tuners.selection import SelectionModel
 
@@ -83,10 +83,7 @@ def complete(model: nn.Module, peft_config: Any) -> None:
     """
     if peft_config.task_type is not None:
         return
-    try:
-        task = task_of(model)
-    except UnsupportedLossError:
-        task = ""
+    task = known_task(model)
     if task == "image_classification" and hasattr(peft_config, "modules_to_save"):
         given = peft_config.modules_to_save or []
         given = [given] if isinstance(given, str) else list(given)

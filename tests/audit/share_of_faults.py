@@ -26,8 +26,7 @@ import tiny
 from faults import FAULTS, planted
 
 from hf_dp.errors import AuditError
-from hf_dp.features.canaries import audit_of
-from hf_dp.features.one_run_audit import OneRunAudit, guess
+from hf_dp.features.canaries import Canaries, audit_of, guess
 
 COMMON: dict[str, Any] = {
     "target_delta": 1e-6,
@@ -99,13 +98,13 @@ AUDITS: dict[str, tuple[int, Callable[[], bool]]] = {  # how often, and what
 @contextmanager
 def _alternating_coins() -> Iterator[None]:
     """Luck with few coins is not what is measured."""
-    coins, made = itertools.cycle([True, False]), OneRunAudit.__init__
+    coins, made = itertools.cycle([True, False]), Canaries.enter
 
-    def with_coin(self: OneRunAudit, *args: Any) -> None:
+    def with_coin(self: Canaries, *args: Any) -> None:
         made(self, *args)
         self._in[:] = next(coins)
 
-    with mock.patch.object(OneRunAudit, "__init__", with_coin):
+    with mock.patch.object(Canaries, "enter", with_coin):
         yield
 
 

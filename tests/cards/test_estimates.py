@@ -9,7 +9,7 @@ from hf_dp.accounting import ACCOUNTANTS, PoissonSampledGaussian, accountants
 from hf_dp.accounting.accountants import ABOVE_A_BOUND, compare
 from hf_dp.cards.card import render_card
 from hf_dp.cards.details import CardDetails
-from hf_dp.cli.answers import table
+from hf_dp.cli.account import table
 from hf_dp.plans import DpSgdPlan, PrivacyPlan
 
 DELTA = 1e-5

@@ -11,7 +11,7 @@ import torch
 import hf_dp.clipping.clipped_sum as clipped_sum
 from hf_dp.cli import audit
 from hf_dp.cli.main import main
-from hf_dp.features.one_run_audit import OneRunAudit
+from hf_dp.features.canaries import Canaries
 from hf_dp.statement.record import read
 
 
@@ -57,13 +57,13 @@ def test_planted_missing_clipping_is_an_error_of_leave_one_out(task, capsys, mon
     """Each row's gradient enters with its whole length, thousands of times C. (All rows are in
     each step, so that the others differ little between runs; and coins fall evenly, since luck with
     24 coins is not what is tested.)"""
-    coins, made = itertools.cycle([True, False]), OneRunAudit.__init__
+    coins, made = itertools.cycle([True, False]), Canaries.enter
 
     def with_coin(self, *args):
         made(self, *args)
         self._in[:] = next(coins)
 
-    monkeypatch.setattr(OneRunAudit, "__init__", with_coin)
+    monkeypatch.setattr(Canaries, "enter", with_coin)
     honest = clipped_sum.clipping_weights
     monkeypatch.setattr(
         clipped_sum, "clipping_weights", lambda *args: torch.ones_like(honest(*args))

@@ -15,7 +15,7 @@ from pages import ROOT
 from scipy.stats import binom
 from torch.utils.data import ConcatDataset, Subset
 
-from hf_dp.cli.answers import table
+from hf_dp.cli.account import table
 from hf_dp.overlap import TrainingRows
 from hf_dp.planning import LEAST_SIGNAL, most_signal
 from hf_dp.plans.privacy import PrivacyPlan

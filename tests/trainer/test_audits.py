@@ -22,8 +22,7 @@ from hf_dp.errors import (
     UnsupportedArgumentError,
 )
 from hf_dp.features import canaries as canary_rows
-from hf_dp.features.canaries import audit_of
-from hf_dp.features.one_run_audit import OneRunAudit
+from hf_dp.features.canaries import Canaries, audit_of
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans.samplers import PoissonSampler
 from hf_dp.statement import audited
@@ -51,7 +50,7 @@ def trainer(folder, **options):
     return tiny.trainer(folder, given={"train_dataset": tiny.dataset(ROWS), **given}, **options)
 
 
-def in_and_out(audit: OneRunAudit):
+def in_and_out(audit: Canaries):
     return np.flatnonzero(audit._in), np.flatnonzero(~audit._in)
 
 
@@ -77,7 +76,7 @@ def test_a_canary_in_the_sum_is_one_coordinate_of_length_c_and_one_left_out_is_n
     def total(drawn):
         rows = audit.split(drawn)
         sums = made.mechanism.clip(loader.collate_fn(loader.dataset.__getitems__(rows))).values
-        audit.insert(sums)
+        audit.clipped(sums)
         return flat(sums)
 
     inside, outside = in_and_out(audit)
@@ -102,9 +101,9 @@ def test_with_losses_canaries_that_are_in_go_through_the_model(tmp_path):
 def test_draws_come_from_the_runs_own_sampler(tmp_path):
     audit = audit_of(trainer(tmp_path).run)
     drawn = Counter()
-    for rows in audit.draws(PoissonSampler(ROWS + CANARIES, 0.3, 400)):
+    for rows in audit.drawn(PoissonSampler(ROWS + CANARIES, 0.3, 400)):
         drawn.update(rows)
-        drawn.update(ROWS + canary for canary in audit.drawn.popleft())
+        drawn.update(ROWS + canary for canary in audit.waiting.popleft())
     inside, outside = in_and_out(audit)
     assert not any(drawn[ROWS + canary] for canary in outside)
     taking_part = [*range(ROWS), *(ROWS + inside)]
@@ -186,7 +185,7 @@ def test_directions_are_those_of_the_canaries_own_gradients(tmp_path):
         rows = audit.split([ROWS])
         sums = made.mechanism.clip(loader.collate_fn(loader.dataset.__getitems__(rows))).values
         audit._likelihood[:] = 0
-        audit.score(sums)
+        audit.noised(sums)
         score, said = audit.outcome
         assert said == took_part
         assert score == pytest.approx(made.run.plan.clips_to if took_part else 0.0, rel=1e-3)

@@ -6,7 +6,7 @@ import tiny
 from transformers.trainer_callback import ProgressCallback
 
 from hf_dp.accounting import PoissonSampledGaussian, epsilon
-from hf_dp.features.progress import EpsilonProgress
+from hf_dp.features.always import EpsilonProgress
 
 
 def test_the_terminal_bar_shows_epsilon(tmp_path, capsys):

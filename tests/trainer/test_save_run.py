@@ -16,7 +16,7 @@ from hf_dp.cards.verify import verify
 from hf_dp.errors import InvalidArgumentError
 from hf_dp.publishing.publication import Publication
 from hf_dp.run.options import RunOptions
-from hf_dp.trainer import save_run as module
+from hf_dp.trainer import publishing as module
 
 
 def trained(folder: Path, model: torch.nn.Module, **given):
