@@ -16,27 +16,12 @@ from transformers import (
     BertForSequenceClassification,
     DataCollatorWithPadding,
     PreTrainedTokenizerFast,
+    TrainerCallback,
 )
 
 from hf_dp import DPTrainer, DPTrainingArguments
 
-WORDS = [
-    "good",
-    "bad",
-    "fine",
-    "poor",
-    "the",
-    "a",
-    "film",
-    "plot",
-    "was",
-    "is",
-    "very",
-    "not",
-    "and",
-    "long",
-    "short",
-]
+WORDS = "good bad fine poor the a film plot was is very not and long short".split()
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -75,14 +60,13 @@ def dataset(count: int = 40) -> datasets.Dataset:
 
 @functools.cache
 def _dataset(count: int) -> datasets.Dataset:
-    encoded = tokenizer()([row["sentence"] for row in rows(count)])
-    return datasets.Dataset.from_dict(
-        {
-            "input_ids": encoded["input_ids"],
-            "attention_mask": encoded["attention_mask"],
-            "label": [row["label"] for row in rows(count)],
-        }
-    )
+    return _encoded(rows(count))
+
+
+def _encoded(made: list[dict[str, Any]]) -> datasets.Dataset:
+    encoded = tokenizer()([row["sentence"] for row in made])
+    columns = {name: encoded[name] for name in ("input_ids", "attention_mask")}
+    return datasets.Dataset.from_dict({**columns, "label": [row["label"] for row in made]})
 
 
 def held_out_rows() -> list[dict[str, Any]]:
@@ -104,15 +88,7 @@ def evaluation_set() -> datasets.Dataset:
 
 @functools.cache
 def _evaluation_set() -> datasets.Dataset:
-    encoded = tokenizer()([row["sentence"] for row in held_out_rows()])
-    labels = [row["label"] for row in held_out_rows()]
-    return datasets.Dataset.from_dict(
-        {
-            "input_ids": encoded["input_ids"],
-            "attention_mask": encoded["attention_mask"],
-            "label": labels,
-        }
-    )
+    return _encoded(held_out_rows())
 
 
 def model(dropout: float = 0.0, seed: int = 0, **options: Any) -> BertForSequenceClassification:
@@ -173,3 +149,24 @@ def trainer(
     keywords.update(given or {})
     keywords.setdefault("model", model())
     return cls(args=arguments(folder, **options), **keywords)
+
+
+class Recorder(TrainerCallback):
+    """Keeps what a tracker is given."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logs.append(dict(logs))
+
+
+def tracked(folder: Path) -> dict[str, int]:
+    """How often each scalar below a folder was written for TensorBoard."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (events,) = {path.parent for path in folder.rglob("events.out.tfevents*")}
+    accumulator = EventAccumulator(str(events))
+    accumulator.Reload()
+    names = accumulator.Tags()["scalars"]
+    return {name: len(accumulator.Scalars(name)) for name in names}

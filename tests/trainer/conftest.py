@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
 
+import pytest
+import torch
+
+from hf_dp.noise import SecretRandomness
 from hf_dp.run.private_run import PrivateRun
 
 
@@ -12,3 +16,23 @@ def unchecked(monkeypatch):
     """Leave out the self-check of the engine, which is most of a short run, in files that are about
     other things: ``pytestmark = pytest.mark.usefixtures("unchecked")``."""
     monkeypatch.setattr(PrivateRun, "check_engine", lambda self: None)
+
+
+@pytest.fixture
+def without_noise(monkeypatch):
+    monkeypatch.setattr(SecretRandomness, "gaussian_like", lambda self, t, std: torch.zeros_like(t))
+
+
+@pytest.fixture
+def warnings_of(monkeypatch) -> Callable[[str], list[str]]:
+    """Return the texts that a module of the library will have warned with."""
+
+    def collect(module: str) -> list[str]:
+        told: list[str] = []
+        monkeypatch.setattr(
+            f"hf_dp.{module}.logger.warning",
+            lambda text, *values: told.append(text % values if values else text),
+        )
+        return told
+
+    return collect

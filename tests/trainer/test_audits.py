@@ -14,6 +14,7 @@ import torch
 import yaml
 from rewriting import rewrite
 from transformers import set_seed
+from users import flat
 
 from hf_dp.cli.main import main
 from hf_dp.errors import (
@@ -44,6 +45,7 @@ def trainer(folder, **options):
         "per_example_max_grad_norm": C,
         "max_steps": 4,
         "accountant": "rdp",
+        "per_device_train_batch_size": ROWS,
         **options,
     }
     given = options.pop("given", {})
@@ -52,10 +54,6 @@ def trainer(folder, **options):
 
 def in_and_out(audit: Canaries):
     return np.flatnonzero(audit._in), np.flatnonzero(~audit._in)
-
-
-def flat(sums):
-    return torch.cat([total.flatten().double() for total in sums.values()])
 
 
 # -- who takes part --

@@ -36,6 +36,10 @@ KINDS = {
     ),
 }
 SAVING = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "logging_steps": 100}
+BEST = {
+    "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1,
+    "metric_for_best_model": "score", "greater_is_better": True,
+}  # fmt: skip
 
 
 class Logits(TrainerCallback):
@@ -84,14 +88,7 @@ def test_a_resumed_adapter_says_what_its_checkpoint_said(tmp_path, kind):
 def test_the_best_weights_are_those_of_its_checkpoint(tmp_path):
     """With a prefix projection it failed after the last step."""
     scores = iter([0.9, 0.1])
-    options = {
-        "load_best_model_at_end": True,
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "metric_for_best_model": "score",
-        "greater_is_better": True,
-    }
-    made, logits = adapted(tmp_path, "prefixes", **options)
+    made, logits = adapted(tmp_path, "prefixes", **BEST)
     made.compute_metrics = lambda predicted: {"score": next(scores)}
     made.train()
     assert str(made.state.best_model_checkpoint).endswith("checkpoint-1")
@@ -204,14 +201,7 @@ def test_what_is_saved_is_the_average_that_was_evaluated(tmp_path, mode):
 
 def test_the_best_average_is_that_of_its_checkpoint(tmp_path):
     scores = iter([0.9, 0.1])
-    options = {
-        "load_best_model_at_end": True,
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "metric_for_best_model": "score",
-        "greater_is_better": True,
-    }
-    made, after = schedule_free(tmp_path, **options)
+    made, after = schedule_free(tmp_path, **BEST)
     made.compute_metrics = lambda predicted: {"score": next(scores)}
     made.train()
     made.save_model()
@@ -223,9 +213,6 @@ def test_planted_save_of_the_training_point_is_seen(tmp_path, monkeypatch):
     monkeypatch.setattr("hf_dp.trainer.trainer.DPTrainer.put_average", lambda self: None)
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         test_what_is_saved_is_the_average_that_was_evaluated(tmp_path, "dp_sgd")
-
-
-# -- rows without a target --
 
 
 # -- rows without a target --

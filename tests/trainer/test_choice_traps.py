@@ -7,13 +7,12 @@ import copy
 import numpy as np
 import pytest
 import torch
+from data_paths import vit
 from peft import PeftModel, get_peft_model
 from torch import nn
 from transformers import (
     BertForMaskedLM,
     BertForTokenClassification,
-    ViTConfig,
-    ViTForImageClassification,
 )
 
 from hf_dp.errors import (
@@ -226,14 +225,7 @@ def test_the_statement_counts_no_releases_that_the_ledger_does_not(tmp_path):
     "config", [PvalConfig(task_type="SEQ_CLS"), FrostConfig(task_type="SEQ_CLS")]
 )
 def test_in_place_what_is_no_layers_stays_frozen(config):
-    small = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-        "image_size": 8,
-    }
-    model = ViTForImageClassification(ViTConfig(**small, patch_size=4))
+    model = vit()
     freeze_others(model, config)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert {"vit.embeddings.cls_token", "vit.embeddings.position_embeddings"}.isdisjoint(trained)

@@ -92,18 +92,7 @@ def moved(folder: Path, path: DataPath, without: int) -> float:
     return max(0.0, distance - rounding - other_rounding) / clips_to
 
 
-RARE = {name for name in PATHS if name.endswith(", bf16")} - {"padding, bf16", "seq2seq, bf16"}
-RARE |= {"workers and masks", "physical batches of 3", "padding to a multiple", "whole words"}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in RARE))
-        for name, path in PATHS.items()
-        if path.refused is None
-    ],
-)
+@pytest.mark.parametrize("name", [name for name, path in PATHS.items() if path.refused is None])
 def test_one_row_moves_a_run_by_the_clipping_norm_at_most(name, tmp_path):
     """Left out is the longest row, on whose length, state or place all others would depend."""
     path = PATHS[name]

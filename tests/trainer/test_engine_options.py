@@ -15,15 +15,9 @@ from hf_dp.batches.structure import Layout
 from hf_dp.clipping import engine as engine_module
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.errors import DataError, UnaccountedGradientError, UnsupportedLossError
-from hf_dp.noise import SecretRandomness
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.tuners.rgp import RgpConfig
 from hf_dp.tuners.single_entries import ParamConfig, PvalConfig
-
-
-@pytest.fixture
-def without_noise(monkeypatch):
-    monkeypatch.setattr(SecretRandomness, "gaussian_like", lambda self, t, std: torch.zeros_like(t))
 
 
 def trained(folder, **options) -> dict[str, Tensor]:

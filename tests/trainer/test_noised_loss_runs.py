@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 from peft import LoraConfig
-from transformers import TrainerCallback
+from tiny import Recorder
 
 from hf_dp.accounting import (
     PoissonSampledGaussian,
@@ -19,7 +19,6 @@ from hf_dp.accounting import (
 )
 from hf_dp.errors import BudgetExceededError, LedgerError
 from hf_dp.mechanisms.dp_sgd import BoundedLosses, DpSgd
-from hf_dp.noise import SecretRandomness
 from hf_dp.run.gate import Release
 from hf_dp.statement.record import disagreements, read
 from hf_dp.trainer.trainer import DPTrainer
@@ -37,14 +36,6 @@ def made(folder: Path, **options) -> DPTrainer:
 
 
 # -- what is logged --
-
-
-class Recorder(TrainerCallback):
-    def __init__(self):
-        self.logs: list[dict] = []
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        self.logs.append(dict(logs))
 
 
 class Watched:
@@ -145,14 +136,9 @@ def test_planted_loss_without_noise_is_seen(tmp_path, monkeypatch):
 
 
 def test_tensorboard_and_the_bar_get_it(tmp_path, capsys):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     trainer = made(tmp_path, report_to=["tensorboard"], disable_tqdm=False)
     trainer.train()
-    (events,) = {path.parent for path in tmp_path.rglob("events.out.tfevents*")}
-    accumulator = EventAccumulator(str(events))
-    accumulator.Reload()
-    assert len(accumulator.Scalars("train/noised_loss")) == 4
+    assert tiny.tracked(tmp_path)["train/noised_loss"] == 4
     assert f", noised loss {logged(trainer)[-1][1]:.4g}" in capsys.readouterr().err
 
 
@@ -235,17 +221,13 @@ def test_every_tuner_has_it(tuner, tmp_path):
     assert disagreements(read(tmp_path)) == []
 
 
+@pytest.mark.usefixtures("without_noise")
 @pytest.mark.parametrize(
     "options",
     [{"bf16": True}, {"clipping_strategy": "two_pass"}, {"clipping": "per_layer"}],
     ids=["bf16", "two passes", "per layer"],
 )
-def test_the_loss_is_that_of_the_draw_however_the_gradients_are_clipped(
-    options, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(
-        SecretRandomness, "gaussian_like", lambda self, like, std: torch.zeros_like(like)
-    )
+def test_the_loss_is_that_of_the_draw_however_the_gradients_are_clipped(options, tmp_path):
     trainer = made(tmp_path, expected_batch_size=40, max_steps=1, **options)
     with torch.no_grad():
         losses = [

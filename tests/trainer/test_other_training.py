@@ -253,14 +253,11 @@ def test_model_init_makes_a_new_model_for_each_train(tmp_path):
     made.save_model()
 
 
-def test_a_folder_with_a_trainers_files_is_warned_of(tmp_path, monkeypatch):
+def test_a_folder_with_a_trainers_files_is_warned_of(tmp_path, warnings_of):
     folder = tmp_path / "plain"
     by_trainer(tiny.model(), tmp_path).save_pretrained(folder)
     torch.save({}, folder / "training_args.bin")
-    said: list[str] = []
-    monkeypatch.setattr(
-        "hf_dp.run.other_training.logger.warning", lambda text, *values: said.append(text % values)
-    )
+    said = warnings_of("run.other_training")
     base = BertForSequenceClassification.from_pretrained(folder)
     train(tmp_path / "run", base)
     assert sum("where a Trainer left its files" in text for text in said) == 1

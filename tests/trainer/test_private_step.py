@@ -60,20 +60,12 @@ def test_an_empty_draw_is_pure_noise_of_the_planned_size(trainer):
     assert noise_pvalue(trainer) > 1e-4
 
 
-def test_planted_half_noise_is_seen(trainer, monkeypatch):
+@pytest.mark.parametrize("factor", [0.5, 2**0.5])
+def test_planted_noise_of_another_size_is_seen(trainer, monkeypatch, factor):
+    """Half of it, and as much as two draws have together."""
     original = SecretRandomness.gaussian_like
     monkeypatch.setattr(
-        SecretRandomness, "gaussian_like", lambda self, t, std: original(self, t, std) * 0.5
-    )
-    assert noise_pvalue(trainer) < 1e-4
-
-
-def test_planted_double_noise_is_seen(trainer, monkeypatch):
-    original = SecretRandomness.gaussian_like
-    monkeypatch.setattr(
-        SecretRandomness,
-        "gaussian_like",
-        lambda self, t, std: original(self, t, std) + original(self, t, std),
+        SecretRandomness, "gaussian_like", lambda self, t, std: original(self, t, std) * factor
     )
     assert noise_pvalue(trainer) < 1e-4
 
@@ -97,11 +89,6 @@ def step_error(trainer, indices) -> float:
     expected = clipped_mean(trainer, indices)
     got = step(trainer, indices)
     return max(float((got[name] - expected[name]).abs().max()) for name in expected)
-
-
-@pytest.fixture
-def without_noise(monkeypatch):
-    monkeypatch.setattr(SecretRandomness, "gaussian_like", lambda self, t, std: torch.zeros_like(t))
 
 
 @pytest.mark.parametrize("indices", [[3], [0, 5, 6], list(range(23))])

@@ -205,6 +205,9 @@ def test_evaluating_and_predicting_the_training_set_are_refused(tmp_path):
     for call in (trainer.evaluate, trainer.predict):
         with pytest.raises(UnsupportedArgumentError, match="held-out"):
             call(tiny.dataset())
+    trainer.eval_dataset = trainer.train_dataset  # the effective one counts
+    with pytest.raises(UnsupportedArgumentError, match="held-out"):
+        trainer.evaluate()
 
 
 def test_hyperparameter_search_is_refused_with_the_way_to_do_it(tmp_path):
@@ -284,23 +287,14 @@ def test_a_folder_with_other_weights_is_refused(tmp_path):
     assert not (tmp_path / "ledger.jsonl").exists()
 
 
-def test_the_effective_evaluation_set_counts(tmp_path):
-    trainer = tiny.trainer(tmp_path)
-    trainer.eval_dataset = trainer.train_dataset
-    with pytest.raises(UnsupportedArgumentError, match="held-out"):
-        trainer.evaluate()
-
-
-def test_another_training_set_after_the_first_was_used_is_refused(tmp_path):
-    trainer = tiny.trainer(tmp_path)
-    trainer.train()
-    trainer.train_dataset = tiny.dataset().shuffle(seed=1)
-    with pytest.raises(DataError, match="replaced after it was used"):
-        trainer.train()
-
-
-def test_another_training_set_of_other_length_is_refused(tmp_path):
+def test_another_training_set_is_refused(tmp_path):
+    """Of other length, and any after the first was used."""
     trainer = tiny.trainer(tmp_path)
     trainer.train_dataset = tiny.dataset(30)
     with pytest.raises(DataError, match="30 rows"):
+        trainer.train()
+    trainer.train_dataset = tiny.dataset()
+    trainer.train()
+    trainer.train_dataset = tiny.dataset().shuffle(seed=1)
+    with pytest.raises(DataError, match="replaced after it was used"):
         trainer.train()

@@ -105,13 +105,9 @@ def test_what_was_chosen_by_another_seed_is_named_with_the_way_back(tmp_path):
     assert again.state.global_step == 3
 
 
-def test_a_resume_with_another_seed_that_chooses_the_same_goes_on(tmp_path):
+def test_another_seed_that_chooses_the_same_goes_on_and_another_model_is_told(tmp_path):
     trainer(tmp_path, BitFitConfig(), seed=3).train()
     assert resume(tmp_path, BitFitConfig(), seed=4).state.global_step == 3
-
-
-def test_another_model_is_told_from_the_one_that_was_chosen_from(tmp_path):
-    trainer(tmp_path, BitFitConfig()).train()
     with pytest.raises(
         ConfigError, match="chooses other parameters than those that selection.json"
     ):

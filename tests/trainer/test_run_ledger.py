@@ -100,6 +100,19 @@ def go_on(folder: Path, checkpoint: str = "checkpoint-3") -> int:
     return steps_of(folder)
 
 
+def go_on_to_a_checkpoint(folder: Path, flags: Flags | None = None) -> Path:
+    """Resume with what weakens the run, make a step, and save a checkpoint."""
+    run = resumed(folder)
+    if flags is not None:
+        run.weaken(flags)
+    run.start(5)
+    step(run)
+    try:
+        return save_checkpoint(run)
+    finally:
+        run.stop()
+
+
 def steps_of(folder: Path) -> int:
     return read_run(folder).ledger.steps()
 
@@ -150,10 +163,7 @@ def test_the_line_is_durable_then_the_head_then_the_value_is_used(tmp_path, monk
 
 
 def test_planted_head_before_the_line_is_seen(tmp_path, monkeypatch):
-    def head_first(folder, head):
-        pass
-
-    monkeypatch.setattr(ledger_module, "write_head", head_first)
+    monkeypatch.setattr(ledger_module, "write_head", lambda folder, head: None)
     write = ledger_module.write_line
     monkeypatch.setattr(
         ledger_module,
@@ -286,11 +296,7 @@ def test_an_older_ledger_is_refused_also_after_the_last_checkpoint(folder):
 
 
 def test_the_command_in_the_message_puts_the_longest_copy_back(folder):
-    run = resumed(folder)
-    run.start(5)
-    step(run)
-    save_checkpoint(run)
-    run.stop()
+    go_on_to_a_checkpoint(folder)
     older_copy(folder)
     with pytest.raises(LedgerError, match="longest copy back: `cp ") as caught:
         resumed(folder)
@@ -338,12 +344,7 @@ def test_another_process_that_went_on_before_the_lock_is_noticed(folder):
 
 @pytest.mark.parametrize("which", [FILE_NAME, COPY, "model.safetensors"])
 def test_each_file_of_a_checkpoint_is_a_witness(folder, which):
-    run = resumed(folder)
-    run.start(5)
-    step(run)
-    later = save_checkpoint(run)
-    run.stop()
-    for path in later.iterdir():
+    for path in go_on_to_a_checkpoint(folder).iterdir():
         if path.name != which:
             path.unlink()
     older_copy(folder)
@@ -361,12 +362,7 @@ def test_a_deleted_head_is_missed(folder):
 def test_two_copies_that_went_on_apart_are_not_taken_for_one_run(folder, tmp_path):
     """Both have as many lines, and other digests."""
     other = shutil.copytree(folder, tmp_path / "other")
-    run = resumed(other)
-    run.weaken(Flags(released=("training_loss",)))
-    run.start(5)
-    step(run)
-    later = save_checkpoint(run)
-    run.stop()
+    later = go_on_to_a_checkpoint(other, Flags(released=("training_loss",)))
     assert go_on(folder) == 6
     with pytest.raises(LedgerError, match="went back"):
         resumed(folder, str(later))

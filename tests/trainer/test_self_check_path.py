@@ -37,11 +37,8 @@ THROUGH_THE_COLLATOR = [
 
 
 @pytest.mark.parametrize("name", THROUGH_THE_COLLATOR)
-def test_made_up_rows_go_through_the_collator(name, tmp_path, monkeypatch):
-    warned = []
-    monkeypatch.setattr(
-        "hf_dp.run.training_data.logger.warning", lambda text, *args: warned.append(text % args)
-    )
+def test_made_up_rows_go_through_the_collator(name, tmp_path, warnings_of):
+    warned = warnings_of("run.training_data")
     trainer = of_path(tmp_path, name)
     layout = trainer.training_data().looked_over.layout
     examples = trainer.synthetic_batches()
@@ -51,11 +48,8 @@ def test_made_up_rows_go_through_the_collator(name, tmp_path, monkeypatch):
     trainer.check_engine()
 
 
-def test_a_row_that_cannot_be_made_up_is_said(tmp_path, monkeypatch):
-    warned = []
-    monkeypatch.setattr(
-        "hf_dp.run.training_data.logger.warning", lambda text, *args: warned.append(text % args)
-    )
+def test_a_row_that_cannot_be_made_up_is_said(tmp_path, warnings_of):
+    warned = warnings_of("run.training_data")
 
     class Tokens:
         def __init__(self, row):

@@ -16,16 +16,6 @@ from hf_dp.trainer.logs import ReleasedLogs
 SECRET, PUBLIC = 6.125, 7.25
 
 
-class Told(TrainerCallback):
-    """What a tracker is given."""
-
-    def __init__(self):
-        self.logs = []
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        self.logs.append(dict(logs))
-
-
 def append(trainer, value):
     trainer.state.log_history.append({"eval_accuracy": value, "step": 1})
 
@@ -67,7 +57,7 @@ class Leaking(DPTrainer):
 
 def leaked(folder, values=tuple(LEAKS), cls=Leaking, callbacks=(), **given):
     """Train; return which of the values are in a log."""
-    told = Told()
+    told = tiny.Recorder()
     given = {"callbacks": [*callbacks, told], **given}
     saving = {"save_strategy": "steps", "save_steps": 2}
     trainer = tiny.trainer(folder, cls=cls, max_steps=2, given=given, **saving)
@@ -122,7 +112,7 @@ def test_hooks_and_what_a_step_kept_log_nothing(tmp_path, monkeypatch):
 
 
 def test_names_of_other_rows_are_logged_and_others_only_returned(tmp_path):
-    told = Told()
+    told = tiny.Recorder()
     trainer = tiny.trainer(tmp_path, given={"callbacks": [told]})
     known = trainer.evaluate(metric_key_prefix="test_held_out")
     other = trainer.evaluate(metric_key_prefix="dev")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from transformers import DataCollatorWithPadding, TrainerCallback
+from transformers import DataCollatorWithPadding
 from users import SECRET, C, by_user, flat, owners, trainer
 
 from hf_dp.accounting import PoissonSampledGaussian
@@ -76,44 +76,39 @@ def moved(folder: Path, rows: int, **options) -> float:
     return float((flat(clipped(made, range(6))) - flat(clipped(made, range(1, 6)))).norm()) / C
 
 
-@pytest.mark.parametrize("rows", [1, 5, 50])
-def test_one_user_moves_a_step_by_at_most_c(rows, tmp_path):
-    assert 0.9 < moved(tmp_path, rows) <= 1 + ROUNDING_MARGIN
-
-
 @pytest.mark.parametrize(
-    "options",
+    ("rows", "least", "options"),
     [
-        {"max_tokens_per_physical_batch": 16},
-        {"per_device_train_batch_size": 1},
-        {"clipping_strategy": "two_pass"},
-        {"clipping": "per_layer"},
+        *((rows, 0.9, {}) for rows in (1, 5, 50)),
+        (12, 0.5, {"max_tokens_per_physical_batch": 16}),
+        (12, 0.5, {"per_device_train_batch_size": 1}),
+        (12, 0.5, {"clipping_strategy": "two_pass"}),
+        (12, 0.5, {"clipping": "per_layer"}),
     ],
     ids=str,
 )
-def test_whatever_the_physical_batches_are(options, tmp_path):
-    assert 0.5 < moved(tmp_path, 12, **options) <= 1 + ROUNDING_MARGIN
+def test_one_user_moves_a_step_by_at_most_c(rows, least, options, tmp_path):
+    assert least < moved(tmp_path, rows, **options) <= 1 + ROUNDING_MARGIN
 
 
-def test_planted_rows_drawn_instead_of_users_are_seen(tmp_path, monkeypatch):
-    honest = UnitBatches.__call__
-    monkeypatch.setattr(
-        UnitBatches,
+HONEST = UnitBatches.__call__, UnitBatches._parts
+PLANTED = {
+    "rows drawn instead of users": (
         "__call__",
-        lambda self, drawn: honest(
+        lambda self, drawn: HONEST[0](
             self, [Drawn([row], one.key) for one in drawn for row in one.unit]
         ),
-    )
-    assert moved(tmp_path, 50) > 5
-
-
-def test_planted_a_user_clipped_in_each_physical_batch_is_seen(tmp_path, monkeypatch):
-    honest = UnitBatches._parts
-    monkeypatch.setattr(
-        UnitBatches,
+    ),
+    "a user clipped in each physical batch": (
         "_parts",
-        lambda self, unit: (part._replace(continues=False) for part in honest(self, unit)),
-    )
+        lambda self, unit: (part._replace(continues=False) for part in HONEST[1](self, unit)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_users_that_are_not_clipped_as_one_are_seen(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(UnitBatches, *PLANTED[name])
     assert moved(tmp_path, 50) > 5
 
 
@@ -170,15 +165,10 @@ def done(tmp_path_factory):
         assert {name for row in rows for name in row} == {"input_ids", "attention_mask", "label"}
         return pad(rows)
 
-    class Logs(TrainerCallback):
-        text = ""
-
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            Logs.text += str(logs)
-
+    recorder = tiny.Recorder()
     made = trainer(
         folder,
-        given={"data_collator": collator, "callbacks": [Logs()]},
+        given={"data_collator": collator, "callbacks": [recorder]},
         privacy_unit_name="patient",
         max_rows_per_unit=2,
         max_steps=6,
@@ -197,7 +187,7 @@ def done(tmp_path_factory):
         columns=made.train_dataset.column_names,
         drawn_from=drawn_from,
         folder=folder,
-        logs=Logs.text,
+        logs=str(recorder.logs),
     )
 
 
@@ -248,17 +238,14 @@ def test_the_record_reads_back_and_an_edit_is_found(done, tmp_path):
             read(tmp_path)
 
 
-def test_a_resume_with_other_users_is_refused(done):
-    folder = done.folder
-    for options in ({"max_rows_per_unit": 3}, {"unit_reduction": "sum"}):
-        values = {"max_rows_per_unit": 2, "max_steps": 6, "privacy_unit_name": "patient", **options}
-        again = trainer(folder, **values)
-        with pytest.raises(LedgerError, match="Cannot resume: `users`"):
-            again.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
+@pytest.mark.parametrize("options", [{"max_rows_per_unit": 3}, {"unit_reduction": "sum"}])
+def test_a_resume_with_other_users_is_refused(done, options):
+    with pytest.raises(LedgerError, match="Cannot resume: `users`"):
+        resumed_with(by_user(), done.folder, **options)
 
 
-def resumed_with(rows, folder: Path):
-    values = {"max_rows_per_unit": 2, "max_steps": 6, "privacy_unit_name": "patient"}
+def resumed_with(rows, folder: Path, **options):
+    values = {"max_rows_per_unit": 2, "max_steps": 6, "privacy_unit_name": "patient", **options}
     again = trainer(folder, given={"train_dataset": rows}, **values)
     again.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
     return again
@@ -304,16 +291,13 @@ def test_a_resume_with_other_names_of_the_same_users_goes_on(done, tmp_path):
 
 
 def test_earlier_runs_by_another_column_are_refused(done, tmp_path):
-    folder = done.folder
-    rows = by_user().rename_column("who", "author")
+    earlier = {"earlier_runs": [str(done.folder)]}
+    given = {"train_dataset": by_user().rename_column("who", "author")}
     with pytest.raises(InvalidArgumentError, match="'author' grouped the rows.*not one by 'who'"):
-        trainer(
-            tmp_path,
-            given={"train_dataset": rows},
-            privacy_unit_column="author",
-            earlier_runs=[str(folder)],
-        )
-    both = trainer(tmp_path, earlier_runs=[str(folder)])
+        trainer(tmp_path, given=given, privacy_unit_column="author", **earlier)
+    with pytest.raises(InvalidArgumentError, match="privacy_unit='example', not 'user'"):
+        tiny.trainer(tmp_path, **earlier)  # rows and users do not add up
+    both = trainer(tmp_path, **earlier)
     both.train()
     assert both.epsilon().value > done.epsilon
     assert both.privacy_statement().unit_code == USER
@@ -336,17 +320,15 @@ def test_a_run_with_rows_grouped_in_another_way_is_not_counted(tmp_path, samplin
     """The hole that was found: one user of the new run was two users of the one it counted, and
     its card said that epsilon for one user covers both."""
     options = {"unit_sampling": sampling, "max_rows_per_unit": 2, "max_steps": 1}
-    first, rows = tmp_path / "first", tiny.dataset(40)
+    first, folder = tmp_path / "first", tmp_path / "second"
     trainer(first, [i % 20 for i in range(40)], **options).train()
     before = files_in(first)
     options |= {"earlier_runs": [str(first)]}
-    folder = tmp_path / "second"
-    other = rows.add_column("who", [i // 2 for i in range(40)])
     with pytest.raises(
         InvalidArgumentError, match="grouped the rows as it does now.*without earlier_runs"
     ):
-        trainer(folder, given={"train_dataset": other}, **options)
-    assert files_in(first) == before and not (tmp_path / "second").exists()
+        trainer(folder, [i // 2 for i in range(40)], **options)
+    assert files_in(first) == before and not folder.exists()
     both = trainer(folder, [f"renamed {i % 20}" for i in range(40)], **options)
     both.train()
     assert both.ledger.steps() == 2
@@ -378,16 +360,6 @@ def test_an_earlier_run_of_unknown_users_is_not_counted(done, tmp_path, damage, 
         InvalidArgumentError, match="_users.json and _users_secret.json say .*with these files"
     ):
         trainer(tmp_path / "second", earlier_runs=[str(folder)])
-
-
-def test_rows_and_users_do_not_add_up(done, tmp_path):
-    folder = done.folder
-    with pytest.raises(InvalidArgumentError, match="privacy_unit='example', not 'user'"):
-        tiny.trainer(
-            tmp_path,
-            given={"train_dataset": tiny.dataset()},
-            earlier_runs=[str(folder)],
-        )
 
 
 def test_a_statement_of_both_is_refused(done):
@@ -439,17 +411,14 @@ def test_plans_name_users_exactly_where_they_protect_them():
     [
         ([None, *owners()[1:]], "'who' holds NoneType.*nobody's"),
         (["one"] * 40, r"names 1 unit\(s\)"),
+        (None, "to have the privacy_unit_column 'who'.*input_ids"),
     ],
 )
 def test_bad_columns_are_refused_before_anything_is_written(values, message, tmp_path):
+    given = {"train_dataset": by_user(values) if values else tiny.dataset()}
     with pytest.raises(DataError, match=message):
-        trainer(tmp_path / "run", values)
+        trainer(tmp_path / "run", given=given)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_missing_column_is_refused(tmp_path):
-    with pytest.raises(DataError, match="to have the privacy_unit_column 'who'.*input_ids"):
-        trainer(tmp_path, given={"train_dataset": tiny.dataset()})
 
 
 @pytest.mark.parametrize("column", ["label", "labels", "label_ids"])
@@ -505,16 +474,9 @@ def test_evaluation_on_the_same_users_is_refused(tmp_path):
     assert compared.run.book.weaknesses.evaluation_compared
     with pytest.raises(UnsupportedArgumentError, match="the evaluation set 'b' has rows"):
         compared.evaluate({"a": others, "b": same})
-    assert not trainer(
-        tmp_path, given={"eval_dataset": own}
-    ).run.book.weaknesses.evaluation_compared
-
-
-def test_evaluation_rows_that_can_only_be_iterated_are_not_compared(tmp_path):
-    stream = tiny.evaluation_set().add_column("who", ["new"] * 20).to_iterable_dataset()
-    assert not trainer(
-        tmp_path, given={"eval_dataset": stream}
-    ).run.book.weaknesses.evaluation_compared
+    for unknown in (own, others.to_iterable_dataset()):  # without the column, or only iterated
+        compared = trainer(tmp_path, given={"eval_dataset": unknown})
+        assert not compared.run.book.weaknesses.evaluation_compared
 
 
 def test_the_size_of_physical_batches_is_not_searched_for(tmp_path):
@@ -523,11 +485,8 @@ def test_the_size_of_physical_batches_is_not_searched_for(tmp_path):
         made.mechanism.find_physical_batch(None)
 
 
-def test_rows_that_look_like_users_get_a_hint(tmp_path, monkeypatch):
-    told: list[str] = []
-    monkeypatch.setattr(
-        "hf_dp.run.checks.logger.warning", lambda text, *values: told.append(text % values)
-    )
+def test_rows_that_look_like_users_get_a_hint(tmp_path, monkeypatch, warnings_of):
+    told = warnings_of("run.checks")
     for column in ("label_id", "text_user", "username_hint"):
         tiny.trainer(tmp_path, given={"train_dataset": by_user(name=column)})
     tiny.trainer(tmp_path, given={"train_dataset": by_user(list(range(40)), "user_id")})
@@ -535,27 +494,18 @@ def test_rows_that_look_like_users_get_a_hint(tmp_path, monkeypatch):
     tiny.trainer(tmp_path, given={"train_dataset": by_user(name="user_id")})
     monkeypatch.setattr("hf_dp.run.checks.FEW_USERS", 2)
     assert len(told) == 1 and "privacy_unit_column='user_id'" in told[0]
-    tiny.trainer(
-        tmp_path,
-        given={"train_dataset": by_user(name="user_id")},
-        privacy_mode="non_private",
-    )
-    trainer(
-        tmp_path, given={"train_dataset": by_user(name="user_id")}, privacy_unit_column="user_id"
-    )
+    given = {"train_dataset": by_user(name="user_id")}
+    tiny.trainer(tmp_path, given=given, privacy_mode="non_private")
+    trainer(tmp_path, given=given, privacy_unit_column="user_id")
     assert len(told) == 1
 
 
-def test_few_users_and_one_with_most_rows_get_a_warning(tmp_path, monkeypatch):
-    told: list[str] = []
-    monkeypatch.setattr(
-        "hf_dp.run.checks.logger.warning", lambda text, *values: told.append(text % values)
-    )
+def test_few_users_and_one_with_most_rows_get_a_warning(tmp_path, monkeypatch, warnings_of):
+    told = warnings_of("run.checks")
     trainer(tmp_path)
     assert len(told) == 1 and "names 12 users" in told[0] and "0.042" in told[0]
     monkeypatch.setattr("hf_dp.run.checks.FEW_USERS", 5)
-    values = ["none"] * 21 + [f"u{number}" for number in range(19)]
-    trainer(tmp_path, values)
+    trainer(tmp_path, ["none"] * 21 + [f"u{number}" for number in range(19)])
     assert len(told) == 2 and "one of them has 21 of 40 rows" in told[1]
 
 

@@ -134,23 +134,13 @@ def test_which_rows_are_drawn_from_depends_on_their_user_alone():
         ({"unit_sampling": "rows"}, "unit_sampling"),
         ({"privacy_unit": "example", "privacy_unit_column": None}, "max_rows_per_unit"),
         ({"expected_batch_size": 100}, "expected_batch_size"),
+        ({"given": {"peft_config": FrostConfig()}}, "`peft_config` to be left out"),
     ],
     ids=str,
 )
 def test_what_does_not_go_with_it_is_refused(options, name, tmp_path):
-    with pytest.raises(InvalidArgumentError, match=name):
+    with pytest.raises((InvalidArgumentError, UnsupportedArgumentError), match=name):
         by_row(tmp_path, **options)
-
-
-def test_a_selection_is_refused(tmp_path):
-    config = FrostConfig(
-        unfreeze_ratio=0.3,
-        selection_iterations=3,
-        selection_noise_multiplier=2.0,
-        selection_sample_rate=0.5,
-    )
-    with pytest.raises(UnsupportedArgumentError, match="`peft_config` to be left out"):
-        by_row(tmp_path, given={"peft_config": config})
 
 
 def test_a_loop_of_ones_own_draws_from_as_many_rows_as_planned(tmp_path):
