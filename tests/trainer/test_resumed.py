@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_dp.errors import ConfigError
 from hf_dp.run.witnesses import read_run
-from hf_dp.trainer.resumed import refuse_other_state
+from hf_dp.trainer.checkpointing import refuse_other_state
 from hf_dp.tuners.public_choice import BitFitConfig, RandomConfig, TopBlocksConfig
 
 pytestmark = pytest.mark.usefixtures("unchecked")
