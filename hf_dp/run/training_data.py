@@ -5,7 +5,7 @@ It is looked over once. Each row is collated alone, and examples are padded toge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -21,6 +21,7 @@ from hf_dp.batches.look_over import Limits, LookedOver, has_target, look_over
 from hf_dp.batches.padding import LABELS, Padding
 from hf_dp.batches.structure import Batch, Example, Layout, Row, Rows, column, combined, leaves, own
 from hf_dp.batches.units import UnitTable, unit_dataloader
+from hf_dp.clipping.sharding import is_sharded
 from hf_dp.errors import DataError, HfDpError, UnsupportedLossError
 from hf_dp.losses import base_model, targets_of
 from hf_dp.noise import SecretRandomness
@@ -101,7 +102,8 @@ class TrainingData:
             raise DataError(self._why_it_fails(model, problem)) from problem
         finally:
             model.train(training)
-        refuse_ids_beyond_tables(model, losses, self.examples, layout, self.limits.below)
+        checked = (*self.limits.below, *self.limits.places, *LABELS)
+        refuse_ids_beyond_tables(model, losses, self.examples, layout, checked)
 
     def _check_labels(self, targets: Sequence[str]) -> None:
         found = self.looked_over.layout.leaves
@@ -330,21 +332,25 @@ def padded_together(
     return padding.together(alone, layout), alone
 
 
+class _LookedUp(Exception):
+    """Ends a forward after its last table."""
+
+
 def refuse_ids_beyond_tables(
     model: nn.Module,
     losses: Callable[[Batch], Tensor],
     examples: Examples,
     layout: Layout,
-    known: Mapping[str, int],
+    checked: Collection[str],
 ) -> None:
     """Look up every row's ids: raise DataError naming the first row whose ids the model's tables do
     not have, or on which it fails otherwise. Rows are tried only where an integer column has no
     known range: entity ids, boxes and tags have tables of their own, and some models look up sums
-    or differences of them.
+    or differences of them. A forward ends after its last lookup, which in most models is before the
+    first layer.
 
-    Args: known: columns whose ranges were checked.
+    Args: checked: columns whose ranges were checked.
     """
-    checked = (*known, *LABELS)
     columns = [
         name
         for name, leaf in layout.leaves.items()
@@ -352,46 +358,61 @@ def refuse_ids_beyond_tables(
         and leaf.dtype.startswith(("int", "uint"))
         and not (column(name) in checked or name.endswith("_mask"))
     ]
-    if not columns or not any(isinstance(m, nn.Embedding) for m in model.modules()):
+    tables = {m: name for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    if not columns or not tables:
         return
-    training = model.training
+    training, lookups = model.training, _Lookups(tables, whole=is_sharded(model))
     try:
         model.eval()
-        with torch.no_grad(), examples.randomness.streams(), _watched(model):
+        with torch.no_grad(), examples.randomness.streams(), lookups.watched():
             for index, example in enumerate(examples.all()):
+                lookups.count = 0
                 try:
                     losses(example)
+                except _LookedUp:
+                    continue
                 except Exception as problem:
                     said = problem if isinstance(problem, HfDpError) else repr(problem)
                     raise DataError(
                         f"Row {index} of the training set cannot be trained on: {said} Correct "
                         f"one of its columns {columns}, or leave the row out."
                     ) from problem
+                lookups.most = max(lookups.most, lookups.count)
     finally:
         model.train(training)
 
 
-@contextmanager
-def _watched(model: nn.Module) -> Iterator[None]:
-    """Raise DataError inside for an id that a table lacks; a GPU would end the process."""
+class _Lookups:
+    """Checks lookups and counts them: ``most`` are those of a whole forward.
 
-    def check(name: str, table: nn.Embedding, args: tuple[Tensor, ...]) -> None:
+    Args: whole: whether no forward ends early, since the shards of a model must meet in each.
+    """
+
+    def __init__(self, tables: Mapping[nn.Embedding, str], whole: bool):
+        self.tables, self.whole, self.most, self.count = tables, whole, 0, 0
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Raise DataError inside for an id that a table lacks; a GPU would end the process."""
+        hooks = [table.register_forward_pre_hook(self._check) for table in self.tables]
+        hooks += [table.register_forward_hook(self._counted) for table in self.tables]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _check(self, table: nn.Embedding, args: tuple[Tensor, ...]) -> None:
         if not args or not args[0].numel():
             return
         low, high = (int(value) for value in args[0].aminmax())
         if low < 0 or high >= table.num_embeddings:
             raise DataError(
-                f"the model looks up {low if low < 0 else high} in `{name}`, which has the ids 0 "
-                f"to {table.num_embeddings - 1}."
+                f"the model looks up {low if low < 0 else high} in `{self.tables[table]}`, which "
+                f"has the ids 0 to {table.num_embeddings - 1}."
             )
 
-    hooks = [
-        table.register_forward_pre_hook(lambda table, args, name=name: check(name, table, args))
-        for name, table in model.named_modules()
-        if isinstance(table, nn.Embedding)
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    def _counted(self, *_: object) -> None:
+        self.count += 1
+        if self.count == self.most and not self.whole:
+            raise _LookedUp

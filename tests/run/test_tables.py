@@ -9,8 +9,15 @@ import torch
 import transformers as hf
 from transformers import default_data_collator
 
+from hf_dp.batches.examples import Examples
+from hf_dp.batches.loader import BatchOptions
+from hf_dp.batches.look_over import Limits
+from hf_dp.batches.padding import Padding
+from hf_dp.batches.structure import Layout
 from hf_dp.errors import DataError, StepError
+from hf_dp.noise import SecretRandomness
 from hf_dp.run import training_data
+from hf_dp.run.training_data import TrainingData, refuse_ids_beyond_tables
 from hf_dp.run.witnesses import checkpoints
 
 SMALL = {
@@ -89,6 +96,39 @@ def test_entities_of_luke(tmp_path):
     data[17]["entity_ids"] = [20]
     with pytest.raises(DataError, match="Row 17 .* looks up 20 in .*entity_emb.*0 to 19"):
         trainer_of(tmp_path / "wrong", luke(), data).train()
+
+
+@pytest.mark.parametrize(("sharded", "whole"), [(False, 1), (True, 24)])
+def test_a_forward_ends_after_its_last_table_except_of_shards(sharded, whole, monkeypatch):
+    """The first shows how many lookups there are."""
+    monkeypatch.setattr(training_data, "is_sharded", lambda model: sharded)
+    model, ended = layoutlm(), []
+    model.classifier.register_forward_hook(lambda *_: ended.append(1))
+    data = datasets.Dataset.from_list(rows(bbox=box))
+    examples, layout = Examples(data, default_data_collator, SecretRandomness()), Layout()
+    layout.add(examples[0])
+    known = ("input_ids", "labels")
+    refuse_ids_beyond_tables(model, lambda batch: model(**batch).loss, examples, layout, known)
+    assert len(ended) == whole
+
+
+def test_spans_whose_places_were_checked_are_not_tried(tmp_path, monkeypatch):
+    """With a loss of one's own nothing is known of them, and they are."""
+    monkeypatch.setattr(training_data, "_Lookups", lambda *_, **__: pytest.fail("a pass"))
+    model = hf.BertForQuestionAnswering(hf.BertConfig(**SMALL))
+    places = {"start_positions": lambda i: 1 + i % 3, "end_positions": lambda i: 3}
+    data = [{k: v for k, v in row.items() if k != "labels"} for row in rows(**places)]
+    data = datasets.Dataset.from_list(data)
+
+    def check(own_loss: bool) -> None:
+        randomness, padding = SecretRandomness(), Padding.of(model, None)
+        options, limits = BatchOptions(4, quiet=True), Limits.of(model, own_loss)
+        found = TrainingData(data, default_data_collator, padding, limits, randomness, options)
+        found.check(model, lambda batch: model(**batch).loss.reshape(1), needs_labels=True)
+
+    check(own_loss=False)
+    with pytest.raises(pytest.fail.Exception, match="a pass"):
+        check(own_loss=True)
 
 
 # -- what still raises inside a step ---
