@@ -5,6 +5,7 @@ A file is known by its name. What no rule knows stays.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -57,7 +58,7 @@ def sort_files(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
 
     Folders of which nothing goes end in "/".
     """
-    goes, stays = {}, {}
+    goes, stays, shards = {}, {}, _shards(folder)
     for name in sorted(_files(folder)):
         top, inside, _ = name.partition("/")
         if why_goes(name) is None:
@@ -65,6 +66,8 @@ def sort_files(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
             stays[name] = why_stays(name)
         elif (folder / name).is_symlink():
             stays[name] = LINK
+        elif re.fullmatch(r"model-.*\.safetensors", name) and name not in shards:
+            stays[name] = "a shard that the index does not name: of an earlier save"
         else:
             goes[name] = str(why_goes(name))
     return goes, stays
@@ -96,3 +99,12 @@ def _files(folder: Path) -> Iterator[str]:
         links = [name for name in folders if Path(parent, name).is_symlink()]
         for name in (*names, *links):
             yield Path(parent, name).relative_to(folder).as_posix()
+
+
+def _shards(folder: Path) -> set[str]:
+    """Return the names of the shards in the index; empty if there is none that can be read."""
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        return set(index["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return set()
