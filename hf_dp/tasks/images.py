@@ -24,12 +24,16 @@ from hf_dp.tasks.labels import label_ids, require_columns
 if TYPE_CHECKING:
     from datasets import Dataset
     from PIL.Image import Image
+    from PIL.ImageFile import ImageFile
     from transformers import BaseImageProcessor
 
 IMAGE, LABEL, PIXELS = "image", "label", "pixel_values"
 # Those of PIL's modes whose channels have 8 bits, or one, and that mean colors as RGB does. Others
 # ("I", "F", "I;16") would be cut at 255 when they are converted, and so be nearly all white.
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV")
+# Formats that have 8 bits a channel, or of which PIL says how many before it keeps the high 8.
+_FORMATS = ("BMP", "GIF", "JPEG", "MPO", "PCX", "PNG", "PPM", "TGA", "TIFF", "WEBP")
+_BITS_PER_SAMPLE = 258  # a tag of TIFF
 
 
 def flip(pixels: Tensor) -> Tensor:
@@ -80,7 +84,10 @@ class ToPixels:
 def decoded(stored: Mapping[str, Any] | None) -> Image:
     """Return the PIL image of a row, upright, as ``datasets`` reads it; no file is fetched.
 
-    Raises: DataError for a missing image; and whatever PIL, a codec or the file system raises.
+    Unlike there, what has more than 8 bits a channel is known: PIL forgets it when it decodes.
+
+    Raises: DataError for a missing image, one with more than 8 bits a channel, or one of a format
+        of which that is not known; and whatever PIL, a codec or the file system raises.
     """
     from PIL import Image, ImageOps
 
@@ -90,7 +97,31 @@ def decoded(stored: Mapping[str, Any] | None) -> Image:
     image = Image.open(
         io.BytesIO(Path(stored["path"]).read_bytes() if content is None else content)
     )
+    if image.format not in _FORMATS:
+        raise DataError(
+            f"its image is of the format {image.format}, of which it is not known here whether a "
+            "channel has more than 8 bits. Save it as PNG, with 8 bits a channel."
+        )
+    if _is_deep(image):
+        raise DataError(
+            f"its image ({image.format}, mode {image.mode!r}) has more than 8 bits a channel. "
+            "Scale it to 8 bits first, by public bounds: what part of its range matters is not "
+            "known here."
+        )
     return ImageOps.exif_transpose(image)
+
+
+def _is_deep(image: ImageFile) -> bool:
+    """Return whether a PIL image that is not decoded yet has more than 8 bits a channel."""
+    bits = getattr(image, "tag_v2", {}).get(_BITS_PER_SAMPLE, 8)
+    layout = [tile.args if isinstance(tile.args, tuple) else (tile.args,) for tile in image.tile]
+    largest = [args[1] for args in layout if image.format == "PPM" and len(args) == 2]
+    return (
+        image.mode.startswith(("I", "F"))
+        or max(bits if isinstance(bits, tuple) else (bits,)) > 8
+        or any(";16" in str(args[0]) for args in layout if args)
+        or any(value > 255 for value in largest)
+    )
 
 
 def in_rgb(image: Image) -> Image:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import struct
 import zlib
 from collections.abc import Sequence
 
@@ -134,6 +135,55 @@ def test_other_modes_are_refused(mode):
         in_rgb(tiny_images.Image.new(mode, (4, 4)))
 
 
+def deep_png(channels: int) -> bytes:
+    """A PNG of 4 x 4 pixels with 16 bits a channel, which PIL cannot write: 2 channels are grey
+    and transparent, 3 are RGB, 4 RGBA."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        check = struct.pack(">I", zlib.crc32(kind + content))
+        return struct.pack(">I", len(content)) + kind + content + check
+
+    header = struct.pack(">IIBBBBB", 4, 4, 16, {2: 4, 3: 2, 4: 6}[channels], 0, 0, 0)
+    pixels = zlib.compress((b"\0" + b"\1\2" * channels * 4) * 4)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        [chunk(b"IHDR", header), chunk(b"IDAT", pixels), chunk(b"IEND", b"")]
+    )
+
+
+def deep_tiff() -> bytes:
+    """An uncompressed TIFF of 1 x 1 pixel, RGB with 16 bits a channel."""
+    tags = [(256, 3, 1, 1), (257, 3, 1, 1), (258, 3, 3, 122), (259, 3, 1, 1), (262, 3, 1, 2),
+            (273, 4, 1, 128), (277, 3, 1, 3), (278, 3, 1, 1), (279, 4, 1, 6)]  # fmt: skip
+    entries = b"".join(struct.pack("<HHII", *tag) for tag in tags)
+    directory = struct.pack("<H", len(tags)) + entries + struct.pack("<I", 0)
+    start = b"II*\0" + struct.pack("<I", 8) + directory
+    return start + struct.pack("<3H", 16, 16, 16).rjust(128 - len(start), b"\0") + b"\1\2" * 3
+
+
+DEEP = {
+    "PNG, grey and transparent": deep_png(2),
+    "PNG, RGB": deep_png(3),
+    "PNG, RGBA": deep_png(4),
+    "PNG, grey": tiny_images.png(tiny_images.Image.new("I;16", (4, 4))),
+    "TIFF, RGB": deep_tiff(),
+    "PPM, RGB": b"P6 1 1 65535 " + b"\1\2" * 3,
+    "PPM, plain": b"P3 1 1 1023 1000 5 6",
+}
+
+
+@pytest.mark.parametrize("case", DEEP)
+@pytest.mark.parametrize("where", ["bytes", "a file"])
+def test_more_than_8_bits_are_refused_also_where_pil_keeps_the_high_ones(case, where, tmp_path):
+    stored = {"bytes": DEEP[case], "path": None}
+    if where == "a file":
+        (tmp_path / "1.image").write_bytes(DEEP[case])
+        stored = {"bytes": None, "path": str(tmp_path / "1.image")}
+    with tiny_images.Image.open(io.BytesIO(DEEP[case])) as image:
+        image.load()  # PIL reads it
+    with pytest.raises(DataError, match=f"{case[:3]}.*has more than 8 bits a channel. Scale it"):
+        decoded(stored)
+
+
 @pytest.mark.parametrize("kind", ["png", "jpeg", "gif", "bmp", "webp", "tiff", "ppm", "tga", "pcx"])
 def test_images_of_8_bits_are_what_datasets_reads(kind):
     file = io.BytesIO()
@@ -150,6 +200,13 @@ def test_an_image_is_turned_upright():
     stored = {"bytes": file.getvalue(), "path": None}
     assert decoded(stored).size == (8, 12)
     assert decoded(stored).tobytes() == datasets.Image().decode_example(stored).tobytes()
+
+
+def test_a_format_whose_depth_is_not_known_is_refused():
+    file = io.BytesIO()
+    picture(3).save(file, "jpeg2000")
+    with pytest.raises(DataError, match="the format JPEG2000, .* not known .* Save it as PNG"):
+        decoded({"bytes": file.getvalue(), "path": None})
 
 
 @pytest.mark.parametrize("stored", [None, {"bytes": None, "path": None}])
