@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,15 @@ from hf_dp.cards.verify import CARD, CONFIGS
 from hf_dp.errors import LedgerError, PublishError
 from hf_dp.publishing.allowed import refuse_others, sort_files, why_goes
 from hf_dp.publishing.scan import Scan
+from hf_dp.run.ledger_file import LEDGER
+from hf_dp.run.weights_file import head_in, weights_files
 from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read
 from hf_dp.statement.results import delta_text
 from hf_dp.statement.wording import NOT_PRIVATE, STATUSES
 
 _MASKS = "selection_masks.safetensors"
+_METADATA = re.compile(r"---\r?\n(.*?)^---", re.S | re.M)
+_CLAIM = re.compile(r"differential[-_]privacy")  # a key, and tags, of a private run's card
 
 
 @dataclass(frozen=True)
@@ -201,4 +206,34 @@ def _unfit(
         yield (
             f"This run is NOT private: {record.restated().status_reason}. To publish it as what it "
             "is, pass --not-private (in Python, not_private=True)."
+        )
+
+
+def refuse_claims(folder: Path, tags: Iterable[str] = ()) -> None:
+    """Raise PublishError where a folder whose run is not private holds what is of a private run, or
+    a card that claims to be: it would be pushed as a whole, past the allow-list.
+
+    Args: tags: which the card gets besides.
+
+    Raises: LedgerError for weights that cannot be read.
+    """
+    held = [name for name in (FILE_NAME, LEDGER) if (folder / name).exists()]
+    for place in (folder, *folder.glob("checkpoint-*")):
+        for path in weights_files(place):
+            if (head := head_in(path)) is not None:
+                name = path.relative_to(folder).as_posix()
+                held.append(f"{name}, weights of the private run {head.run_id}")
+    if held:
+        raise PublishError(
+            f"A run that is not private pushes its whole folder, and {folder} holds {held[0]}. "
+            f"Publish a private run by `hf-dp publish`, from the folder with its {FILE_NAME}, and "
+            "train without privacy in another folder."
+        )
+    card = folder / CARD
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    metadata = _METADATA.match(text)
+    if _CLAIM.search("\n".join([metadata[1] if metadata else "", *tags])):
+        raise PublishError(
+            f"The metadata of {CARD} claim differential privacy, and there is no {FILE_NAME}. Take "
+            "the claim out of the card, or publish the folder that holds the evidence."
         )

@@ -3,7 +3,7 @@ and the folder that a loop of one's own saves."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from hf_dp.distributed.processes import Processes
 from hf_dp.errors import HfDpError, PublishError, UnsupportedArgumentError
 from hf_dp.mechanisms.base import Mechanism
 from hf_dp.publishing.hub import Hub
-from hf_dp.publishing.publication import Publication
+from hf_dp.publishing.publication import Publication, refuse_claims
 from hf_dp.publishing.scan import is_local
 from hf_dp.run.ledger_file import LEDGER
 from hf_dp.run.witnesses import read_run, refuse_foreign
@@ -41,7 +41,7 @@ class Publishing(Checkpointing):
     """A Trainer that pushes of a private run what the allow-list names, and nothing else.
 
     The main process alone talks to the Hub; the others learn whether it succeeded. What a run
-    without privacy pushes is Trainer's business: nothing is claimed of it.
+    without privacy pushes is Trainer's business, unless its folder claims privacy.
     """
 
     hub_model_id: Any
@@ -50,9 +50,11 @@ class Publishing(Checkpointing):
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Make the repository, as ``hub_private_repo`` says, before any budget is spent.
 
-        Raises: PublishError when it holds anything but an earlier state of this run.
+        Raises: PublishError when it holds anything but an earlier state of this run; of a run that
+            is not private, when its folder claims privacy.
         """
         if not self._is_private:
+            self._refuse_claims()
             return super().init_hf_repo(token, private)
         if self.args.push_to_hub and self._is_insecure:
             raise PublishError(_NOT_PRIVATE)
@@ -81,7 +83,11 @@ class Publishing(Checkpointing):
             refused; DistributedError when another process failed; UnsupportedArgumentError for
             ``blocking=False``.
         """
+        tags = kwargs.get("tags") or []
+        tags = [tags] if isinstance(tags, str) else list(tags)
+        tags += getattr(self.model, "model_tags", None) or ()
         if not self._is_private:
+            self._refuse_claims(tags)
             return super().push_to_hub(commit_message, blocking, token, revision, private, **kwargs)
         if not blocking:
             raise invalid(
@@ -98,9 +104,7 @@ class Publishing(Checkpointing):
         if self.hub_model_id is None:
             self.init_hf_repo(token, private)
         self.save_model(_internal_call=True)
-        tags = kwargs.get("tags") or []
-        tags = [tags] if isinstance(tags, str) else list(tags)
-        kwargs["tags"] = [*tags, *(getattr(self.model, "model_tags", None) or ())] or None
+        kwargs["tags"] = tags or None
         self.create_model_card(**kwargs)
         done: list[CommitInfo] = []
 
@@ -120,18 +124,23 @@ class Publishing(Checkpointing):
         """
         if self.is_saving:  # it is pushed when it is complete
             return
-        if not self._is_private:
-            return super()._push_from_checkpoint(checkpoint_folder)
         if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
             return
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
         folder = Path(checkpoint_folder)
         step = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
         try:
+            if not self._is_private:
+                refuse_claims(Path(str(self.args.output_dir)))
+                return super()._push_from_checkpoint(checkpoint_folder)
+            self.callback_handler.on_push_begin(self.args, self.state, self.control)
             found = self._publication(folder)
             self._push(found, f"Training in progress, step {step} ({found.in_words()})")
         except (HfDpError, OSError) as problem:
             logger.warning("%s was not pushed, and training goes on: %s", folder.name, problem)
+
+    def _refuse_claims(self, tags: Iterable[str] = ()) -> None:
+        folder = Path(str(self.args.output_dir))
+        Processes.here().on_main(lambda: refuse_claims(folder, tags))
 
     def _create(self, token: str | None, private: bool | None) -> str:
         args, hub = self.args, self._the_hub(token)

@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 from loopback_hub import BASE
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from hf_dp import save_run
 from hf_dp.accounting import LedgerEntry
@@ -68,7 +68,11 @@ def test_an_adapter_names_its_base_on_the_hub_or_is_refused(lora, base):
 
 
 def test_the_list_is_frozen_and_what_was_looked_at_is_what_leaves(full):
+    """Weights alone are not read into memory."""
     found = Publication.of(full)
+    assert [type(each) is bytes for name, each in found.files.items()] == [
+        not name.endswith(".safetensors") for name in found.files
+    ]
     with pytest.raises(TypeError):
         found.files["notes.txt"] = b""
     before = found.files["config.json"]
@@ -106,6 +110,13 @@ def test_a_run_that_went_on_is_refused(full, purpose):
     line = line_of(own.head.digest, more, Weaknesses(released=("training_loss",)))
     write_line(full / "ledger.jsonl", own.size, line)
     with pytest.raises(PublishError, match=r"has not ended, or was killed"):
+        Publication.of(full).refuse()
+
+
+def test_weights_that_name_no_run_are_refused(full):
+    weights = load_file(full / "model.safetensors")
+    save_file(weights, full / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(PublishError, match=r"model.safetensors"):
         Publication.of(full).refuse()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
+from contextlib import nullcontext
 
 import pytest
 import tiny
@@ -188,6 +190,43 @@ def test_pushes_of_a_public_run_are_trainers_business(tmp_path, monkeypatch, str
     trainer.train()
     trainer.push_to_hub()
     assert asked == ["init_hf_repo", *["_push_from_checkpoint"] * 2, "push_to_hub"]
+
+
+CLAIMS = {
+    "weights": ("model.safetensors", "of the private run"),
+    "weights in a checkpoint": ("checkpoint-2/model.safetensors", "of the private run"),
+    "evidence": ("privacy.json", "holds privacy.json"),
+    "a tag": ("tags:\n- differential-privacy\n", "claim differential privacy"),
+    "a key": ("differential_privacy:\n  epsilon: 1\n", "claim differential privacy"),
+    "the text alone": ("", None),
+}
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_a_public_run_whose_folder_claims_privacy_is_not_pushed(
+    full, tmp_path, monkeypatch, warnings, name
+):
+    """Trainer would upload the whole folder."""
+    asked = []
+    for method in ("init_hf_repo", "_push_from_checkpoint", "push_to_hub"):
+        monkeypatch.setattr(Trainer, method, lambda *_, method=method: asked.append(method))
+    options = {"privacy_mode": "non_private", "hub_strategy": "every_save", "hub_model_id": NAME}
+    trainer = tiny.trainer(tmp_path / "run", **options)
+    claim, message = CLAIMS[name]
+    if (full / claim).is_file():
+        (tmp_path / "run" / claim).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(full / claim, tmp_path / "run" / claim)
+    else:
+        text = f"---\nlicense: mit\n{claim}---\n\nno differential_privacy here\n---\n"
+        (tmp_path / "run").mkdir(exist_ok=True)
+        (tmp_path / "run" / "README.md").write_text(text)
+    trainer._push_from_checkpoint(str(tmp_path / "run" / "checkpoint-2"))
+    for push in (trainer.init_hf_repo, trainer.push_to_hub):
+        with pytest.raises(PublishError, match=message) if message else nullcontext():
+            push()
+    assert len(asked) == (0 if message else 3) and len(warnings) == bool(message)
+    with pytest.raises(PublishError, match=r"whole folder|claim differential privacy"):
+        trainer.push_to_hub(tags="differential-privacy")
 
 
 # -- the token --
