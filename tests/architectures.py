@@ -23,7 +23,22 @@ from unittest.mock import patch
 import models
 import torch
 import transformers as hf
-from models import POSITIONS, VOCABULARY, Batch, Loss, _ready, assert_same_sums, is_language_model
+from models import (
+    DECODER,
+    ENCODER,
+    LABELS,
+    POSITIONS,
+    VOCABULARY,
+    Batch,
+    Expected,
+    Loss,
+    assert_same_sums,
+    base_of,
+    builder,
+    clip,
+    is_language_model,
+    loop,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -36,7 +51,6 @@ EXACT = 1e-9  # float64: some hundred roundings of 1e-16, in another order
 MASK = 3
 POISON = 60  # a token that only the poisoned example has
 IGNORED = -100
-LABELS = 3
 
 
 # -- one architecture ---
@@ -122,13 +136,9 @@ def _image(a: Architecture, model: Any, length: int, generator: torch.Generator)
 
 
 _EXAMPLES: dict[str, Callable[..., Batch]] = {
-    "classification": _classification,
-    "causal_lm": _causal_lm,
-    "masked_lm": _masked_lm,
-    "infilling": _infilling,
-    "seq2seq": _seq2seq,
-    "image": _image,
-}
+    "classification": _classification, "causal_lm": _causal_lm, "masked_lm": _masked_lm,
+    "infilling": _infilling, "seq2seq": _seq2seq, "image": _image,
+}  # fmt: skip
 
 
 def collate(model: Any, examples: Sequence[Batch]) -> Batch:
@@ -147,11 +157,6 @@ def _padded(tensors: Sequence[Tensor], value: int) -> Tensor:
         return torch.cat(list(tensors))
     longest = max(t.shape[1] for t in tensors)
     return torch.cat([F.pad(t, (0, longest - t.shape[1]), value=value) for t in tensors])
-
-
-def base_of(model: Any) -> nn.Module:
-    """The transformers model inside a PEFT wrapper, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 # -- losses: for the batch as a user writes them, for one example as the model has them ---
@@ -176,41 +181,7 @@ def token_mean(logits: Tensor, labels: Tensor) -> Tensor:
     return tokens.sum(1) / (labels != IGNORED).sum(1)
 
 
-def single(model: nn.Module, example: Batch) -> Tensor:
-    """The model's own loss of one example; for causal models without their cast to float32, 0 with
-    nothing to predict."""
-    if not is_language_model(base_of(model)):
-        return model(**example).loss
-    logits = model(input_ids=example["input_ids"]).logits[0, :-1]
-    return F.cross_entropy(logits, example["labels"][0, 1:], reduction="sum") / max(len(logits), 1)
-
-
 # -- the oracle ---
-
-
-@dataclass
-class Expected:
-    """What a loop over single examples gives: norms (b,), and sums clipped to ``clipping_norm``."""
-
-    norms: Tensor
-    clipping_norm: float
-    sums: dict[str, Tensor]
-
-
-def loop(
-    model: nn.Module,
-    examples: Sequence[Any],
-    loss: Callable[[nn.Module, Any], Tensor] = single,
-    clipping_norm: float | None = None,
-) -> Expected:
-    """One backward pass an example, by plain autograd. Default clipping norm: some examples above,
-    some below."""
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found = [
-        torch.autograd.grad(loss(model, e), list(trainable.values()), allow_unused=True)
-        for e in examples
-    ]
-    return clip(trainable, found, clipping_norm)
 
 
 def loop_over_losses(
@@ -225,28 +196,6 @@ def loop_over_losses(
         for each in losses
     ]
     return clip(trainable, found, clipping_norm)
-
-
-def clip(
-    trainable: dict[str, nn.Parameter],
-    found: Sequence[Sequence[Tensor | None]],
-    clipping_norm: float | None,
-) -> Expected:
-    norms = torch.tensor([_norm(gradients) for gradients in found], dtype=torch.float64)
-    if clipping_norm is None:
-        clipping_norm = (
-            float(norms.median()) * 0.99 or 1.0
-        )  # 0: nothing to predict in most examples
-    sums = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in trainable.items()}
-    for gradients, norm in zip(found, norms.tolist(), strict=True):
-        for name, gradient in zip(trainable, gradients, strict=True):
-            if gradient is not None:
-                sums[name] += gradient.double() * (min(1.0, clipping_norm / norm) if norm else 1.0)
-    return Expected(norms, clipping_norm, sums)
-
-
-def _norm(gradients: Sequence[Tensor | None]) -> float:
-    return sum(float(g.double().square().sum()) for g in gradients if g is not None) ** 0.5
 
 
 # -- the engine, and both compared ---
@@ -353,28 +302,7 @@ def poison(model: nn.Module, examples: list[Batch], position: int, value: float)
 # -- builders ---
 
 
-def _builder(model_class: Any, config_class: Any, **fixed: Any) -> Callable[..., Any]:
-    def build(dropout: float = 0.0, dtype: torch.dtype = torch.float64, **overrides: Any) -> Any:
-        torch.manual_seed(0)
-        config = config_class(**fixed | overrides)
-        for name in vars(config):
-            if name.endswith(("dropout", "dropout_prob", "dropout_rate", "_pdrop")):
-                setattr(config, name, dropout)
-        return _ready(model_class(config), dtype)
-
-    return build
-
-
-_ENCODER = {
-    "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "intermediate_size": 24, "max_position_embeddings": POSITIONS, "num_labels": LABELS,
-}  # fmt: skip
-_DECODER = {
-    "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "intermediate_size": 24, "max_position_embeddings": POSITIONS, "bos_token_id": 2,
-    "eos_token_id": 3, "pad_token_id": 0,
-}  # fmt: skip
-_GEMMA = _DECODER | {
+_GEMMA = DECODER | {
     "head_dim": 8,
     "sliding_window": 4,
     "layer_types": ["sliding_attention", "full_attention"],
@@ -405,26 +333,26 @@ _CONVNEXT = {
     "num_stages": 2,
 }
 
-mixtral = _builder(
-    hf.MixtralForCausalLM, hf.MixtralConfig, **_DECODER, num_local_experts=4, num_experts_per_tok=2
+mixtral = builder(
+    hf.MixtralForCausalLM, hf.MixtralConfig, **DECODER, num_local_experts=4, num_experts_per_tok=2
 )
-qwen3_moe = _builder(
-    hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig, **_DECODER, head_dim=8, num_experts=4, num_experts_per_tok=2,
+qwen3_moe = builder(
+    hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig, **DECODER, head_dim=8, num_experts=4, num_experts_per_tok=2,
     moe_intermediate_size=8,
 )  # fmt: skip
-deberta_v2 = _builder(
-    hf.DebertaV2ForSequenceClassification, hf.DebertaV2Config, **_ENCODER, pos_att_type=["c2p", "p2c"],
+deberta_v2 = builder(
+    hf.DebertaV2ForSequenceClassification, hf.DebertaV2Config, **ENCODER, pos_att_type=["c2p", "p2c"],
     # left to itself the model casts its logits to float32
     problem_type="single_label_classification",
 )  # fmt: skip
 
 
 def _classifier(model_class: Any, config_class: Any, **fixed: Any) -> Architecture:
-    return Architecture(_builder(model_class, config_class, **_ENCODER | fixed), "classification")
+    return Architecture(builder(model_class, config_class, **ENCODER | fixed), "classification")
 
 
 def _infilling_classifier(model_class: Any, config_class: Any, **fixed: Any) -> Architecture:
-    build = _builder(model_class, config_class, **_ENCODER | fixed)
+    build = builder(model_class, config_class, **ENCODER | fixed)
 
     def classifier(**options: Any) -> Any:
         masked_lm = build(**options)
@@ -439,7 +367,7 @@ def _infilling_classifier(model_class: Any, config_class: Any, **fixed: Any) -> 
 
 def _language_model(model_class: Any, config_class: Any, **fixed: Any) -> Architecture:
     return Architecture(
-        _builder(model_class, config_class, **fixed), "causal_lm", float32_inside=True
+        builder(model_class, config_class, **fixed), "causal_lm", float32_inside=True
     )
 
 
@@ -451,8 +379,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deberta_v2": Architecture(lambda **o: deberta_v2(relative_attention=False, type_vocab_size=2, **o), "classification"),
     "electra": _classifier(hf.ElectraForSequenceClassification, hf.ElectraConfig, embedding_size=8),
     "modernbert": Architecture(
-        _builder(
-            hf.ModernBertForSequenceClassification, hf.ModernBertConfig, **_ENCODER, classifier_pooling="mean",
+        builder(
+            hf.ModernBertForSequenceClassification, hf.ModernBertConfig, **ENCODER, classifier_pooling="mean",
             pad_token_id=0, cls_token_id=2, bos_token_id=2, sep_token_id=3, eos_token_id=3, local_attention=4,
             global_attn_every_n_layers=2,
         ),
@@ -461,41 +389,31 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),  # fmt: skip
     "mpnet": _classifier(hf.MPNetForSequenceClassification, hf.MPNetConfig),
     "bert_masked_lm": Architecture(models.bert_masked_lm, "masked_lm"),
-    "roberta_masked_lm": Architecture(
-        _builder(hf.RobertaForMaskedLM, hf.RobertaConfig, **_ENCODER, pad_token_id=1), "masked_lm"
-    ),
+    "roberta_masked_lm": Architecture(builder(hf.RobertaForMaskedLM, hf.RobertaConfig, **ENCODER, pad_token_id=1), "masked_lm"),
     "infilling_bert": _infilling_classifier(hf.BertForMaskedLM, hf.BertConfig),
     "gpt2_classifier": Architecture(models.gpt2_classifier, "classification"),
     "gpt2_tied": Architecture(models.gpt2, "causal_lm"),
-    "gpt2_untied": Architecture(lambda **options: models.gpt2(tied=False, **options), "causal_lm"),
-    "opt": Architecture(_builder(hf.OPTForCausalLM, hf.OPTConfig, **_OPT), "causal_lm"),
-    "llama": _language_model(hf.LlamaForCausalLM, hf.LlamaConfig, **_DECODER, attention_bias=True),
-    "mistral": _language_model(hf.MistralForCausalLM, hf.MistralConfig, **_DECODER, sliding_window=4),
-    "qwen2": _language_model(hf.Qwen2ForCausalLM, hf.Qwen2Config, **_DECODER),
-    "qwen3_tied": _language_model(
-        hf.Qwen3ForCausalLM, hf.Qwen3Config, **_DECODER, head_dim=8, tie_word_embeddings=True
-    ),
+    "gpt2_untied": Architecture(models.gpt2_untied, "causal_lm"),
+    "opt": Architecture(builder(hf.OPTForCausalLM, hf.OPTConfig, **_OPT), "causal_lm"),
+    "llama": _language_model(hf.LlamaForCausalLM, hf.LlamaConfig, **DECODER, attention_bias=True),
+    "mistral": _language_model(hf.MistralForCausalLM, hf.MistralConfig, **DECODER, sliding_window=4),
+    "qwen2": _language_model(hf.Qwen2ForCausalLM, hf.Qwen2Config, **DECODER),
+    "qwen3_tied": _language_model(hf.Qwen3ForCausalLM, hf.Qwen3Config, **DECODER, head_dim=8, tie_word_embeddings=True),
     "gemma2": _language_model(hf.Gemma2ForCausalLM, hf.Gemma2Config, **_GEMMA),
     "gemma3": _language_model(hf.Gemma3ForCausalLM, hf.Gemma3TextConfig, **_GEMMA),
-    "gemma3_untied": _language_model(
-        hf.Gemma3ForCausalLM, hf.Gemma3TextConfig, **_GEMMA, tie_word_embeddings=False
-    ),
-    "phi3": _language_model(hf.Phi3ForCausalLM, hf.Phi3Config, **_DECODER),
+    "gemma3_untied": _language_model(hf.Gemma3ForCausalLM, hf.Gemma3TextConfig, **_GEMMA, tie_word_embeddings=False),
+    "phi3": _language_model(hf.Phi3ForCausalLM, hf.Phi3Config, **DECODER),
     "gpt_neox": _language_model(
-        hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig, **{k: v for k, v in _DECODER.items() if k != "num_key_value_heads"}
+        hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig, **{k: v for k, v in DECODER.items() if k != "num_key_value_heads"}
     ),
-    "t5": Architecture(
-        _builder(hf.T5ForConditionalGeneration, hf.T5Config, **_T5), "seq2seq", float32_inside=True
-    ),
+    "t5": Architecture(builder(hf.T5ForConditionalGeneration, hf.T5Config, **_T5), "seq2seq", float32_inside=True),
     "bart_classifier": Architecture(
-        _builder(hf.BartForSequenceClassification, hf.BartConfig, **_BART, num_labels=LABELS), "classification", end=2
+        builder(hf.BartForSequenceClassification, hf.BartConfig, **_BART, num_labels=LABELS), "classification", end=2
     ),
-    "bart": Architecture(_builder(hf.BartForConditionalGeneration, hf.BartConfig, **_BART), "seq2seq"),
-    "vit": Architecture(_builder(hf.ViTForImageClassification, hf.ViTConfig, **_VIT), "image"),
-    "dinov2": Architecture(_builder(hf.Dinov2ForImageClassification, hf.Dinov2Config, **_VIT), "image"),
-    "convnext": Architecture(
-        _builder(hf.ConvNextForImageClassification, hf.ConvNextConfig, **_CONVNEXT, num_labels=LABELS), "image"
-    ),
+    "bart": Architecture(builder(hf.BartForConditionalGeneration, hf.BartConfig, **_BART), "seq2seq"),
+    "vit": Architecture(builder(hf.ViTForImageClassification, hf.ViTConfig, **_VIT), "image"),
+    "dinov2": Architecture(builder(hf.Dinov2ForImageClassification, hf.Dinov2Config, **_VIT), "image"),
+    "convnext": Architecture(builder(hf.ConvNextForImageClassification, hf.ConvNextConfig, **_CONVNEXT, num_labels=LABELS), "image"),
 }  # fmt: skip
 
 # More bases for infilling; tests/tasks/test_infilling.py runs them.
@@ -505,9 +423,7 @@ INFILLING: dict[str, Architecture] = {
     "roberta": _infilling_classifier(hf.RobertaForMaskedLM, hf.RobertaConfig, pad_token_id=1),
     "distilbert": _infilling_classifier(hf.DistilBertForMaskedLM, hf.DistilBertConfig, n_layers=2, n_heads=2, dim=16),
     "albert": _infilling_classifier(hf.AlbertForMaskedLM, hf.AlbertConfig, embedding_size=8),
-    "deberta_v2": _infilling_classifier(
-        hf.DebertaV2ForMaskedLM, hf.DebertaV2Config, relative_attention=False, type_vocab_size=2
-    ),
+    "deberta_v2": _infilling_classifier(hf.DebertaV2ForMaskedLM, hf.DebertaV2Config, relative_attention=False, type_vocab_size=2),
     "electra": _infilling_classifier(hf.ElectraForMaskedLM, hf.ElectraConfig, embedding_size=8),
     "mpnet": _infilling_classifier(hf.MPNetForMaskedLM, hf.MPNetConfig),
     "modernbert": dataclasses.replace(

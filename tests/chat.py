@@ -27,15 +27,10 @@ def tokenizer(template: str | None = qwen2_5_chat_template) -> PreTrainedTokeniz
 def model() -> Qwen2ForCausalLM:
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=512,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
+        vocab_size=512, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256,
         attention_dropout=0.0,
-    )
+    )  # fmt: skip
     return Qwen2ForCausalLM(config)
 
 

@@ -488,9 +488,7 @@ PATHS: dict[str, DataPath] = {
         partial(bert, hf.BertForTokenClassification, num_labels=3), tagged,
         lambda: hf.DataCollatorForTokenClassification(tokenizer(), label_pad_token_id=0),
     ),
-    "masked LM, labels cloned from padding": DataPath(
-        partial(bert, hf.BertForMaskedLM), unlabeled, lambda: clone_inputs
-    ),
+    "masked LM, labels cloned from padding": DataPath(partial(bert, hf.BertForMaskedLM), unlabeled, lambda: clone_inputs),
     "causal LM, labels cloned from padding": _language_model(lambda: clone_inputs, rows=unlabeled),
     "seq2seq labels padded with the padding token": DataPath(
         t5, translated, lambda: hf.DataCollatorForSeq2Seq(tokenizer(), label_pad_token_id=PAD)
@@ -521,9 +519,7 @@ PATHS: dict[str, DataPath] = {
     "a collator that pops labels of shared rows": _classifier(collator=lambda: popping, dataset=Popped),
     # stock collators
     "padding": _classifier(),
-    "padding to a multiple": _classifier(
-        collator=lambda: hf.DataCollatorWithPadding(tokenizer(), pad_to_multiple_of=8)
-    ),
+    "padding to a multiple": _classifier(collator=lambda: hf.DataCollatorWithPadding(tokenizer(), pad_to_multiple_of=8)),
     "padding to the greatest length": _classifier(
         collator=lambda: hf.DataCollatorWithPadding(tokenizer(), padding="max_length", max_length=20)
     ),
@@ -546,9 +542,7 @@ PATHS: dict[str, DataPath] = {
     "causal LM, padded on the left": _language_model(
         lambda: hf.DataCollatorForLanguageModeling(tokenizer("left"), mlm=False), rows=unlabeled
     ),
-    "causal LM, labels given, padded on the left": _language_model(
-        lambda: hf.DataCollatorForTokenClassification(tokenizer("left"))
-    ),
+    "causal LM, labels given, padded on the left": _language_model(lambda: hf.DataCollatorForTokenClassification(tokenizer("left"))),
     "seq2seq": DataPath(t5, translated, lambda: hf.DataCollatorForSeq2Seq(tokenizer())),
     "seq2seq with the model": DataPath(t5, translated, lambda: hf.DataCollatorForSeq2Seq(tokenizer(), model=t5())),
     "flattening": _language_model(
@@ -561,23 +555,17 @@ PATHS: dict[str, DataPath] = {
     "multi-label": _classifier(rows=several, model=partial(bert, num_labels=3)),
     "decoder as a classifier": _classifier(model=partial(gpt2, hf.GPT2ForSequenceClassification, pad_token_id=PAD)),
     "images": DataPath(vit, pictures, lambda: hf.default_data_collator),
-    "photographs by a transform": DataPath(
-        vit, photographs, lambda: hf.default_data_collator, pixels_by_a_transform, options=_KEEP
-    ),
+    "photographs by a transform": DataPath(vit, photographs, lambda: hf.default_data_collator, pixels_by_a_transform, options=_KEEP),
     "photographs of the task, augmented": DataPath(
         vit, photographs, lambda: hf.default_data_collator, augmented_pictures, options=_KEEP
     ),
     # forms of rows
     "texts that the collator tokenizes": DataPath(bert, sentences, lambda: tokenizing, options=_KEEP),
     "a list of dictionaries": _classifier(dataset=without_number),
-    "torch tensors": _classifier(
-        dataset=lambda rows: datasets.Dataset.from_list(without_number(rows)).with_format("torch")
-    ),
+    "torch tensors": _classifier(dataset=lambda rows: datasets.Dataset.from_list(without_number(rows)).with_format("torch")),
     "columns of one's own": _classifier(collator=lambda: with_extras, trainer=ExtrasTrainer, options=_KEEP),
     "a module of one's own": DataPath(own, vectors, lambda: hf.default_data_collator, trainer=OwnTrainer, options=_KEEP),
-    "tuples": DataPath(
-        own, vectors, lambda: torch.utils.data.default_collate, of_tensors, trainer=TupleTrainer
-    ),
+    "tuples": DataPath(own, vectors, lambda: torch.utils.data.default_collate, of_tensors, trainer=TupleTrainer),
     "an additive mask of the tokens": _classifier(
         collator=lambda: additive, refused="`attention_mask` .float32. differs in "
         "length.*padding_values"

@@ -191,28 +191,20 @@ FAULTS: dict[str, Plant] = {
     "no noise on every other tensor": no_noise_on_every_other_tensor,
     "the same noise in each step": same_noise_in_each_step,
     "uniform noise": uniform_noise,
-    "all rows in each step": _put(
-        PoissonSampler, "draw", lambda self: list(range(self.num_examples))
-    ),
+    "all rows in each step": _put(PoissonSampler, "draw", lambda self: list(range(self.num_examples))),
     "rows drawn four times as often": drawn_times(4),
     "rows drawn twice as often": drawn_times(2),
     "the same draw in each step": same_draw_in_each_step,
     "shuffled epochs": shuffled,
     "half of the steps unrecorded": half_of_the_steps_unrecorded,
-    "gradients are not clipped": _put(
-        clipped_sum, "clipping_weights", lambda *a: torch.ones_like(_weights(*a))
-    ),
-    "clipped to twice C": _put(
-        clipped_sum,
-        "clipping_weights",
-        lambda kind, norms, c, *more: _weights(kind, norms, 2 * c, *more),
-    ),
+    "gradients are not clipped": _put(clipped_sum, "clipping_weights", lambda *a: torch.ones_like(_weights(*a))),
+    "clipped to twice C": _put(clipped_sum, "clipping_weights", lambda kind, norms, c, *more: _weights(kind, norms, 2 * c, *more)),
     "the head is not clipped": head_unclipped,
     "each layer is clipped to C": each_layer_clipped_to_c,
     "divided by what was drawn": divided_by_what_was_drawn,
     "collated together": collate_together,
     "padding attended to": attend_to_padding,
-}
+}  # fmt: skip
 
 
 class _Patch(contextlib.ExitStack):

@@ -32,40 +32,21 @@ def causal(family: str = "gpt2") -> Any:
 def t5() -> T5ForConditionalGeneration:
     torch.manual_seed(0)
     config = T5Config(
-        vocab_size=VOCABULARY,
-        d_model=16,
-        d_kv=8,
-        d_ff=24,
-        num_layers=2,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-        eos_token_id=3,
-    )
+        vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2,
+        dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, eos_token_id=3,
+    )  # fmt: skip
     return T5ForConditionalGeneration(config)
 
 
 def bart() -> BartForConditionalGeneration:
     torch.manual_seed(0)
     config = BartConfig(
-        vocab_size=VOCABULARY,
-        d_model=16,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        max_position_embeddings=40,
-        dropout=0.0,
-        init_std=0.3,
-        decoder_start_token_id=2,
-        forced_eos_token_id=None,
-        pad_token_id=0,
-        bos_token_id=2,
+        vocab_size=VOCABULARY, d_model=16, encoder_layers=2, decoder_layers=2,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=24,
+        decoder_ffn_dim=24, max_position_embeddings=40, dropout=0.0, init_std=0.3,
+        decoder_start_token_id=2, forced_eos_token_id=None, pad_token_id=0, bos_token_id=2,
         eos_token_id=3,
-    )
+    )  # fmt: skip
     return BartForConditionalGeneration(config)
 
 
@@ -117,19 +98,11 @@ def trainer(
         **(given or {}),
     }
     values = {
-        "noise_multiplier": 1.0,
-        "expected_batch_size": 8,
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
-        "max_steps": 3,
-        "learning_rate": 1e-2,
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "predict_with_generate": True,
-        "generation_max_length": NEW,
-        **options,
-    }
+        "noise_multiplier": 1.0, "expected_batch_size": 8, "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4, "max_steps": 3, "learning_rate": 1e-2,
+        "save_strategy": "no", "use_cpu": True, "disable_tqdm": True,
+        "predict_with_generate": True, "generation_max_length": NEW, **options,
+    }  # fmt: skip
     if values.get("privacy_mode") == "non_private":
         values = {
             k: v for k, v in values.items() if k not in ("noise_multiplier", "expected_batch_size")

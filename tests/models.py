@@ -8,32 +8,19 @@ autograd. It is exact because in a batch of one a batch mean is the example's lo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import (
-    AlbertConfig,
-    AlbertForSequenceClassification,
-    BertConfig,
-    BertForMaskedLM,
-    BertForSequenceClassification,
-    DistilBertConfig,
-    DistilBertForSequenceClassification,
-    GPT2Config,
-    GPT2ForSequenceClassification,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    RobertaConfig,
-    RobertaForSequenceClassification,
-)
 
-from hf_dp.clipping import ClippingEngine
+from hf_dp.clipping import ClippingEngine, per_example_gradients
 from hf_dp.clipping.gradients import PerExampleGradient
 from hf_dp.clipping.norms import ExampleNorms
+from hf_dp.errors import UnsupportedModelError
 from hf_dp.losses import per_example_loss
 
 Batch = dict[str, Tensor]
@@ -41,20 +28,15 @@ Loss = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 
 VOCABULARY = 61
 POSITIONS = 40
+LABELS = 3
 SHORT = (5, 1, 3, 4)  # every weight gradient of the tiny models is kept as outer products
 LONG = (19, 1, 8, 19)  # most are formed at once: d x d < T (d + d)
 
 # Tests that take a device run on the CPU, and with `pytest -m gpu` on a GPU.
 DEVICES = [
     "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-        ],
-    ),
-]
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]),
+]  # fmt: skip
 
 
 def on(device: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -71,100 +53,57 @@ def _ready(model: nn.Module, dtype: torch.dtype) -> Any:
     return model.to(dtype).train()
 
 
-def _encoder(dropout: float) -> dict[str, Any]:
-    return {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 24,
-        "max_position_embeddings": POSITIONS,
-        "hidden_dropout_prob": dropout,
-        "attention_probs_dropout_prob": dropout,
-        "num_labels": 3,
-    }
+def builder(model_class: Any, config_class: Any, **fixed: Any) -> Callable[..., Any]:
+    """``build(dropout, dtype, **config)`` of this class; without dropout and in float64 by
+    default."""
+
+    def build(dropout: float = 0.0, dtype: torch.dtype = torch.float64, **overrides: Any) -> Any:
+        torch.manual_seed(0)
+        config = config_class(**fixed | overrides)
+        for name in vars(config):
+            if name.endswith(("dropout", "dropout_prob", "dropout_rate", "_pdrop")):
+                setattr(config, name, dropout)
+        return _ready(model_class(config), dtype)
+
+    return build
 
 
-def bert(
-    dropout: float = 0.0, dtype: torch.dtype = torch.float64, **overrides: Any
-) -> BertForSequenceClassification:
-    torch.manual_seed(0)
-    return _ready(BertForSequenceClassification(BertConfig(**_encoder(dropout) | overrides)), dtype)
+ENCODER = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 24, "max_position_embeddings": POSITIONS, "num_labels": LABELS,
+}  # fmt: skip
+DECODER = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "intermediate_size": 24, "max_position_embeddings": POSITIONS, "bos_token_id": 2,
+    "eos_token_id": 3, "pad_token_id": 0,
+}  # fmt: skip
+_DISTILBERT = {
+    "vocab_size": VOCABULARY, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24,
+    "max_position_embeddings": POSITIONS, "num_labels": LABELS,
+}  # fmt: skip
+_GPT2 = {
+    "vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_inner": 24, "n_positions": POSITIONS,
+    "bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 0,
+}  # fmt: skip
 
-
-def bert_masked_lm(dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> BertForMaskedLM:
-    """Tied decoder weight *and* bias: the bias belongs to two modules, one of them without a
-    rule."""
-    torch.manual_seed(0)
-    return _ready(BertForMaskedLM(BertConfig(**_encoder(dropout))), dtype)
-
-
-def roberta(
-    dropout: float = 0.0, dtype: torch.dtype = torch.float64
-) -> RobertaForSequenceClassification:
-    torch.manual_seed(0)
-    return _ready(
-        RobertaForSequenceClassification(RobertaConfig(**_encoder(dropout), pad_token_id=1)), dtype
-    )
-
-
-def distilbert(
-    dropout: float = 0.0, dtype: torch.dtype = torch.float64
-) -> DistilBertForSequenceClassification:
-    torch.manual_seed(0)
-    config = DistilBertConfig(
-        vocab_size=VOCABULARY, dim=16, n_layers=2, n_heads=2, hidden_dim=24, max_position_embeddings=POSITIONS,
-        dropout=dropout, attention_dropout=dropout, seq_classif_dropout=dropout, num_labels=3,
-    )  # fmt: skip
-    return _ready(DistilBertForSequenceClassification(config), dtype)
-
-
-def albert(
-    dropout: float = 0.0, dtype: torch.dtype = torch.float64
-) -> AlbertForSequenceClassification:
-    """One layer used three times."""
-    torch.manual_seed(0)
-    config = AlbertConfig(
-        **_encoder(dropout) | {"num_hidden_layers": 3},
-        embedding_size=8,
-        classifier_dropout_prob=dropout,
-    )
-    return _ready(AlbertForSequenceClassification(config), dtype)
-
-
-def _gpt2_config(dropout: float, **overrides: Any) -> GPT2Config:
-    return GPT2Config(
-        vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_inner=24, n_positions=POSITIONS, resid_pdrop=dropout,
-        embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=2, eos_token_id=3, pad_token_id=0, **overrides,
-    )  # fmt: skip
-
-
-def gpt2(
-    tied: bool = True, dropout: float = 0.0, dtype: torch.dtype = torch.float64
-) -> GPT2LMHeadModel:
-    torch.manual_seed(0)
-    return _ready(GPT2LMHeadModel(_gpt2_config(dropout, tie_word_embeddings=tied)), dtype)
-
-
-def gpt2_classifier(
-    dropout: float = 0.0, dtype: torch.dtype = torch.float64
-) -> GPT2ForSequenceClassification:
-    torch.manual_seed(0)
-    return _ready(GPT2ForSequenceClassification(_gpt2_config(dropout, num_labels=3)), dtype)
-
-
-def llama(
-    dropout: float = 0.0, dtype: torch.dtype = torch.float64, **overrides: Any
-) -> LlamaForCausalLM:
-    """LlamaRMSNorm has no rule."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=24, max_position_embeddings=POSITIONS, attention_dropout=dropout, bos_token_id=2, eos_token_id=3,
-        pad_token_id=0, **overrides,
-    )  # fmt: skip
-    return _ready(LlamaForCausalLM(config), dtype)
-
+bert = builder(hf.BertForSequenceClassification, hf.BertConfig, **ENCODER)
+# Tied decoder weight *and* bias: the bias belongs to two modules, one of them without a rule.
+bert_masked_lm = builder(hf.BertForMaskedLM, hf.BertConfig, **ENCODER)
+roberta = builder(hf.RobertaForSequenceClassification, hf.RobertaConfig, **ENCODER, pad_token_id=1)
+distilbert = builder(hf.DistilBertForSequenceClassification, hf.DistilBertConfig, **_DISTILBERT)
+# One layer used three times.
+albert = builder(
+    hf.AlbertForSequenceClassification,
+    hf.AlbertConfig,
+    **ENCODER | {"num_hidden_layers": 3},
+    embedding_size=8,
+)
+gpt2 = builder(hf.GPT2LMHeadModel, hf.GPT2Config, **_GPT2)
+gpt2_untied = builder(hf.GPT2LMHeadModel, hf.GPT2Config, **_GPT2, tie_word_embeddings=False)
+gpt2_classifier = builder(
+    hf.GPT2ForSequenceClassification, hf.GPT2Config, **_GPT2, num_labels=LABELS
+)
+llama = builder(hf.LlamaForCausalLM, hf.LlamaConfig, **DECODER)  # LlamaRMSNorm has no rule
 
 CLASSIFIERS: dict[str, Callable[..., Any]] = {
     "bert": bert,
@@ -175,10 +114,15 @@ CLASSIFIERS: dict[str, Callable[..., Any]] = {
 }
 LANGUAGE_MODELS: dict[str, Callable[..., Any]] = {
     "gpt2_tied": gpt2,
-    "gpt2_untied": lambda **options: gpt2(tied=False, **options),
+    "gpt2_untied": gpt2_untied,
     "llama": llama,
 }
 BUILDERS: dict[str, Callable[..., Any]] = CLASSIFIERS | LANGUAGE_MODELS
+
+
+def base_of(model: Any) -> nn.Module:
+    """The transformers model inside a PEFT wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def is_language_model(model: nn.Module) -> bool:
@@ -189,7 +133,7 @@ def batch_for(model: Any, lengths: Sequence[int], seed: int = 0, left: bool = Fa
     """Random rows of these lengths, padded to the longest, with labels of the kind this model
     predicts."""
     generator = torch.Generator().manual_seed(seed)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base: Any = base_of(model)
     pad = base.config.pad_token_id if base.config.pad_token_id is not None else 0
     longest, count = max(lengths), len(lengths)
     tokens = torch.randint(4, VOCABULARY, (count, longest), generator=generator)
@@ -226,41 +170,87 @@ def alone(batch: Mapping[str, Tensor], position: int) -> Batch:
     }
 
 
-def own_loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-    """The loss of a batch of one, shape (1,), as transformers computes it: its mean is over this
-    example alone.
+def single(model: nn.Module, example: Mapping[str, Tensor]) -> Tensor:
+    """The loss of a batch of one as transformers computes it: its mean is over this example alone.
 
-    For language models it is written out, because transformers rounds logits to float32 first;
+    For causal models it is written out, because transformers rounds logits to float32 first;
     tests/test_losses.py compares with the model's own loss. 0 when there is nothing to predict,
     where transformers gives NaN.
     """
-    if "labels" in inputs and inputs["labels"].dim() == 1:
-        return model(**inputs).loss[None]
-    logits = model(input_ids=inputs["input_ids"]).logits[0, :-1]
-    targets = inputs["labels"][0, 1:]
-    kept = targets != -100
-    return F.cross_entropy(logits[kept], targets[kept], reduction="sum")[None] / max(
-        int(kept.sum()), 1
-    )
+    if not is_language_model(base_of(model)):
+        return model(**example).loss
+    logits = model(input_ids=example["input_ids"]).logits[0, :-1]
+    targets = example["labels"][0, 1:]
+    count = max(int((targets != -100).sum()), 1)
+    return F.cross_entropy(logits, targets, reduction="sum") / count
+
+
+def own_loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+    return single(model, inputs)[None]
+
+
+@dataclass
+class Expected:
+    """What a loop over single examples gives: norms (b,), and sums clipped to ``clipping_norm``."""
+
+    norms: Tensor
+    clipping_norm: float
+    sums: dict[str, Tensor]
+
+
+def loop(
+    model: nn.Module,
+    examples: Sequence[Any],
+    loss: Callable[[nn.Module, Any], Tensor] = single,
+    clipping_norm: float | None = None,
+) -> Expected:
+    """One backward pass an example, by plain autograd. Default clipping norm: some examples above,
+    some below."""
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = [
+        torch.autograd.grad(loss(model, e), list(trainable.values()), allow_unused=True)
+        for e in examples
+    ]
+    return clip(trainable, found, clipping_norm)
+
+
+def clip(
+    trainable: dict[str, nn.Parameter],
+    found: Sequence[Sequence[Tensor | None]],
+    clipping_norm: float | None,
+) -> Expected:
+    norms = torch.tensor([_norm(gradients) for gradients in found], dtype=torch.float64)
+    if clipping_norm is None:
+        # 0: nothing to predict in most examples
+        clipping_norm = float(norms.median()) * 0.99 or 1.0
+    sums = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in trainable.items()}
+    for gradients, norm in zip(found, norms.tolist(), strict=True):
+        for name, gradient in zip(trainable, gradients, strict=True):
+            if gradient is not None:
+                sums[name] += gradient.double() * (min(1.0, clipping_norm / norm) if norm else 1.0)
+    return Expected(norms, clipping_norm, sums)
+
+
+def _norm(gradients: Sequence[Tensor | None]) -> float:
+    return sum(float(g.double().square().sum()) for g in gradients if g is not None) ** 0.5
 
 
 def loop_oracle(
-    model: nn.Module, batch: Mapping[str, Tensor], clipping_norm: float, loss: Loss = own_loss
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    clipping_norm: float | None,
+    loss: Loss = own_loss,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Norms (b,) and clipped sums in float64, one unpadded example at a time, without hf_dp."""
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    sums = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in trainable.items()}
-    norms = []
-    for position in range(len(batch["input_ids"])):
-        value = loss(model, alone(batch, position))[0]
-        found = torch.autograd.grad(value, list(trainable.values()), allow_unused=True)
-        gradients = [None if g is None else g.double() for g in found]
-        norm = sum(float(g.square().sum()) for g in gradients if g is not None) ** 0.5
-        norms.append(norm)
-        for name, gradient in zip(trainable, gradients, strict=True):
-            if gradient is not None:
-                sums[name] += gradient * (min(1.0, clipping_norm / norm) if norm else 1.0)
-    return torch.tensor(norms, dtype=torch.float64), sums
+    """Norms (b,) and clipped sums of the rows of a padded batch, each alone and unpadded."""
+    expected = _loop_over_rows(model, batch, clipping_norm, loss)
+    return expected.norms, expected.sums
+
+
+def _loop_over_rows(
+    model: nn.Module, batch: Mapping[str, Tensor], clipping_norm: float | None, loss: Loss
+) -> Expected:
+    examples = [alone(batch, position) for position in range(len(batch["input_ids"]))]
+    return loop(model, examples, lambda m, example: loss(m, example)[0], clipping_norm)
 
 
 def engine_result(
@@ -298,11 +288,6 @@ def example_norms(
     return norms[0], slack[0]
 
 
-def middle_norm(norms: Tensor) -> float:
-    """A clipping norm between the examples', so that some are clipped and some are not."""
-    return float(norms.double().median()) * 0.99
-
-
 def disagreement(
     model: nn.Module,
     batch: Batch,
@@ -313,20 +298,12 @@ def disagreement(
     """Largest relative difference of norms, or of sums relative to the clipping norm, between
     engine and loop."""
     alone, together = (own_loss, per_example_loss) if loss is None else (loss, loss)
-    expected_norms, expected = loop_oracle(model, batch, clipping_norm or 1e9, alone)
-    if clipping_norm is None:
-        clipping_norm = middle_norm(expected_norms) or 1.0  # 0: rows with nothing to predict
-        expected_norms, expected = loop_oracle(model, batch, clipping_norm, alone)
-    got_norms, got = engine_result(model, batch, clipping_norm, loss=together, **options)
-    assert list(got) == list(expected)
-    of_norms = float(
-        ((got_norms.double() - expected_norms).abs() / expected_norms.clamp_min(1e-12)).max()
-    )
-    of_sums = (
-        max(float((got[name].double() - expected[name]).abs().max()) for name in expected)
-        / clipping_norm
-    )
-    return max(of_norms, of_sums)
+    expected = _loop_over_rows(model, batch, clipping_norm, alone)
+    norms, sums = engine_result(model, batch, expected.clipping_norm, loss=together, **options)
+    assert list(sums) == list(expected.sums)
+    of_norms = (norms.double() - expected.norms).abs() / expected.norms.clamp_min(1e-12)
+    of_sums = [(sums[n].double() - each).abs().max() for n, each in expected.sums.items()]
+    return max(float(of_norms.max()), float(max(of_sums)) / expected.clipping_norm)
 
 
 def assert_same_sums(
@@ -356,3 +333,22 @@ class TinyTied(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return self.head(torch.tanh(self.linear(self.embedding(input_ids))))
+
+
+def assert_norms_exact(model: nn.Module, x: Tensor, strategy: str = "book_keeping") -> None:
+    """Against one backward pass an example through ``model(x)``, (b,)."""
+    found = [
+        torch.stack([gradient.square().sum() for gradient in one.values()]).sum().sqrt()
+        for one in per_example_gradients(model(x), dict(model.named_parameters()))
+    ]
+    with ClippingEngine(model, 0.1, strategy=strategy) as engine:
+        norms = engine.backward(model(x))
+    torch.testing.assert_close(norms, torch.stack(found), rtol=1e-9, atol=1e-12)
+
+
+def assert_refused(model: nn.Module, x: Tensor, message: str) -> None:
+    with (
+        ClippingEngine(model, 0.1) as engine,
+        pytest.raises(UnsupportedModelError, match=message),
+    ):
+        engine.backward(model(x))

@@ -54,17 +54,10 @@ def moved() -> Any:
 
 def arguments(folder: Any, **options: Any) -> DPDPOConfig:
     values = {
-        "noise_multiplier": 1.0,
-        "expected_batch_size": 6,
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
-        "max_steps": 2,
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "beta": BETA,
-        **options,
-    }
+        "noise_multiplier": 1.0, "expected_batch_size": 6, "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4, "max_steps": 2, "save_strategy": "no", "use_cpu": True,
+        "disable_tqdm": True, "beta": BETA, **options,
+    }  # fmt: skip
     return DPDPOConfig(str(folder), **values)
 
 

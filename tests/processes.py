@@ -103,6 +103,11 @@ def where_accelerate_shards(
     return _results(ended)
 
 
+def results(count: int, function: Callable[[], Any]) -> list[Any]:
+    """Return what a function returns in each of several processes, all of which must succeed."""
+    return _results(outcomes(count, function))
+
+
 def _results(ended: list[Outcome]) -> list[Any]:
     failed = [f"rank {rank}: {each.trace}" for rank, each in enumerate(ended) if each.exit]
     assert not failed, "\n".join(failed)
@@ -112,27 +117,20 @@ def _results(ended: list[Outcome]) -> list[Any]:
 def _fsdp2(layer: str, state_dict: str) -> dict[str, str]:
     """Return what ``accelerate launch`` sets for an FSDP2 configuration."""
     return {
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": "2",
-        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-        "FSDP_TRANSFORMER_CLS_TO_WRAP": layer,
-        "FSDP_STATE_DICT_TYPE": state_dict,
-        "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+        "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": layer,
+        "FSDP_STATE_DICT_TYPE": state_dict, "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
         "FSDP_RESHARD_AFTER_FORWARD": "true",
-    }
+    }  # fmt: skip
 
 
 def environment(rank: int, count: int) -> dict[str, str]:
     """Return what torchrun sets for a process on this machine, and that it trains on the CPU."""
     return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        "ACCELERATE_USE_CPU": "true",
-    }
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()), "ACCELERATE_USE_CPU": "true",
+    }  # fmt: skip
 
 
 def _free_port() -> int:
@@ -180,11 +178,3 @@ def _outcome(child: int, result: Path) -> Outcome:
         return Outcome(error="Killed", trace="the process was killed", exit=9)
     outcome: Outcome = pickle.loads(result.read_bytes())
     return outcome
-
-
-def results(count: int, function) -> list[Any]:
-    """Return what a function returns in each of several processes, all of which must succeed."""
-    ended = outcomes(count, function)
-    failed = [f"rank {rank}: {each.trace}" for rank, each in enumerate(ended) if each.exit]
-    assert not failed, "\n".join(failed)
-    return [each.result for each in ended]

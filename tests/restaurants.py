@@ -20,11 +20,8 @@ REFERENCES = [
         "In the city centre The Punter serves food at £20-25.",
         "At The Punter, a restaurant in the city centre, prices start at £20.",
     ],
-    [
-        "Cotto is serving cheap English foods.",
-        "1,000 people a day eat cheap English food at Cotto.",
-    ],
-]
+    ["Cotto is serving cheap English foods.", "1,000 people a day eat cheap English food at Cotto."],
+]  # fmt: skip
 
 # The same texts in the words of the Penn Treebank, without case and punctuation, by hand. Brackets
 # are punctuation by their names in capitals alone, so they stay.

@@ -1,12 +1,16 @@
-"""Plans, facts and statements for the tests of statements and cards."""
+"""Plans, facts and statements for the tests of statements and cards, and records edited by hand."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from hf_dp.accounting import Ledger
 from hf_dp.plans import DpSgdPlan, PrivacyPlan
+from hf_dp.statement.digests import digest_of
 from hf_dp.statement.facts import RunFacts
 from hf_dp.statement.statement import PrivacyStatement
 
@@ -33,3 +37,13 @@ def statement_of(
 ) -> PrivacyStatement:
     ran = ledger_of(plan) if ledger is None else ledger
     return PrivacyStatement.from_ledger(plan, ran, dataclasses.replace(FACTS, **facts))
+
+
+def rewrite(path: Path, change: Callable[[Any], Any], *, renew: bool = True) -> None:
+    """Edit a document by hand. Args: renew: whether its digest then agrees with it again."""
+    data = json.loads(path.read_text())
+    change(data)
+    if renew and isinstance(data, dict):
+        data.pop("digest", None)
+        data["digest"] = digest_of(data)
+    path.write_text(json.dumps(data))

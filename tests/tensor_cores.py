@@ -18,16 +18,10 @@ from hf_dp.losses import per_example_loss
 aten = torch.ops.aten
 # Where the two factors stand among the arguments.
 _FACTORS = {
-    aten.mm.default: 0,
-    aten.bmm.default: 0,
-    aten.mv.default: 0,
-    aten.linear.default: 0,
-    aten.addmm.default: 1,
-    aten.addmm_.default: 1,
-    aten.baddbmm.default: 1,
-    aten.baddbmm_.default: 1,
-    aten.addmv_.default: 1,
-}
+    aten.mm.default: 0, aten.bmm.default: 0, aten.mv.default: 0, aten.linear.default: 0,
+    aten.addmm.default: 1, aten.addmm_.default: 1, aten.baddbmm.default: 1,
+    aten.baddbmm_.default: 1, aten.addmv_.default: 1,
+}  # fmt: skip
 
 
 def to_tf32(values: Tensor) -> Tensor:

@@ -45,16 +45,12 @@ PRINTED = {
 # Where the work of a command begins that its own parser does not lead to.
 WORK = (
     "hf_dp.cli.tasks.classification.Classification.build_trainer",
-    "hf_dp.cli.tasks.masked_lm.build_trainer",
-    "hf_dp.cli.tasks.generation.build_trainer",
+    "hf_dp.cli.tasks.masked_lm.build_trainer", "hf_dp.cli.tasks.generation.build_trainer",
     "hf_dp.cli.tasks.generation.load_evaluation",
-    "hf_dp.cli.tasks.classification.load_evaluation",
-    "hf_dp.cli.generate._written",
-    "hf_dp.cli.train.launch",
-    "hf_dp.cli.plan.Planned.plan",
-    "hf_dp.cli.audit.train_with_canaries",
-    "hf_dp.cli.audit.measure",
-)
+    "hf_dp.cli.tasks.classification.load_evaluation", "hf_dp.cli.generate._written",
+    "hf_dp.cli.train.launch", "hf_dp.cli.plan.Planned.plan",
+    "hf_dp.cli.audit.train_with_canaries", "hf_dp.cli.audit.measure",
+)  # fmt: skip
 # What says which rows a command reads.
 TRAINED_ON = ("train_file", "dataset_name", "text_files")
 EVALUATED_ON = ("validation_file", "dataset_name")

@@ -18,18 +18,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Imported inside a function, where the feature of an extra is used, or by a module that is the
 # feature.
 EXTRAS = {
-    "matplotlib": "plot",
-    "opacus": "bench",
-    "bitsandbytes": "quantized",
-    "sacrebleu": "generation",
-    "nltk": "generation",
-    "rouge_score": "generation",
-    "pycocoevalcap": "generation",
-    "bert_score": "generation",
-    "trl": "trl",
-    "triton": "kernels",
+    "matplotlib": "plot", "opacus": "bench", "bitsandbytes": "quantized",
+    "sacrebleu": "generation", "nltk": "generation", "rouge_score": "generation",
+    "pycocoevalcap": "generation", "bert_score": "generation", "trl": "trl", "triton": "kernels",
     "PIL": "images",
-}
+}  # fmt: skip
 
 
 def imported() -> dict[str, set[str]]:

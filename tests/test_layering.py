@@ -152,41 +152,13 @@ def test_the_checker_reads_every_module():
 
 
 PLANTED = {
-    "absolute": (
-        "clipping/engine.py",
-        "from hf_dp.trainer.arguments import X",
-        "clipping.engine (layer 3) imports trainer",
-    ),
-    "plain import": (
-        "plans/privacy.py",
-        "import hf_dp.clipping.engine",
-        "plans.privacy (layer 2) imports clipping (layer 3)",
-    ),
-    "from the package": (
-        "accounting/pld.py",
-        "from hf_dp import plans",
-        "accounting.pld (layer 1) imports plans (layer 2)",
-    ),
-    "relative": (
-        "accounting/pld.py",
-        "from ..plans import PrivacyPlan",
-        "accounting.pld (layer 1) imports plans (layer 2)",
-    ),
-    "relative to the package": (
-        "noise.py",
-        "from . import trainer",
-        "noise (layer 3) imports trainer (layer 7)",
-    ),
-    "inside a package's init": (
-        "clipping/__init__.py",
-        "from ..cards import x",
-        "clipping (layer 3) imports cards (layer 7)",
-    ),
-    "inside a function": (
-        "errors.py",
-        "def f():\n    from hf_dp import plans",
-        "errors (layer 0) imports plans (layer 2)",
-    ),
+    "absolute": ("clipping/engine.py", "from hf_dp.trainer.arguments import X", "clipping.engine (layer 3) imports trainer"),
+    "plain import": ("plans/privacy.py", "import hf_dp.clipping.engine", "plans.privacy (layer 2) imports clipping (layer 3)"),
+    "from the package": ("accounting/pld.py", "from hf_dp import plans", "accounting.pld (layer 1) imports plans (layer 2)"),
+    "relative": ("accounting/pld.py", "from ..plans import PrivacyPlan", "accounting.pld (layer 1) imports plans (layer 2)"),
+    "relative to the package": ("noise.py", "from . import trainer", "noise (layer 3) imports trainer (layer 7)"),
+    "inside a package's init": ("clipping/__init__.py", "from ..cards import x", "clipping (layer 3) imports cards (layer 7)"),
+    "inside a function": ("errors.py", "def f():\n    from hf_dp import plans", "errors (layer 0) imports plans (layer 2)"),
     "for type checking": (
         "errors.py",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import hf_dp.cli.main",
@@ -194,12 +166,8 @@ PLANTED = {
     ),
     "a new module": ("novelty.py", "", "novelty has no layer"),
     "a new package": ("novelty/inner.py", "", "novelty.inner has no layer"),
-    "a public name from the facade": (
-        "cli/main.py",
-        "from hf_dp import DPTrainer",
-        "imports hf_dp.DPTrainer, which has no",
-    ),
-}
+    "a public name from the facade": ("cli/main.py", "from hf_dp import DPTrainer", "imports hf_dp.DPTrainer, which has no"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", PLANTED)
@@ -216,17 +184,11 @@ def test_planted_violations_are_seen(case, tmp_path):
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        (
-            "trainer/trainer.py",
-            "from hf_dp.clipping import ClippingEngine\nfrom hf_dp import _validate\nimport torch",
-        ),
-        (
-            "clipping/rules/linear.py",
-            "from ..gradients import Dense\nfrom hf_dp.clipping.tape import Tape",
-        ),
+        ("trainer/trainer.py", "from hf_dp.clipping import ClippingEngine\nfrom hf_dp import _validate\nimport torch"),
+        ("clipping/rules/linear.py", "from ..gradients import Dense\nfrom hf_dp.clipping.tape import Tape"),
         ("accounting/__init__.py", "from .pld import f\nfrom hf_dp.errors import HfDpError"),
     ],
-)
+)  # fmt: skip
 def test_lower_and_own_layers_are_allowed(name, source, tmp_path):
     path = tmp_path / "hf_dp" / name
     path.parent.mkdir(parents=True)

@@ -93,9 +93,7 @@ def test_regression_takes_integer_targets():
 def test_regression_of_several_targets_is_their_mean():
     model = bert(num_labels=2, problem_type="regression")
     batch = {**batch_for(model, (4, 2)), "labels": torch.randn(2, 2).double()}
-    expected = torch.stack(
-        [model(**{k: v[i : i + 1] for k, v in batch.items()}).loss for i in range(2)]
-    )
+    expected = own_losses(model, batch)
     torch.testing.assert_close(per_example_loss(model, batch), expected, rtol=1e-12, atol=0)
 
 
@@ -108,9 +106,7 @@ def test_multi_label(declared):
     }
     found = per_example_loss(model, batch)
     model.config.problem_type = "multi_label_classification"
-    expected = torch.stack(
-        [model(**{k: v[i : i + 1] for k, v in batch.items()}).loss for i in range(2)]
-    )
+    expected = own_losses(model, batch)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
@@ -156,6 +152,14 @@ def test_labels_that_do_not_fit_the_outputs(options):
     model = bert(**options)
     with pytest.raises(DataError, match=r"got \(3,\)"):
         per_example_loss(model, {**batch_for(model, (3, 2)), "labels": torch.zeros(3)})
+
+
+def own_losses(model: nn.Module, batch: dict) -> torch.Tensor:
+    """The model's own loss of each row alone."""
+    count = len(batch["labels"])
+    return torch.stack(
+        [model(**{k: v[i : i + 1] for k, v in batch.items()}).loss for i in range(count)]
+    )
 
 
 def without_labels(batch: dict) -> dict:
@@ -287,9 +291,7 @@ def test_other_classes_are_refused_by_name(model):
     "planted",
     [
         lambda model, inputs: per_example_loss(model, inputs) / len(inputs["input_ids"]),
-        lambda model, inputs: (
-            per_example_loss(model, inputs).mean().expand(len(inputs["input_ids"]))
-        ),
+        lambda model, inputs: per_example_loss(model, inputs).mean().expand(len(inputs["input_ids"])),
         lambda model, inputs: per_example_loss(model, inputs) / inputs["attention_mask"].sum(),
         lambda model, inputs: per_example_loss(model, inputs) / inputs["input_ids"].shape[1],
     ],
@@ -299,7 +301,7 @@ def test_other_classes_are_refused_by_name(model):
         "divided by the batch's tokens",
         "divided by the padded length",
     ],
-)
+)  # fmt: skip
 def test_planted_coupled_losses_are_seen(planted):
     model = gpt2()
     batch = batch_for(model, (5, 2, 4))

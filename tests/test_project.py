@@ -127,35 +127,17 @@ def test_the_diff_in_the_readme_ends_in_arguments_that_exist():
 
 # What a name in prose stands for; functions of the reader's own, and formulas.
 STANDS_FOR = {
-    "trainer": "hf_dp.trainer.trainer.DPTrainer",
-    "mechanism": "hf_dp.mechanisms.base.Mechanism",
-    "run": "hf_dp.run.private_run.PrivateRun",
-    "release": "hf_dp.run.gate.Release",
-    "model": "transformers.PreTrainedModel",
-    "dist": "torch.distributed",
-}
+    "trainer": "hf_dp.trainer.trainer.DPTrainer", "mechanism": "hf_dp.mechanisms.base.Mechanism",
+    "run": "hf_dp.run.private_run.PrivateRun", "release": "hf_dp.run.gate.Release",
+    "model": "transformers.PreTrainedModel", "dist": "torch.distributed",
+}  # fmt: skip
 SEARCHED = (
-    "hf_dp",
-    "hf_dp.clipping",
-    "hf_dp.run.options",
-    "hf_dp.batches.loader",
-    "datasets",
-    "transformers",
-    "builtins",
-    STANDS_FOR["trainer"],
-    STANDS_FOR["mechanism"],
-)
+    "hf_dp", "hf_dp.clipping", "hf_dp.run.options", "hf_dp.batches.loader", "datasets",
+    "transformers", "builtins", STANDS_FOR["trainer"], STANDS_FOR["mechanism"],
+)  # fmt: skip
 THE_READERS = {
-    "f",
-    "keep",
-    "gradients",
-    "epsilon",
-    "check_metrics",
-    "sqrt",
-    "F",
-    "sum_j",
-    "cast_column",
-}
+    "f", "keep", "gradients", "epsilon", "check_metrics", "sqrt", "F", "sum_j", "cast_column",
+}  # fmt: skip
 
 
 def named(path: str) -> object:
@@ -261,13 +243,9 @@ AFTER = {"hf_dp/run/README.md": the_saved_run_is_verified}
 def test_contributing_walks_all_that_can_be_added():
     programs = blocks(".github/CONTRIBUTING.md", "python")
     adds = (
-        "@register_rule(",
-        "@register_draw",
-        "(SelectionConfig):",
-        "register_accountant(",
-        "TASKS[",
-        "@register\nclass",
-    )
+        "@register_rule(", "@register_draw", "(SelectionConfig):", "register_accountant(",
+        "TASKS[", "@register\nclass",
+    )  # fmt: skip
     assert all(each in program for program, each in zip(programs, adds, strict=True))
 
 

@@ -94,15 +94,10 @@ def _evaluation_set() -> datasets.Dataset:
 def model(dropout: float = 0.0, seed: int = 0, **options: Any) -> BertForSequenceClassification:
     torch.manual_seed(seed)
     values = {
-        "vocab_size": len(WORDS) + 4,
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-        "max_position_embeddings": 24,
-        "hidden_dropout_prob": dropout,
-        "attention_probs_dropout_prob": dropout,
-    }
+        "vocab_size": len(WORDS) + 4, "hidden_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 24,
+        "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout,
+    }  # fmt: skip
     return BertForSequenceClassification(BertConfig(**{**values, **options}))
 
 
@@ -110,19 +105,11 @@ def arguments(
     folder: Path, kind: type[DPTrainingArguments] = DPTrainingArguments, **options: Any
 ) -> DPTrainingArguments:
     values: dict[str, Any] = {
-        "output_dir": str(folder),
-        "noise_multiplier": 1.0,
-        "expected_batch_size": 8,
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 8,
-        "max_steps": 4,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-    }
+        "output_dir": str(folder), "noise_multiplier": 1.0, "expected_batch_size": 8,
+        "per_device_train_batch_size": 4, "per_device_eval_batch_size": 8, "max_steps": 4,
+        "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "use_cpu": True,
+        "disable_tqdm": True, "dataloader_pin_memory": False,
+    }  # fmt: skip
     values.update(options)
     if values.get("target_epsilon") is not None and "noise_multiplier" not in options:
         values["noise_multiplier"] = None

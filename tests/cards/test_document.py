@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rewriting import rewrite
-from statements import FACTS
+from statements import FACTS, rewrite
 from statements import SMALL as PLAN
 
 from hf_dp._dataclasses import plain

@@ -12,11 +12,23 @@ from pathlib import Path
 import pytest
 from statements import FACTS, SMALL, SST2, N, ledger_of, statement_of
 
-from hf_dp.accounting import ACCOUNTANTS, Gaussian, Ledger, PoissonSampledGaussian
+from hf_dp.accounting import (
+    ACCOUNTANTS,
+    Gaussian,
+    Ledger,
+    PoissonSampledGaussian,
+    accountants,
+)
+from hf_dp.accounting.accountants import ABOVE_A_BOUND, compare
+from hf_dp.cards.card import render_card
+from hf_dp.cards.details import CardDetails
+from hf_dp.cli.account import table
 from hf_dp.cli.main import main
 from hf_dp.errors import AccountingRangeError, InvalidArgumentError, LedgerError
+from hf_dp.plans import DpSgdPlan, PrivacyPlan
 from hf_dp.statement import statement as statement_module
 from hf_dp.statement.facts import EarlierRun, RunFacts, Weaknesses
+from hf_dp.statement.provenance import seen_in_pretraining
 from hf_dp.statement.results import delta_text, epsilon_text
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.statement.wording import NOT_PRIVATE, PROVEN, PROVEN_WEIGHTS_ONLY
@@ -114,12 +126,9 @@ def test_a_step_without_noise_is_not_private() -> None:
     ("released", "name"),
     [
         (("training_loss", "grad_norm"), "training_loss, grad_norm"),
-        (
-            ("evaluation_on_training_rows",),
-            "evaluation_on_training_rows (metrics computed on training rows)",
-        ),
+        (("evaluation_on_training_rows",), "evaluation_on_training_rows (metrics computed on training rows)"),
     ],
-)
+)  # fmt: skip
 def test_a_release_limits_the_claim_to_the_weights(released: tuple[str, ...], name: str) -> None:
     statement = statement_of(released=released)
     assert statement.status == PROVEN_WEIGHTS_ONLY and statement.proven
@@ -271,3 +280,73 @@ def test_the_page_of_pitfalls_says_how_much_each_matters(
     with pytest.raises(SystemExit) as ended:
         main(["verify", "--pitfalls"])
     assert not ended.value.code and "# Pitfalls" in capsys.readouterr().out
+
+
+# -- an estimate above a bound is shown nowhere: the bound says more --
+
+DELTA = 1e-5
+# Little noise and a large sample rate: GDP-CLT is above PLD. The other is a usual run.
+EVENTS = {
+    PoissonSampledGaussian(0.5, 0.9, 1): True,
+    PoissonSampledGaussian(1.0, 0.02, 100): False,
+}
+
+
+def above(answers):
+    """The estimates above the least of the bounds, point estimates beside a bound, too."""
+    found = [answer.epsilon for answer in answers if answer.epsilon is not None]
+    bound = min(value.value for value in found if value.kind == "bound")
+    shown = [value.value for value in found if value.kind == "estimate"]
+    shown += [value.estimate for value in found if value.estimate is not None]
+    return [value for value in shown if value > bound]
+
+
+@pytest.mark.parametrize(("event", "is_above"), EVENTS.items())
+def test_no_estimate_stands_above_a_bound(event, is_above, monkeypatch):
+    answers = compare(event, DELTA)
+    assert above(answers) == []
+    assert ("gdp_clt    -         not computed" in table(answers, DELTA)) == is_above
+    monkeypatch.setattr(accountants, "_without_estimate_above", lambda bound, answer: answer)
+    assert bool(above(compare(event, DELTA))) == is_above  # as planted
+
+
+def test_a_statement_and_its_card_show_none():
+    plan = PrivacyPlan(40, 36.0, 1, 0.0125, DpSgdPlan(0.1, 0.5))
+    statement = statement_of(plan)
+    (row,) = [row for row in statement.epsilons if row.kind is None]
+    assert (row.accountant, row.note) == ("gdp_clt", ABOVE_A_BOUND)
+    assert "estimate, not a guarantee" not in render_card(statement, CardDetails())
+
+
+def test_an_estimate_that_is_asked_for_alone_is_given():
+    (answer,) = compare(next(iter(EVENTS)), DELTA, [ACCOUNTANTS[-1]])
+    assert answer.epsilon is not None and answer.epsilon.kind == "estimate"
+
+
+# -- the warning that the base has seen the private data before --
+
+
+@pytest.mark.parametrize(
+    ("dataset", "sources", "seen"),
+    [
+        ("nyu-mll/glue/sst2", ["wikipedia", "SST-2"], ["SST-2"]),
+        ("sst2", ["glue:sst2", "qqp"], ["glue:sst2"]),
+        ("nyu-mll/glue/qqp", ["Quora", "squad"], ["Quora"]),
+        ("quora", ["qqp"], ["qqp"]),
+        ("qnli", ["rajpurkar/SQuAD"], ["rajpurkar/SQuAD"]),
+        ("mnli", ["AllNLI"], ["AllNLI"]),
+        ("sst2", ["qqp", "qnli", "dart"], []),
+        ("nyu-mll/glue/sst2", ["glue"], ["glue"]),
+        ("nyu-mll/glue/sst2", ["nyu-mll/glue"], ["nyu-mll/glue"]),
+        ("qnli", ["squad_v2"], ["squad_v2"]),
+        ("nyu-mll/glue/mnli_matched", ["mnli"], ["mnli"]),
+        ("stanfordnlp/sst2/default", ["sst2"], ["sst2"]),
+        ("SST-2 (train)", ["sst2"], ["sst2"]),
+        ("private", ["private"], []),
+        ("private", ["qqp"], []),
+        (None, ["qqp"], []),
+        ("sst2", [], []),
+    ],
+)
+def test_names_are_compared_by_what_they_name(dataset, sources, seen):
+    assert seen_in_pretraining(dataset, sources) == seen

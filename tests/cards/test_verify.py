@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tiny
 from huggingface_hub import ModelCard
-from rewriting import rewrite
+from statements import rewrite
 
 from hf_dp.cards.evidence import card_files
 from hf_dp.cards.verify import FAILED, NOT_CHECKED, NOTICE, OK, Report, verify
@@ -119,20 +119,11 @@ TAMPERINGS: dict[str, tuple[Change, str]] = {
         "section Privacy does not agree with the digest",
     ),
     "epsilon in the table": (in_card(r"\| rdp \| \d+", "| rdp | 0"), "section Privacy does not"),
-    "an item not covered": (
-        in_card(r"- Hyperparameter tuning.*\n", ""),
-        "section Privacy does not agree",
-    ),
+    "an item not covered": (in_card(r"- Hyperparameter tuning.*\n", ""), "section Privacy does not agree"),
     "in short": (in_card("moderately", "strongly"), "section Privacy does not"),
     "no section": (in_card("## Privacy", "## Something"), "no section Privacy, or several"),
-    "epsilon in the block": (
-        in_block(lambda block: block.update(epsilon=0.1)),
-        "differential_privacy block does not agree",
-    ),
-    "unit in the block": (
-        in_block(lambda block: block.update(unit="user")),
-        "differential_privacy block does not agree",
-    ),
+    "epsilon in the block": (in_block(lambda block: block.update(epsilon=0.1)), "differential_privacy block does not agree"),
+    "unit in the block": (in_block(lambda block: block.update(unit="user")), "differential_privacy block does not agree"),
     "steps in the block": (in_block(lambda block: block.update(steps=1)), "block does not agree"),
     "no block": (in_card("differential_privacy:", "dp:"), "block does not agree"),
     "broken YAML": (in_card("license: mit", "license: [mit"), "card: it cannot be read"),
@@ -175,10 +166,7 @@ def added(name: str) -> Change:
 
 CARD_TRICKS: dict[str, tuple[Change, str]] = {
     "a false section, the true one in a comment": (hidden, "no section Privacy, or several"),
-    "a claim before the section": (
-        before_the_section("These weights are (0.01, 1e-9)-private."),
-        "section Privacy does not agree",
-    ),
+    "a claim before the section": (before_the_section("These weights are (0.01, 1e-9)-private."), "section Privacy does not agree"),
     "a comment opened before it": (before_the_section("<!--"), "section Privacy does not agree"),
     "a fence opened before it": (before_the_section("~~~"), "section Privacy does not agree"),
     "another title": (in_card(r"\n# .*", "\n# (0.01, 1e-9)-private"), "section Privacy does not"),
@@ -186,30 +174,18 @@ CARD_TRICKS: dict[str, tuple[Change, str]] = {
         lambda folder: (folder / "README.md").open("a").write("\n## Privacy\n\nepsilon 0.01\n"),
         "no section Privacy, or several",
     ),
-    "other line breaks": (
-        in_card("- \\*\\*Protects", "\u2028- **Protects"),
-        "section Privacy does not",
-    ),
+    "other line breaks": (in_card("- \\*\\*Protects", "\u2028- **Protects"), "section Privacy does not"),
     "a key twice": (in_card("license: mit", "license: mit\nlicense: mit"), "stands twice"),
-    "other weights by config.json": (
-        loads("config.json", "_evil.safetensors"),
-        "_evil.safetensors",
-    ),
+    "other weights by config.json": (loads("config.json", "_evil.safetensors"), "_evil.safetensors"),
     "weights in a folder": (loads("config.json", "sub/evil.safetensors"), "sub/evil.safetensors"),
-    "config.json": (
-        lambda folder: (folder / "config.json").write_text("{}"),
-        "config.json is not what was saved",
-    ),
-    "an index of shards": (
-        added("model.safetensors.index.json"),
-        "nothing vouches for model.safetensors.index.json",
-    ),
+    "config.json": (lambda folder: (folder / "config.json").write_text("{}"), "config.json is not what was saved"),
+    "an index of shards": (added("model.safetensors.index.json"), "nothing vouches for model.safetensors.index.json"),
     "pickled weights": (added("pytorch_model.bin"), "nothing vouches for pytorch_model.bin"),
     "capital letters": (added("MODEL.SAFETENSORS"), "nothing vouches for MODEL.SAFETENSORS"),
     "another format": (added("model.gguf"), "nothing vouches for model.gguf"),
     "deeper": (added("a/b/adapter_model.safetensors"), "a/b/adapter_model.safetensors"),
     "a selection": (added("selection.json"), "nothing vouches for selection.json"),
-}
+}  # fmt: skip
 TAMPERINGS |= CARD_TRICKS
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rewriting import rewrite
-from statements import SMALL, statement_of
+from statements import SMALL, rewrite, statement_of
 
 from hf_dp.accounting import Ledger, PublishedForwardNoise, RecordRelease
 from hf_dp.cards.card import render_card

@@ -7,40 +7,14 @@ import math
 from pathlib import Path
 
 import pytest
-import tiny_text
-import yaml
 
 from hf_dp.cli.main import main
 
 
 @pytest.fixture
-def task(tmp_path, monkeypatch) -> Path:
-    """A configuration of a tiny GPT-2 on the built-in tables."""
-    monkeypatch.setattr(
-        "hf_dp.tasks.generation.formats.demo_tables", lambda *_: tiny_text.tables(24)
-    )
-    values = {
-        "task": "causal_lm",
-        "model_name_or_path": tiny_text.saved(tmp_path / "model", tiny_text.gpt2()),
-        "dataset_name": "demo",
-        "data_format": "e2e",
-        "max_length": 150,
-        "output_dir": str(tmp_path / "out"),
-        "target_epsilon": 2,
-        "accountant": "rdp",
-        "expected_batch_size": 12,
-        "max_steps": 2,
-        "learning_rate": "1e-2",
-        "lr_scheduler_type": "constant",
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-    }
-    config = tmp_path / "run.yaml"
-    config.write_text(yaml.safe_dump(values))
-    return config
+def task(of_tables) -> Path:
+    steady = {"lr_scheduler_type": "constant", "logging_strategy": "no"}
+    return of_tables(24, target_epsilon=2, expected_batch_size=12, **steady)
 
 
 def audit(task: Path, *words: str) -> int:
@@ -113,9 +87,8 @@ def test_what_cannot_be_audited_is_named_before_anything_is_written(task, capsys
     assert not (task.parent / "out_exposure").exists()
 
 
-def test_an_unknown_audit_is_named(task, capsys):
-    assert main(["audit", "exposre", "--config", str(task)]) == 2
-    assert "Did you mean 'exposure'" in capsys.readouterr().err
+def test_an_unknown_audit_is_named(task, capsys, refused):
+    refused(["audit", "exposre", "--config", str(task)], "Did you mean 'exposure'")
     with pytest.raises(SystemExit):
         main(["audit", "--help"])
     assert "--repetitions" in capsys.readouterr().out

@@ -30,32 +30,15 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture
-def task(tmp_path, monkeypatch) -> Path:
-    """A configuration of a tiny GPT-2 on the built-in tables."""
-    monkeypatch.setattr("hf_dp.tasks.generation.formats.demo_tables", lambda *_: tiny_text.tables())
-    values = {
-        "task": "causal_lm",
-        "model_name_or_path": tiny_text.saved(tmp_path / "model", tiny_text.gpt2()),
-        "dataset_name": "demo",
-        "data_format": "e2e",
-        "max_length": 150,
-        "metrics": ["bleu", "rougeL"],
-        "output_dir": str(tmp_path / "out"),
-        "target_epsilon": 8,
-        "accountant": "rdp",
-        "expected_batch_size": 8,
-        "max_steps": 2,
-        "learning_rate": "1e-2",
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-        "decoding": "greedy",
-        "max_new_tokens": 8,
-    }
-    config = tmp_path / "run.yaml"
-    config.write_text(yaml.safe_dump(values))
-    return config
+def task(of_tables) -> Path:
+    return of_tables(
+        60,
+        metrics=["bleu", "rougeL"],
+        target_epsilon=8,
+        expected_batch_size=8,
+        decoding="greedy",
+        max_new_tokens=8,
+    )
 
 
 def change(task: Path, **values) -> None:
@@ -129,15 +112,14 @@ def test_what_was_trained_is_kept_when_scoring_fails(task, monkeypatch):
     }
 
 
-def test_a_blank_reference_is_found_before_training(task, capsys):
+def test_a_blank_reference_is_found_before_training(task, refused):
     blank = task.parent / "blank.parquet"
     rows = [*tiny_text.tables()["validation"], {"meaning_representation": "food[Thai]"}]
     datasets.Dataset.from_list([{"human_reference": " ", **row} for row in rows]).to_parquet(blank)
     tiny_text.tables()["train"].to_parquet(task.parent / "train.parquet")
     files = {"train_file": str(task.parent / "train.parquet"), "validation_file": [str(blank)]}
     change(task, dataset_name=None, **files)
-    assert main(["train", "--config", str(task)]) == 2
-    assert "'blank' has a blank target" in capsys.readouterr().err
+    refused(["train", "--config", str(task)], "'blank' has a blank target")
     assert not (task.parent / "out").exists()
     change(task, metrics=[])
     assert main(["train", "--config", str(task)]) == 0
@@ -163,13 +145,12 @@ def test_a_model_stops_at_the_end_token_that_it_is_trained_to_write(task):
     assert found.tolist() == [[3, 4, words.eos_token_id]]
 
 
-def test_zero_shot_evaluates_the_base(task, capsys):
+def test_zero_shot_evaluates_the_base(task, capsys, refused):
     assert main(["eval", "--config", str(task), "--zero-shot", "--json"]) == 0
     assert "eval_bleu" in json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert not (task.parent / "out").exists()
     words = ["--zero-shot", "--from_scratch", "True"]
-    assert main(["eval", "--config", str(task), *words]) == 2
-    assert "from_scratch" in capsys.readouterr().err
+    refused(["eval", "--config", str(task), *words], "from_scratch")
 
 
 def test_seq2seq_trains_and_writes(task, capsys):
@@ -219,13 +200,12 @@ def test_several_references_train_without_privacy(task):
     assert (task.parent / "out" / "model.safetensors").exists()
 
 
-def test_a_recipe_protects_users(task, capsys):
+def test_a_recipe_protects_users(task, capsys, refused):
     """All references of all rows of a user are one unit, for train and plan alike."""
     rows = [{"q": f"a {i}", "r": ["b", "c"], "who": f"user{i % 10}"} for i in range(20)]
     pairs(task, rows, [{**THAI[0], "who": "user3"}])
     change(task, privacy_unit="user", privacy_unit_column="who", max_rows_per_unit=3)
-    assert main(["train", "--config", str(task)]) == 2
-    assert "of the same values in 'who'" in capsys.readouterr().err
+    refused(["train", "--config", str(task)], "of the same values in 'who'")
     pairs(task, rows, [{**THAI[0], "who": "another"}])
     assert main(["plan", "--config", str(task)]) == 0
     out = capsys.readouterr().out
@@ -265,9 +245,8 @@ def test_without_metrics_nothing_is_decoded(task, capsys):
         (["--max_new_tokens", "150"], "positions of the model"),
     ],
 )
-def test_what_cannot_be_done_is_named_before_anything_is_written(task, capsys, words, message):
-    assert main(["train", "--config", str(task), *words]) == 2
-    assert message in capsys.readouterr().err
+def test_what_cannot_be_done_is_named_before_anything_is_written(task, refused, words, message):
+    refused(["train", "--config", str(task), *words], message)
     assert not (task.parent / "out").exists()
 
 
@@ -278,17 +257,10 @@ def test_a_chat_model_with_lora_from_yaml_loads_with_stock_peft(task, capsys):
     words.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     words.eos_token, words.chat_template = "<|im_end|>", utils.qwen3_chat_template
     config = Qwen3Config(
-        vocab_size=len(words),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        eos_token_id=words.eos_token_id,
-        bos_token_id=None,
-        pad_token_id=words.pad_token_id,
-    )
+        vocab_size=len(words), hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        eos_token_id=words.eos_token_id, bos_token_id=None, pad_token_id=words.pad_token_id,
+    )  # fmt: skip
     base = task.parent / "qwen"
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(base)
@@ -371,25 +343,23 @@ def test_a_model_without_a_statement_says_so(task, prompts):
     assert "differential_privacy" not in facts(out)
 
 
-def test_a_claim_that_its_files_do_not_bear_out_is_not_carried_on(task, prompts, capsys):
+def test_a_claim_that_its_files_do_not_bear_out_is_not_carried_on(task, prompts, refused):
     assert main(["train", "--config", str(task)]) == 0
     weights = task.parent / "out" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
     out = task.parent / "synthetic.parquet"
     words = ["--num", "2", "--out", str(out), "--prompts", str(prompts)]
-    assert main(["generate", "--config", str(task), *words]) == 2
-    assert "not borne out" in capsys.readouterr().err
+    refused(["generate", "--config", str(task), *words], "not borne out")
     assert not out.exists()
 
 
-def test_prompts_of_the_training_file_are_refused(task, prompts, capsys):
+def test_prompts_of_the_training_file_are_refused(task, prompts, capsys, refused):
     change(task, dataset_name=None, train_file=str(prompts))
     values = yaml.safe_load(task.read_text())
     out = task.parent / "synthetic.parquet"
     words = ["--num", "2", "--out", str(out), "--prompts", str(prompts)]
     words += ["--trained", values["model_name_or_path"]]
-    assert main(["generate", "--config", str(task), *words]) == 2
-    assert "prompts.parquet" in capsys.readouterr().err
+    refused(["generate", "--config", str(task), *words], "prompts.parquet")
     assert not out.exists()
     public = task.parent / "public.parquet"
     public.write_bytes(prompts.read_bytes())
@@ -398,15 +368,17 @@ def test_prompts_of_the_training_file_are_refused(task, prompts, capsys):
     assert "prompts" in facts(out)["not_covered"]
 
 
-def test_the_claim_of_an_adapter_is_not_carried_on_to_another_base(task, prompts, capsys):
+def test_the_claim_of_an_adapter_is_not_carried_on_to_another_base(task, prompts, refused):
     lora = {"peft_type": "LORA", "r": 2, "target_modules": ["c_attn"], "task_type": "CAUSAL_LM"}
     change(task, peft=lora)
     assert main(["train", "--config", str(task)]) == 0
     other = tiny_text.saved(task.parent / "other", tiny_text.gpt2(seed=1))
     out = task.parent / "synthetic.parquet"
     words = ["--num", "2", "--out", str(out), "--prompts", str(prompts)]
-    assert main(["generate", "--config", str(task), *words, "--model_name_or_path", other]) == 2
-    assert "Name the adapter's base" in capsys.readouterr().err
+    refused(
+        ["generate", "--config", str(task), *words, "--model_name_or_path", other],
+        "Name the adapter's base",
+    )
     assert not out.exists()
     assert main(["generate", "--config", str(task), *words]) == 0
     assert facts(out)["verified"] == "ok"
@@ -420,8 +392,7 @@ def test_the_claim_of_an_adapter_is_not_carried_on_to_another_base(task, prompts
         (["--num", "0"], "num"),
     ],
 )
-def test_what_generate_cannot_do_is_named(task, capsys, words, message):
+def test_what_generate_cannot_do_is_named(task, refused, words, message):
     model = yaml.safe_load(task.read_text())["model_name_or_path"]
     given = ["--num", "2", "--out", str(task.parent / "x.parquet"), "--trained", model, *words]
-    assert main(["generate", "--config", str(task), *given]) == 2
-    assert message in capsys.readouterr().err
+    refused(["generate", "--config", str(task), *given], message)

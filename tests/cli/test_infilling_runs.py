@@ -150,15 +150,7 @@ def test_own_template_and_words(recipe, capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {
-                "infilling": {
-                    "template": "<S1> It was .",
-                    "label_words": {"negative": "a", "positive": "b"},
-                }
-            },
-            "exactly once",
-        ),
+        ({"infilling": {"template": "<S1> It was .", "label_words": {"negative": "a", "positive": "b"}}}, "exactly once"),
         ({"infilling": "mnli"}, "takes 2 text column.s., but `text_columns` names"),
         ({"infilling": "imdb"}, "`infilling` to be one of"),
         ({"class_names": ["bad", "good"]}, "no word for .'bad', 'good'."),
@@ -170,23 +162,14 @@ def test_own_template_and_words(recipe, capsys):
         ({"max_length": 49}, "`max_length` to be no more tokens than the model has positions"),
         ({"max_length": 12.5}, "--max_length/--max-length: invalid int value: '12.5'"),
         ({"model_name_or_path": "package:json"}, "'json' carries no model"),
-        (
-            {"validation_split": ["train[:20]"]},
-            "the evaluation set holds rows equal to training rows.*Pass a held-out set",
-        ),
-        (
-            {"validation_split": ["validation_matched+train"]},
-            "the evaluation set holds rows equal to training rows",
-        ),
+        ({"validation_split": ["train[:20]"]}, "the evaluation set holds rows equal to training rows.*Pass a held-out set"),
+        ({"validation_split": ["validation_matched+train"]}, "the evaluation set holds rows equal to training rows"),
         ({"freeze": ["masked_lm"]}, "no trainable parameter"),
         ({"peft": "lora"}, "`peft` to be a block"),
         ({"peft": {"peft_type": "lora", "r": 4}}, "peft cannot apply `peft_config`"),
-        (
-            {"peft": {"peft_type": "lora", "target_modules": ["nothing"]}},
-            "peft cannot apply `peft_config`",
-        ),
+        ({"peft": {"peft_type": "lora", "target_modules": ["nothing"]}}, "peft cannot apply `peft_config`"),
     ],
-)
+)  # fmt: skip
 def test_bad_input(recipe, capsys, change, message):
     assert train(recipe, **change) == 2
     error = capsys.readouterr().err
@@ -201,7 +184,7 @@ def test_a_label_outside_the_map(recipe, capsys):
     assert "a value outside the classes ['negative', 'positive']" in capsys.readouterr().err
 
 
-def test_an_evaluation_file_that_is_a_copy_of_the_training_file(recipe, capsys):
+def test_an_evaluation_file_that_is_a_copy_of_the_training_file(recipe, capsys, refused):
     rows = "".join(json.dumps(row) + "\n" for row in ROWS)
     for name in ("train.jsonl", "copy.jsonl"):
         (recipe.parent / name).write_text(rows)
@@ -217,8 +200,7 @@ def test_an_evaluation_file_that_is_a_copy_of_the_training_file(recipe, capsys):
     recipe.write_text(yaml.safe_dump({**values, **files, "max_train_rows": 41}))
     assert train(recipe) == 2
     assert "the evaluation set holds rows equal to training rows" in capsys.readouterr().err
-    assert main(["train", "--config", str(recipe), "--nope", "1"]) == 2
-    assert "`nope`" in capsys.readouterr().err
+    refused(["train", "--config", str(recipe), "--nope", "1"], "`nope`")
 
 
 ADAPTERS = (
@@ -241,12 +223,14 @@ def test_what_was_chosen_to_train_is_evaluated(recipe, capsys, peft, infilling):
 
 
 @pytest.mark.parametrize("infilling", ["sst2", None])
-def test_an_adapter_is_evaluated_by_the_classes_of_its_training(recipe, capsys, infilling):
+def test_an_adapter_is_evaluated_by_the_classes_of_its_training(recipe, refused, infilling):
     peft = {"peft_type": "lora", "r": 2, "target_modules": ["query"]}
     config = changed(recipe, infilling=infilling, peft=peft)
     assert main(["train", "--config", config]) == 0
-    assert main(["eval", "--config", config, "--class_names", "positive", "negative"]) == 2
-    assert "has the classes ['negative', 'positive'], and" in capsys.readouterr().err
+    refused(
+        ["eval", "--config", config, "--class_names", "positive", "negative"],
+        "has the classes ['negative', 'positive'], and",
+    )
 
 
 def test_random_weights_that_an_adapter_would_not_hold_are_named(recipe, caplog):
@@ -274,13 +258,13 @@ def test_from_scratch_has_no_base(recipe, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_bad_evaluations(recipe, capsys):
-    assert main(["eval", "--config", str(recipe)]) == 2
-    assert "could not be loaded" in capsys.readouterr().err
-    assert main(["eval", "--config", changed(recipe, infilling=None), "--zero-shot"]) == 2
-    assert "--zero-shot needs `infilling`" in capsys.readouterr().err
-    assert main(["eval", "--config", changed(recipe, max_lenght=3)]) == 2
-    assert "did you mean `max_length`" in capsys.readouterr().err
+def test_bad_evaluations(recipe, refused):
+    refused(["eval", "--config", str(recipe)], "could not be loaded")
+    refused(
+        ["eval", "--config", changed(recipe, infilling=None), "--zero-shot"],
+        "--zero-shot needs `infilling`",
+    )
+    refused(["eval", "--config", changed(recipe, max_lenght=3)], "did you mean `max_length`")
 
 
 class Forked:
@@ -367,7 +351,7 @@ def test_a_file_is_no_folder_of_a_sweep(recipe, capsys):
     assert "is a file" in capsys.readouterr().err
 
 
-def test_pretraining_gives_a_base_its_head(base, tmp_path, capsys):
+def test_pretraining_gives_a_base_its_head(base, tmp_path, capsys, refused):
     """From an encoder without a masked-LM head to a base that infilling accepts; sources are
     listed."""
     hf.BertModel.from_pretrained(base).save_pretrained(tmp_path / "encoder")
@@ -399,8 +383,7 @@ def test_pretraining_gives_a_base_its_head(base, tmp_path, capsys):
     assert not info["missing_keys"]
     assert model.config.pretraining_sources == ["sst", "here"]
     text = ["--text_files", str(tmp_path / "text.jsonl"), "--text_columns", "x"]
-    assert main(["train", "--config", str(config), *text]) == 2
-    assert "none of ['x']" in capsys.readouterr().err
+    refused(["train", "--config", str(config), *text], "none of ['x']")
 
 
 @pytest.mark.slow

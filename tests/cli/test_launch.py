@@ -108,9 +108,7 @@ def test_hf_dp_train_starts_two_processes(recipe):
     "words",
     [
         *commands("cpu_2_processes", **{"RECIPE.yaml": "RECIPE"}),
-        shlex.split(
-            "torchrun --standalone --nproc_per_node 2 recipes/text_classification.py --config RECIPE"
-        ),
+        shlex.split("torchrun --standalone --nproc_per_node 2 recipes/text_classification.py --config RECIPE"),
         # without accelerators these would be two jobs that do not know of each other
         shlex.split(
             "accelerate launch --multi_gpu --num_processes 2 --main_process_port 0 "
@@ -119,7 +117,7 @@ def test_hf_dp_train_starts_two_processes(recipe):
         shlex.split("hf-dp train --accelerate_config cpu_2_processes --config RECIPE"),
     ],
     ids=lambda words: " ".join(words[:4]),
-)
+)  # fmt: skip
 def test_other_launchers_start_the_same_run(words, recipe):
     child = start([str(recipe) if word == "RECIPE" else word for word in words])
     stdout, stderr = child.communicate(timeout=600)
@@ -198,13 +196,9 @@ def test_accelerate_reads_a_configuration_and_starts_what_its_first_line_says(na
     ((launcher, args),) = started
     assert args.training_script == "recipes/text_classification.py"
     expected = {
-        "cpu": (1, 1),
-        "cpu_2_processes": (2, 1),
-        "one_gpu": (1, 1),
-        "ddp_8_gpus": (8, 1),
-        "ddp_2_machines": (16, 2),
-        "fsdp2_8_gpus": (8, 1),
-    }
+        "cpu": (1, 1), "cpu_2_processes": (2, 1), "one_gpu": (1, 1), "ddp_8_gpus": (8, 1),
+        "ddp_2_machines": (16, 2), "fsdp2_8_gpus": (8, 1),
+    }  # fmt: skip
     assert (args.num_processes, args.num_machines) == expected[name]
     assert launcher == ("simple_launcher" if args.num_processes == 1 else "multi_gpu_launcher")
     assert args.use_cpu == name.startswith("cpu") and args.mixed_precision == "no"
@@ -285,22 +279,14 @@ def test_one_process_is_this_one(launched, recipe, monkeypatch):
     ("words", "environment", "message"),
     [
         (["--num_processes", "0"], {}, r"`num_processes` to be a whole number >= 1, got 0"),
-        (
-            ["--num_processes", "2"],
-            {"WORLD_SIZE": "2"},
-            r"`--num_processes` to be left out .*WORLD_SIZE is '2'.*, got '2'",
-        ),
+        (["--num_processes", "2"], {"WORLD_SIZE": "2"}, r"`--num_processes` to be left out .*WORLD_SIZE is '2'.*, got '2'"),
         (["--accelerate_config", "ddp"], {}, r"to be one of \['cpu', .*'one_gpu'\], got 'ddp'"),
         (["--accelerate_config", "no.yaml"], {}, r"one of \['cpu', .*got 'no.yaml'"),
-        (
-            ["--accelerate_config", "RECIPE"],
-            {},
-            r"refuses the configuration 'run.yaml': A `distributed_type`",
-        ),
+        (["--accelerate_config", "RECIPE"], {}, r"refuses the configuration 'run.yaml': A `distributed_type`"),
         (["--task", "masked_lm", "--num_processes", "2"], {}, "'masked_lm' runs in one process"),
         (["--task", "masked_lm"], {"WORLD_SIZE": "2"}, "runs in one process, and a launcher star"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_launched_is_refused(words, environment, message, launched, recipe, monkeypatch, capsys):  # fmt: skip
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -310,11 +296,13 @@ def test_what_cannot_be_launched_is_refused(words, environment, message, launche
 
 
 @pytest.mark.parametrize("command", ["eval", "sweep"])
-def test_commands_of_one_process_refuse_a_launcher(command, recipe, monkeypatch, capsys):
+def test_commands_of_one_process_refuse_a_launcher(command, recipe, monkeypatch, refused):
     monkeypatch.setenv("WORLD_SIZE", "2")
     words = {"eval": [], "sweep": ["--output-dir", "nowhere"]}[command]
-    assert main([command, "--config", str(recipe), *words]) == 2
-    assert f"`hf-dp {command}` runs in one process, and a launcher" in capsys.readouterr().err
+    refused(
+        [command, "--config", str(recipe), *words],
+        f"`hf-dp {command}` runs in one process, and a launcher",
+    )
 
 
 def test_each_run_of_a_sweep_is_divided(recipe, tmp_path, monkeypatch, capsys):

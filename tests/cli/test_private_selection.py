@@ -14,7 +14,6 @@ from hf_dp.accounting import BestOfRandomRuns
 from hf_dp.cards.verify import verify
 from hf_dp.cli import private_selection
 from hf_dp.cli.cells import METRICS, grid
-from hf_dp.cli.main import main
 from hf_dp.cli.private_selection import Search, select
 from hf_dp.errors import ConfigError, InvalidArgumentError
 from hf_dp.statement.record import read
@@ -203,17 +202,11 @@ def recipe_of(folder, **changes):
     for name, rows in files.items():
         datasets.Dataset.from_list(rows).to_csv(folder / f"{name}.csv")
     return {
-        "model_name_or_path": str(folder / "model"),
-        "train_file": str(folder / "train.csv"),
-        "validation_file": str(folder / "held_out.csv"),
-        "class_names": ["bad", "good"],
-        "max_length": 16,
-        "max_steps": 2,
-        "expected_batch_size": 8,
-        "target_epsilon": 8,
-        "use_cpu": True,
-        **changes,
-    }
+        "model_name_or_path": str(folder / "model"), "train_file": str(folder / "train.csv"),
+        "validation_file": str(folder / "held_out.csv"), "class_names": ["bad", "good"],
+        "max_length": 16, "max_steps": 2, "expected_batch_size": 8, "target_epsilon": 8,
+        "use_cpu": True, **changes,
+    }  # fmt: skip
 
 
 def test_what_no_run_could_do_is_refused_before_anything_is_drawn(tmp_path):
@@ -291,9 +284,8 @@ def test_settings_are_drawn_from_the_whole_grid(tmp_path, monkeypatch):
         (["--private-selection", "3", "--score", "accuracy", "--json"], "`--json`"),
     ],
 )
-def test_bad_words(tmp_path, words, said, capsys):
+def test_bad_words(tmp_path, words, said, refused):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("max_steps: 1\n")
     out = str(tmp_path / "out")
-    assert main(["sweep", "--config", str(recipe), "--output-dir", out, *words]) == 2
-    assert said in capsys.readouterr().err
+    refused(["sweep", "--config", str(recipe), "--output-dir", out, *words], said)

@@ -18,19 +18,17 @@ import transformers as hf
 from architectures import (
     ARCHITECTURES,
     EXACT,
-    LABELS,
     Architecture,
     assert_equal,
     assert_exact,
     clipped,
     collate,
-    loop,
     loop_over_losses,
     poison,
     together,
 )
 from forms import FORMS, force
-from models import DEVICES, POSITIONS, VOCABULARY, assert_same_sums, on
+from models import DEVICES, LABELS, POSITIONS, VOCABULARY, assert_same_sums, loop, on
 from torch import nn
 
 from hf_dp.clipping import ClippingEngine
@@ -129,18 +127,12 @@ def _last_owner(model: nn.Module) -> set[nn.Parameter]:
 
 
 SELECTIONS: dict[str, Callable[[nn.Module], set[nn.Parameter]]] = {
-    "no embeddings": lambda model: {
-        p for name, p in model.named_parameters() if not _is_embedding(name)
-    },
-    "only embeddings": lambda model: {
-        p for name, p in model.named_parameters() if _is_embedding(name)
-    },
+    "no embeddings": lambda model: {p for name, p in model.named_parameters() if not _is_embedding(name)},
+    "only embeddings": lambda model: {p for name, p in model.named_parameters() if _is_embedding(name)},
     "only norms": lambda model: _owned_by(model, lambda module: "Norm" in type(module).__name__),
-    "only biases": lambda model: {
-        p for name, p in model.named_parameters() if name.endswith("bias")
-    },
+    "only biases": lambda model: {p for name, p in model.named_parameters() if name.endswith("bias")},
     "only the last layer": _last_owner,
-}
+}  # fmt: skip
 
 
 NO_BIAS = {"mistral", "qwen3_tied", "gemma2", "gemma3", "gemma3_untied", "phi3", "t5"}

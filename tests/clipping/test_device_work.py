@@ -44,27 +44,17 @@ def bert(layers: int) -> nn.Module:
 
 def gpt2(layers: int) -> nn.Module:
     config = hf.GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=64,
-        n_layer=layers,
-        n_head=2,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-        loss_type="ForCausalLM",
-    )
+        vocab_size=VOCABULARY, n_embd=64, n_layer=layers, n_head=2, use_cache=False,
+        bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM",
+    )  # fmt: skip
     return hf.GPT2LMHeadModel(config)
 
 
 def llama(layers: int) -> nn.Module:
     config = hf.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        intermediate_size=256,
-        use_cache=False,
-    )
+        vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=layers, num_attention_heads=2,
+        intermediate_size=256, use_cache=False,
+    )  # fmt: skip
     return hf.LlamaForCausalLM(config)
 
 

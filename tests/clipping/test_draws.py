@@ -65,14 +65,11 @@ def funnel():
 @pytest.mark.parametrize(
     ("build", "said"),
     [
-        (
-            deberta,
-            r"layer.0.attention.self.pos_dropout` draws .*`without_dropout: \[pos_dropout\]`",
-        ),
+        (deberta, r"layer.0.attention.self.pos_dropout` draws .*`without_dropout: \[pos_dropout\]`"),
         (opt, r"`model.decoder` draws .*rand: 1 numbers for 3 examples, 1 for 6.*\[layerdrop\]`"),
         (funnel, "sin_dropout` draws"),
     ],
-)
+)  # fmt: skip
 def test_what_stock_models_share_is_refused_by_name(build, said):
     model, batch = build().train(), texts()
     language = isinstance(model, hf.OPTForCausalLM)

@@ -35,14 +35,10 @@ EXACT = 1e-9
 
 SELECTIONS = {
     "first_layer_only": lambda name: ".0." in name,
-    "layer_norm_bias_only": lambda name: (
-        ("LayerNorm" in name or "ln_" in name) and name.endswith("bias")
-    ),
+    "layer_norm_bias_only": lambda name: ("LayerNorm" in name or "ln_" in name) and name.endswith("bias"),
     "positions_only": lambda name: "position_embeddings" in name or "wpe" in name,
-    "one_linear_weight": lambda name: name.endswith(
-        ("1.output.dense.weight", "1.mlp.c_proj.weight")
-    ),
-}
+    "one_linear_weight": lambda name: name.endswith(("1.output.dense.weight", "1.mlp.c_proj.weight")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
@@ -223,7 +219,7 @@ def test_albert_counts_the_cross_terms_of_its_reused_layer():
 def test_planted_missing_inner_product_is_seen(monkeypatch):
     original = norms.inner_product
     monkeypatch.setattr(norms, "inner_product", lambda a, b: tuple(0 * x for x in original(a, b)))
-    model = models.gpt2(tied=True)
+    model = models.gpt2()
     assert disagreement(model, batch_for(model, SHORT)) > 1e-3
 
 

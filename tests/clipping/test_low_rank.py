@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, assert_equal, clip, collate, together
+from architectures import ARCHITECTURES, assert_equal, collate, together
+from models import clip
 from torch.func import functional_call
 
 from hf_dp.clipping.low_rank import LEFT, RIGHT, Carriers, LowRankEngine

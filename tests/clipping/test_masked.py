@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, INFILLING, assert_equal, clip, collate, single, together
+from architectures import ARCHITECTURES, INFILLING, assert_equal, collate, together
+from models import clip, single
 
 from hf_dp.clipping import masked
 from hf_dp.clipping.clipped_sum import ClippedSum

@@ -15,18 +15,15 @@ import torch
 from architectures import (
     ARCHITECTURES,
     Architecture,
-    Expected,
     assert_equal,
     clipped,
     collate,
-    loop,
     loop_over_losses,
     poison,
-    single,
     together,
     token_mean,
 )
-from models import VOCABULARY, Batch, assert_same_sums
+from models import VOCABULARY, Batch, Expected, assert_same_sums, loop, single
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -103,9 +100,7 @@ EXACT = {
     "prefix tuning, projected": Case(
         "gpt2_tied", peft.PrefixTuningConfig, task_type="CAUSAL_LM", **PREFIX, prefix_projection=True, encoder_hidden_size=6
     ),
-    "Uni-LoRA": Case(
-        "bert", peft.UniLoraConfig, task_type="SEQ_CLS", target_modules=["query", "value"], r=2, theta_d_length=16
-    ),
+    "Uni-LoRA": Case("bert", peft.UniLoraConfig, task_type="SEQ_CLS", target_modules=["query", "value"], r=2, theta_d_length=16),
     "prefix tuning, classifier": Case("gpt2_classifier", peft.PrefixTuningConfig, task_type="SEQ_CLS", **PREFIX),
 }  # fmt: skip
 
@@ -119,17 +114,11 @@ EXACT_OR_REFUSED = {
         Case("bert", lora, **BERT, trainable_token_indices={"word_embeddings": [7, 9]}), "token_adapter|trainable_tokens",
     ),
     "VeRA": (Case("bert", peft.VeraConfig, task_type="SEQ_CLS", target_modules=["query", "value"], r=4), "vera_lambda"),
-    "AdaLoRA": (
-        Case("bert", peft.AdaLoraConfig, task_type="SEQ_CLS", target_modules=["query"], init_r=4, total_step=10), "lora_"
-    ),
+    "AdaLoRA": (Case("bert", peft.AdaLoraConfig, task_type="SEQ_CLS", target_modules=["query"], init_r=4, total_step=10), "lora_"),
     "LoHa": (Case("bert", peft.LoHaConfig, task_type="SEQ_CLS", target_modules=["query"], r=2), "hada_"),
     "LoKr": (Case("bert", peft.LoKrConfig, task_type="SEQ_CLS", target_modules=["query"], r=2), "lokr_"),
-    "OFT": (
-        Case("bert", peft.OFTConfig, task_type="SEQ_CLS", target_modules=["query"], oft_block_size=4), "oft_|OFTRotation"
-    ),
-    "FourierFT": (
-        Case("bert", peft.FourierFTConfig, task_type="SEQ_CLS", target_modules=["query"], n_frequency=5), "fourierft_"
-    ),
+    "OFT": (Case("bert", peft.OFTConfig, task_type="SEQ_CLS", target_modules=["query"], oft_block_size=4), "oft_|OFTRotation"),
+    "FourierFT": (Case("bert", peft.FourierFTConfig, task_type="SEQ_CLS", target_modules=["query"], n_frequency=5), "fourierft_"),
     "p-tuning": (
         Case("bert", peft.PromptEncoderConfig, task_type="SEQ_CLS", **PROMPT, encoder_hidden_size=8), "PromptEncoder|Linear"
     ),

@@ -12,7 +12,8 @@ import models
 import peft
 import pytest
 import torch
-from architectures import ARCHITECTURES, assert_equal, clipped, collate, loop
+from architectures import ARCHITECTURES, assert_equal, clipped, collate
+from models import loop
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 

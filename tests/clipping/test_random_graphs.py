@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import EXACT, assert_equal, clipped, loop
+from architectures import EXACT, assert_equal, clipped
+from models import loop
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 

@@ -44,11 +44,9 @@ COUPLED = {
     "times the tokens of all": lambda m, i: per_example_loss(m, i) * i["attention_mask"].sum(),
     "divided by the padded length": lambda m, i: per_example_loss(m, i) / i["input_ids"].shape[1],
     "centered on the batch": lambda m, i: (lambda x: x - 0.1 * x.mean())(per_example_loss(m, i)),
-    "attention to padding": lambda m, i: per_example_loss(
-        m, {**i, "attention_mask": torch.ones_like(i["input_ids"])}
-    ),
+    "attention to padding": lambda m, i: per_example_loss(m, {**i, "attention_mask": torch.ones_like(i["input_ids"])}),
     "exchanged": lambda m, i: per_example_loss(m, i).flip(0),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", COUPLED)
@@ -94,7 +92,7 @@ def test_a_dropped_inner_product_is_refused(monkeypatch):
     original = norms.inner_product
     monkeypatch.setattr(norms, "inner_product", lambda a, b: tuple(0 * x for x in original(a, b)))
     with pytest.raises(SelfCheckError, match="norm"):
-        check(gpt2(tied=True))
+        check(gpt2())
 
 
 def test_a_wrong_sum_with_right_norms_is_refused(monkeypatch):

@@ -17,18 +17,8 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-from architectures import (
-    ARCHITECTURES,
-    Architecture,
-    Expected,
-    assert_equal,
-    base_of,
-    collate,
-    loop,
-    poison,
-    together,
-)
-from models import Batch, assert_same_sums, on
+from architectures import ARCHITECTURES, Architecture, assert_equal, collate, poison, together
+from models import Batch, Expected, assert_same_sums, base_of, loop, on
 from processes import on_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -648,16 +638,12 @@ def zero_3() -> nn.Module:
         (tensor_parallel_and_sharded, 4, "tensor, sequence, expert or pipeline"),
         (on_some, 4, "over 2 of 4 processes"),
         (on_two_meshes, 4, "different meshes"),
-        (
-            lambda: FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")),
-            2,
-            "FSDP1",
-        ),
+        (lambda: FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")), 2, "FSDP1"),
         (DeepSpeedEngine, 1, "DeepSpeed"),
         (zero_3, 1, "DeepSpeed"),
     ],
     ids=["TP", "TP and FSDP2", "part of the ranks", "two meshes", "FSDP1", "DeepSpeed", "ZeRO-3"],
-)
+)  # fmt: skip
 def test_other_parallelism_is_refused(build, count, says):
     found = message(count, build, enter)
     assert says in found and "fully_shard" in found

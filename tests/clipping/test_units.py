@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, assert_equal, clip, collate, single, together
+from architectures import ARCHITECTURES, assert_equal, collate, together
 from forms import FORMS, force
-from models import gpt2, llama
+from models import clip, gpt2, llama, single
 from torch import nn
 
 from hf_dp.clipping import ClippingEngine, chunked_loss, gradients

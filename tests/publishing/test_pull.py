@@ -50,14 +50,10 @@ def test_what_is_pulled_computes_what_was_pushed(hub, trained, base, tmp_path):
         )
         here[method] = [{row["label"]: row["score"] for row in rows} for rows in classify(TEXTS)]
     environment = {
-        **os.environ,
-        "HF_ENDPOINT": hub.url,
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_HUB_OFFLINE": "0",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "HF_HUB_DISABLE_XET": "1",
+        **os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1",
         "NO_PROXY": "127.0.0.1",
-    }
+    }  # fmt: skip
     del environment["HF_TOKEN"]  # they are public
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(TEXTS), USER],

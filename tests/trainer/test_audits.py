@@ -12,7 +12,7 @@ import pytest
 import tiny
 import torch
 import yaml
-from rewriting import rewrite
+from statements import rewrite
 from transformers import set_seed
 from users import flat
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from rewriting import rewrite
+from statements import rewrite
 
 from hf_dp.accounting import EARLIER
 from hf_dp.errors import InvalidArgumentError, LedgerError

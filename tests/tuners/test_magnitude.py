@@ -7,7 +7,8 @@ import math
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, INFILLING, collate, single, together
+from architectures import ARCHITECTURES, INFILLING, collate, together
+from models import single
 
 from hf_dp.errors import InvalidArgumentError
 from hf_dp.plans.rounding import slack_cap
