@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import tiny
 import torch
 from peft import LoraConfig, get_peft_model
+from scipy import stats
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import (
     DataCollatorForLanguageModeling,
     GPT2Config,
@@ -19,9 +23,13 @@ from transformers import (
 )
 
 from hf_dp.noise import SecretRandomness
+from hf_dp.run.private_run import PrivateRun
 from hf_dp.trainer.trainer import DPTrainer
 
 TOKENS = len(tiny.WORDS) + 4
+PLAIN_STEPS: dict[str, Any] = {
+    "optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "accountant": "rdp",
+}  # fmt: skip
 
 
 class Silent(SecretRandomness):
@@ -38,18 +46,9 @@ def bert() -> Any:
 def gpt2() -> Any:
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=TOKENS,
-        n_positions=24,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        pad_token_id=0,
-        bos_token_id=2,
-        eos_token_id=3,
-    )
+        vocab_size=TOKENS, n_positions=24, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, pad_token_id=0, bos_token_id=2, eos_token_id=3,
+    )  # fmt: skip
     model = GPT2LMHeadModel(config)
     assert model.lm_head.weight is model.transformer.wte.weight
     return model
@@ -58,15 +57,9 @@ def gpt2() -> Any:
 def llama_with_lora() -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=TOKENS,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=24,
-        pad_token_id=0,
-    )
+        vocab_size=TOKENS, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=24, pad_token_id=0,
+    )  # fmt: skip
     adapter = LoraConfig(
         r=2,
         target_modules=["q_proj", "v_proj"],
@@ -94,21 +87,52 @@ def trainer(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **optio
         given["eval_dataset"] = None
     else:  # of one class, so that gradients do not cancel, and float32 has digits to compare
         given["train_dataset"] = tiny.dataset().map(lambda row: {"label": 1})
-    values = {
-        "expected_batch_size": 40,
-        "optim": "sgd",
-        "learning_rate": 1.0,
-        "lr_scheduler_type": "constant",
-        "max_steps": 3,
-        "accountant": "rdp",
-    }
-    made = tiny.trainer(folder, given=given, **{**values, **options})
+    values = {"expected_batch_size": 40, "max_steps": 3, **PLAIN_STEPS}
+    return silenced(tiny.trainer(folder, given=given, **{**values, **options}))
+
+
+def silenced(made: DPTrainer) -> DPTrainer:
     made.run.randomness = Silent(0, made.run.processes.rank)
     return made
 
 
 def weights(made: DPTrainer) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in made.model.named_parameters()}
+
+
+def whole(value: Tensor) -> Tensor:
+    """Of a shard, all of it."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def moved_by_noise(folder: Path, steps: int) -> Tensor:
+    """How far each number of a run moves that is nearly all noise, in its standard deviations."""
+    options = {**PLAIN_STEPS, "noise_multiplier": 100.0, "max_steps": steps}
+    made = tiny.trainer(folder, **options)
+    before = weights(made)
+    made.train()
+    scale = 8 / made.privacy_plan.noise_std / steps**0.5
+    return torch.cat([((before[n] - whole(w)) * scale).flatten() for n, w in weights(made).items()])
+
+
+def assert_standard_normal(moved: Tensor) -> None:
+    values = moved.double().numpy()
+    half = len(values) // 2
+    assert stats.kstest(values, "norm").pvalue > 1e-6
+    assert abs(values.var() - 1) < 5 * (2 / len(values)) ** 0.5
+    assert abs(np.corrcoef(values[:half], values[half : 2 * half])[0, 1]) < 5 / half**0.5
+
+
+def plant_a_unit_that_all_processes_draw(patch: pytest.MonkeyPatch) -> None:
+    share = PrivateRun.share
+
+    def overlapping(self: PrivateRun, sampler: Any) -> Any:
+        mine = share(self, sampler)
+        draw = type(mine).draw
+        patch.setattr(type(mine), "draw", lambda each: sorted({0, *draw(each)}))
+        return mine
+
+    patch.setattr(PrivateRun, "share", overlapping)
 
 
 def trained(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:

@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 from processes import outcomes
-from silence import Silent, weights
+from silence import silenced, weights
 from transformers import set_seed
 
 from hf_dp.run.witnesses import read_run
@@ -22,22 +22,13 @@ FROST = {"unfreeze_ratio": 0.5, "selection_iterations": 1, "selection_sample_rat
 DP_FP = {"privacy_mode": "dp_fp", "dp_fp_variant": "published"}
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "frost": (lambda: FrostConfig(**FROST, task_type="SEQ_CLS"), {}),
-    "frost by 2-norms": (
-        lambda: FrostConfig(**FROST, magnitude="mg", norm_order=2, task_type="SEQ_CLS"),
-        {},
-    ),
+    "frost by 2-norms": (lambda: FrostConfig(**FROST, magnitude="mg", norm_order=2, task_type="SEQ_CLS"), {}),
     "frost twice": (lambda: FrostConfig(**FROST, num_selections=2, task_type="SEQ_CLS"), {}),
-    "param": (
-        lambda: ParamConfig(unfreeze_ratio=0.3, selection_sample_rate=1.0, task_type="SEQ_CLS"),
-        {},
-    ),
+    "param": (lambda: ParamConfig(unfreeze_ratio=0.3, selection_sample_rate=1.0, task_type="SEQ_CLS"), {}),
     "pval": (lambda: PvalConfig(unfreeze_ratio=0.3, task_type="SEQ_CLS"), {}),
-    "dp_fp as published": (
-        None,
-        {**DP_FP, "noise_multiplier": 1.0, "target_epsilon": None, "num_micro_batches": 1},
-    ),
+    "dp_fp as published": (None, {**DP_FP, "noise_multiplier": 1.0, "target_epsilon": None, "num_micro_batches": 1}),
     "private encoder": (None, {**DP_FP, "dp_fp_variant": "private_encoder"}),
-}
+}  # fmt: skip
 QUICK = ("frost by 2-norms", "private encoder")
 
 
@@ -45,21 +36,16 @@ def trained(folder: Path, peft: Any, options: dict[str, Any], **more: Any) -> di
     """The weights after a run that draws every example and has no noise."""
     set_seed(0)
     values = {
-        "expected_batch_size": 40,
-        "per_device_train_batch_size": 8,
-        "optim": "sgd",
-        "lr_scheduler_type": "constant",
-        "max_steps": 2,
-        "target_epsilon": 8.0,
-    }
+        "expected_batch_size": 40, "per_device_train_batch_size": 8, "optim": "sgd",
+        "lr_scheduler_type": "constant", "max_steps": 2, "target_epsilon": 8.0,
+    }  # fmt: skip
     given = {
         "model": tiny.model().double(),
         "peft_config": peft() if peft else None,
         "train_dataset": tiny.dataset().map(lambda row: {"label": 1}),
     }
     made = tiny.trainer(folder, given=given, **{**values, **options, **more})
-    made.run.randomness = Silent(0, made.run.processes.rank)
-    made.train()
+    silenced(made).train()
     return weights(made)
 
 

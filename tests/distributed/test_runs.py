@@ -15,14 +15,14 @@ import silence
 import tiny
 import torch
 from processes import Outcome, outcomes, results
-from silence import MODELS, distance, trained, weights
+from silence import MODELS, assert_standard_normal, distance, moved_by_noise, trained, weights
 from transformers import Trainer, TrainerCallback
 
+from hf_dp.accounting import PoissonSampledGaussian
 from hf_dp.distributed.processes import Processes
 from hf_dp.noise import SecretRandomness
 from hf_dp.run import other_training
 from hf_dp.run.ledger import RunLedger
-from hf_dp.run.private_run import PrivateRun
 from hf_dp.run.witnesses import read_run
 from hf_dp.statement.record import disagreements, read
 
@@ -69,15 +69,7 @@ def test_the_update_does_not_depend_on_the_processes(kind, dtype, way, tmp_path)
 
 def test_planted_example_that_two_processes_draw_is_seen(tmp_path, monkeypatch):
     alone = trained(tmp_path / "alone", "bert", torch.float64)
-    share = PrivateRun.share
-
-    def overlapping(self, sampler):
-        mine = share(self, sampler)
-        draw = type(mine).draw
-        monkeypatch.setattr(type(mine), "draw", lambda each: sorted({0, *draw(each)}))
-        return mine
-
-    monkeypatch.setattr(PrivateRun, "share", overlapping)
+    silence.plant_a_unit_that_all_processes_draw(monkeypatch)
     found = results(2, lambda: trained(tmp_path / "two", "bert", torch.float64))
     assert distance(found[0], alone, "bert") > 1e-3
 
@@ -168,32 +160,42 @@ def test_an_allocation_is_recorded_once_by_all_processes(tmp_path, monkeypatch):
 
 
 def test_the_noise_of_a_run_of_two_processes_is_that_of_one(tmp_path):
-    import numpy as np
-    from scipy import stats
+    first, second = results(2, lambda: moved_by_noise(tmp_path, steps=2))
+    assert torch.equal(first, second)
+    assert_standard_normal(first)
 
+
+# -- the noised loss: the sum of all losses, with one noise, the same for all --
+
+LOSS = {"noised_loss_bound": 0.7, "noised_loss_budget_ratio": 0.2}
+
+
+def losses_of(made) -> list[float]:
+    made.train()
+    return [row["noised_loss"] for row in made.state.log_history if "noised_loss" in row]
+
+
+def test_a_run_of_two_processes_logs_what_one_logs(tmp_path):
+    def losses(name: str, **options):
+        return losses_of(
+            silence.trainer(tmp_path / name, "bert", torch.float64, max_steps=2, **LOSS, **options)
+        )  # every row in each step, no noise
+
+    alone = losses("one", per_device_train_batch_size=40)
+    assert len(alone) == 2 and alone[0] > 0
+    for found in results(2, lambda: losses("two")):
+        assert found == pytest.approx(alone, rel=1e-9)
+
+
+def test_two_processes_log_the_same_noised_numbers(tmp_path):
     def train():
-        made = tiny.trainer(
-            tmp_path,
-            noise_multiplier=100.0,  # what moves the weights is noise
-            optim="sgd",
-            learning_rate=1.0,
-            lr_scheduler_type="constant",
-            max_steps=2,
-            accountant="rdp",
-        )
-        before = weights(made)
-        made.train()
-        scale = 8 / made.privacy_plan.noise_std / 2**0.5
-        moved = [(before[n] - after) * scale for n, after in weights(made).items()]
-        return torch.cat([each.flatten() for each in moved])
+        return losses_of(tiny.trainer(tmp_path, accountant="rdp", max_steps=2, **LOSS))
 
     first, second = results(2, train)
-    assert torch.equal(first, second)
-    values = first.double().numpy()
-    half = len(values) // 2
-    assert stats.kstest(values, "norm").pvalue > 1e-6
-    assert abs(values.var() - 1) < 5 * (2 / len(values)) ** 0.5
-    assert abs(np.corrcoef(values[:half], values[half : 2 * half])[0, 1]) < 5 / half**0.5
+    assert first == second and len(set(first)) == 2
+    record = read(tmp_path)
+    assert record.ledger.events == (PoissonSampledGaussian(1.0, 0.2, 2, beside={"loss": 2.0}),)
+    assert disagreements(record) == []
 
 
 # -- one ledger, one card --
@@ -317,24 +319,12 @@ def test_processes_whose_ledgers_differ_stop(tmp_path):
 # -- what is refused at the start --
 
 DIFFERENCES = {
-    "arguments": (
-        lambda rank: {"learning_rate": 1e-2 * (rank + 1)},
-        "the argument `learning_rate`",
-    ),
-    "plan": (
-        lambda rank: {"noise_multiplier": 1.0 + rank},
-        "the privacy plan's `mechanism`|the privacy plan's `noise_multiplier`",
-    ),
+    "arguments": (lambda rank: {"learning_rate": 1e-2 * (rank + 1)}, "the argument `learning_rate`"),
+    "plan": (lambda rank: {"noise_multiplier": 1.0 + rank}, "the privacy plan's `mechanism`|the privacy plan's `noise_multiplier`"),
     "data": (lambda rank: {"given": {"train_dataset": _rows(rank)}}, "the rows of train_dataset"),
-    "size": (
-        lambda rank: {"given": {"train_dataset": tiny.dataset(40 + rank)}},
-        "num_examples",
-    ),
-    "model": (
-        lambda rank: {"given": {"model": tiny.model(num_labels=2 + rank)}},
-        "the parameters of the model",
-    ),
-}
+    "size": (lambda rank: {"given": {"train_dataset": tiny.dataset(40 + rank)}}, "num_examples"),
+    "model": (lambda rank: {"given": {"model": tiny.model(num_labels=2 + rank)}}, "the parameters of the model"),
+}  # fmt: skip
 
 
 def _rows(rank: int):

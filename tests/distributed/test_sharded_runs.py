@@ -16,7 +16,7 @@ import tiny
 import torch
 from processes import on_processes, where_accelerate_shards
 from safetensors.torch import load_file
-from silence import Silent, distance, weights
+from silence import Silent, assert_standard_normal, distance, moved_by_noise, weights, whole
 from torch.distributed.fsdp import fully_shard
 from transformers import DataCollatorWithPadding
 
@@ -52,12 +52,8 @@ def trained(folder: Path, kind: str, dtype: torch.dtype, resume: bool = False, *
     made = silence.trainer(folder, kind, dtype, **{**values, **options})
     made.train(resume_from_checkpoint=resume or None)
     made.save_model()
-    whole = {name: _whole(value) for name, value in weights(made).items()}
-    return whole, {type(p.data).__name__ for p in made.model.parameters()}
-
-
-def _whole(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+    found = {name: whole(value) for name, value in weights(made).items()}
+    return found, {type(p.data).__name__ for p in made.model.parameters()}
 
 
 QUICK = ("gpt2", torch.float64, 2, 2, "SHARDED_STATE_DICT")
@@ -79,8 +75,8 @@ def test_a_sharded_run_is_that_of_one_process_and_goes_on(
     alone, _ = trained(one, kind, dtype)
     found = sharded(count, kind, lambda: trained(two, kind, dtype), state_dict)
     near = 1e-9 if dtype == torch.float64 else 1e-4
-    for whole, types in found:
-        assert types == {"DTensor"} and distance(whole, alone, kind) < near
+    for each, types in found:
+        assert types == {"DTensor"} and distance(each, alone, kind) < near
     assert read_run(one).ledger.to_list() == read_run(two).ledger.to_list()
     assert disagreements(read(two)) == []
     assert published(two) == published(one)
@@ -90,7 +86,7 @@ def test_a_sharded_run_is_that_of_one_process_and_goes_on(
         torch.testing.assert_close(value, same[name], rtol=1e-4, atol=1e-6)
     shutil.rmtree(two / "checkpoint-2")
     again = sharded(later, kind, lambda: trained(two, kind, dtype, resume=True), state_dict)
-    assert all(distance(whole, alone, kind) < near for whole, _ in again)
+    assert all(distance(each, alone, kind) < near for each, _ in again)
     assert read_run(two).ledger.steps() == 3  # one step was made twice, and both count
 
 
@@ -132,7 +128,7 @@ def looped(folder: Path, shards: bool, batch: int = 40) -> dict[str, torch.Tenso
         losses.append(mechanism.noised["noised_loss"].reshape(1))
         optimizer.step()
         optimizer.zero_grad()
-    found = {name: _whole(p.detach()).clone() for name, p in model.named_parameters()}
+    found = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
     return {**found, "losses": torch.cat(losses)}
 
 
@@ -152,32 +148,9 @@ def test_processes_without_examples_make_the_same_forwards(tmp_path):
 
 
 def test_the_noise_of_shards_is_that_of_one_process(tmp_path):
-    import numpy as np
-    from scipy import stats
-
-    def train():
-        made = tiny.trainer(
-            tmp_path,
-            noise_multiplier=100.0,  # what moves the weights is noise
-            optim="sgd",
-            learning_rate=1.0,
-            lr_scheduler_type="constant",
-            max_steps=1,
-            accountant="rdp",
-        )
-        before = weights(made)
-        made.train()
-        scale = 8 / made.privacy_plan.noise_std
-        after = {name: _whole(value) for name, value in weights(made).items()}
-        return torch.cat([((before[n] - after[n]) * scale).flatten() for n in after])
-
-    first, second = sharded(2, "bert", train)
+    first, second = sharded(2, "bert", lambda: moved_by_noise(tmp_path, steps=1))
     assert torch.equal(first, second)
-    values = first.double().numpy()
-    half = len(values) // 2
-    assert stats.kstest(values, "norm").pvalue > 1e-6
-    assert abs(values.var() - 1) < 5 * (2 / len(values)) ** 0.5
-    assert abs(np.corrcoef(values[:half], values[half : 2 * half])[0, 1]) < 5 / half**0.5
+    assert_standard_normal(first)
 
 
 REFUSED = {
@@ -222,7 +195,7 @@ def test_frost_selects_before_the_model_is_sharded(tmp_path):
         )
         made.train()
         made.save_model()
-        return {name: _whole(value) for name, value in weights(made).items()}
+        return {name: whole(value) for name, value in weights(made).items()}
 
     first, second = sharded(2, "bert", train)
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -234,7 +207,7 @@ def test_bf16_with_float32_master_weights(tmp_path):
         made = tiny.trainer(tmp_path, bf16=True, max_steps=1, accountant="rdp")
         made.train()
         assert {p.dtype for p in made.model.parameters()} == {torch.float32}
-        return {name: _whole(value) for name, value in weights(made).items()}
+        return {name: whole(value) for name, value in weights(made).items()}
 
     first, second = sharded(2, "bert", train)
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -157,13 +157,9 @@ def counted(way: str, folder: Any) -> tuple[Traffic, dict[str, int], dict[str, i
     every = [p.numel() for p in plain.parameters()]
     scattered = [p.numel() for p in reduced_each_batch(list(plain.parameters()))]
     sizes = {
-        "trained": sum(every),
-        "outer": sum(every) - inside,
-        "layers": len(layers),
-        "largest": max(every),
-        "scattered": sum(scattered),
-        "parameters": len(scattered),
-    }
+        "trained": sum(every), "outer": sum(every) - inside, "layers": len(layers),
+        "largest": max(every), "scattered": sum(scattered), "parameters": len(scattered),
+    }  # fmt: skip
     if way == "fsdp2":
         for part in (*layers, plain):
             fully_shard(part)

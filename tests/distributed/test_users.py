@@ -6,10 +6,9 @@ import tiny
 import torch
 import users
 from processes import results
-from silence import Silent, distance, weights
+from silence import PLAIN_STEPS, distance, plant_a_unit_that_all_processes_draw, silenced, weights
 
 from hf_dp.errors import InvalidArgumentError
-from hf_dp.run.private_run import PrivateRun
 from hf_dp.statement.record import disagreements, read
 
 COUNT = len(set(users.owners()))
@@ -22,15 +21,11 @@ def trained(folder, **options):
         folder,
         given={"model": tiny.model().double(), "train_dataset": labeled},
         expected_batch_size=COUNT,
-        optim="sgd",
-        learning_rate=1.0,
-        lr_scheduler_type="constant",
         max_steps=2,
-        accountant="rdp",
+        **PLAIN_STEPS,
         **options,
     )
-    made.run.randomness = Silent(0, made.run.processes.rank)
-    made.train()
+    silenced(made).train()
     return weights(made)
 
 
@@ -68,14 +63,6 @@ def test_no_process_counts_a_run_of_other_users(tmp_path):
 
 def test_planted_user_that_two_processes_draw_is_seen(tmp_path, monkeypatch):
     alone = trained(tmp_path / "alone")
-    share = PrivateRun.share
-
-    def overlapping(self, sampler):
-        mine = share(self, sampler)
-        draw = type(mine).draw
-        monkeypatch.setattr(type(mine), "draw", lambda each: sorted({0, *draw(each)}))
-        return mine
-
-    monkeypatch.setattr(PrivateRun, "share", overlapping)
+    plant_a_unit_that_all_processes_draw(monkeypatch)
     found = results(2, lambda: trained(tmp_path / "two"))
     assert distance(found[0], alone, "bert") > 1e-3
