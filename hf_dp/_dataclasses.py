@@ -5,38 +5,11 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from hf_dp.errors import ConfigError, HfDpError, LedgerError
 
 T = TypeVar("T")
-
-
-def checked_fields(cls: type[Any], values: Any, error: type[HfDpError]) -> dict[str, Any]:
-    """Return ``values`` as keyword arguments of a dataclass.
-
-    Args: error: what to raise for unknown or missing fields, which it names.
-    """
-    known = [item.name for item in dataclasses.fields(cls)]
-    given = dict(values) if isinstance(values, Mapping) else {}
-    unknown, missing = sorted(set(given) - set(known)), sorted(set(known) - set(given))
-    if unknown or missing:
-        raise error(
-            f"{cls.__name__} cannot be read: it lacks or adds fields (unknown {unknown}, missing "
-            f"{missing}). It was edited, or written by another version of hf_dp."
-        )
-    return given
-
-
-def from_plain(cls: type[T], values: object) -> T:
-    """Make a dataclass of evidence from the plain data of all its fields.
-
-    Raises: LedgerError for unknown, missing or bad fields.
-    """
-    try:
-        return cls(**checked_fields(cls, values, LedgerError))
-    except (TypeError, ValueError) as error:
-        raise LedgerError(f"{cls.__name__} cannot be read: {error}") from error
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
@@ -81,30 +54,67 @@ def plain(value: Any) -> Any:
     return {"name": value.name, **own} if isinstance(value, Named) else own
 
 
-def read(cls: type[T], values: object) -> T:
-    """Read back what :func:`plain` wrote of a ``cls``.
+def read(cls: type[T], values: object, error: type[HfDpError] = ConfigError) -> T:
+    """Read back what :func:`plain` wrote of a ``cls``; what is one already stays.
 
-    Raises: ConfigError for an unknown name, or fields that the class does not have; and what the
-        class raises for a value that could not have been written.
+    Args: error: what to raise for an unknown name, or for unknown or missing fields.
+
+    Raises: also what the class raises for a value that could not have been written.
     """
+    if isinstance(values, cls):
+        return values
     given = dict(values) if isinstance(values, Mapping) else {}
     if issubclass(cls, Named):
         name = given.pop("name", None)
         if not isinstance(name, str) or name not in cls.known:
-            raise ConfigError(
+            raise error(
                 f"Expected the name of a {cls.__name__} to be one of {sorted(cls.known)}, got "
                 f"{name!r}. Import the module that registers it."
             )
         cls = cls.known[name]
-    given = checked_fields(cls, given, ConfigError)
+    found: type[Any] = cls
+    known = {item.name for item in dataclasses.fields(found)}
+    unknown, missing = sorted(given.keys() - known), sorted(known - given.keys())
+    if unknown or missing:
+        raise error(
+            f"{cls.__name__} cannot be read: it lacks or adds fields (unknown {unknown}, missing "
+            f"{missing}). It was edited, or written by another version of hf_dp."
+        )
     types = typing.get_type_hints(cls)
-    for name, value in given.items():
-        kinds = typing.get_args(types[name]) or (types[name],)
-        inner = [kind for kind in kinds if dataclasses.is_dataclass(kind) or _is_named(kind)]
-        if inner and not (value is None and type(None) in kinds):
-            given[name] = read(inner[0], value)
-    return cls(**given)
+    return cls(**{name: _read_field(types[name], value, error) for name, value in given.items()})
 
 
-def _is_named(kind: object) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Named)
+def _read_field(kind: Any, value: Any, error: type[HfDpError]) -> Any:
+    """Return the value of a field of this type, whose dataclasses are read, too."""
+    kinds = typing.get_args(kind) or (kind,)
+    inner = [
+        each
+        for each in kinds
+        if dataclasses.is_dataclass(each) or (isinstance(each, type) and issubclass(each, Named))
+    ]
+    if not inner or (value is None and type(None) in kinds):
+        return value
+    if typing.get_origin(kind) is not tuple:
+        return read(inner[0], value, error)
+    several = isinstance(value, (list, tuple))
+    return tuple(read(inner[0], each, error) for each in value) if several else value
+
+
+class Kept:
+    """Base of dataclasses that are kept with a run as the plain data of all their fields."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, JSON-ready; :meth:`from_dict` reads it back."""
+        values: dict[str, Any] = plain(self)
+        return values
+
+    @classmethod
+    def from_dict(cls, values: object) -> Self:
+        """Read back what :meth:`to_dict` wrote.
+
+        Raises: LedgerError for unknown, missing or bad fields.
+        """
+        try:
+            return read(cls, values, LedgerError)
+        except (TypeError, ValueError) as error:
+            raise LedgerError(f"{cls.__name__} cannot be read: {error}") from error

@@ -39,7 +39,10 @@ def table() -> str:
         assert record.card is not None
         statement = record.restated()
         details = CardDetails.from_dict(record.card)
-        epsilons = {row.accountant: epsilon_text(row.epsilon) for row in statement.epsilons}
+        epsilons = {
+            row.accountant: epsilon_text(row.epsilon and row.epsilon.value)
+            for row in statement.epsilons
+        }
         claimed = [epsilons[name] if statement.proven else "none" for name in ("pld", "rdp", "prv")]
         name = folder.relative_to(CARDS).as_posix()
         score = _accuracy(details)

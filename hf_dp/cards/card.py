@@ -14,6 +14,7 @@ from importlib import resources
 from jinja2 import Environment, StrictUndefined, Template
 
 from hf_dp.accounting import LOSS, SUM, VECTORS
+from hf_dp.accounting.accountants import Answer
 from hf_dp.cards.details import BASE_MODEL, REPOSITORY, CardDetails
 from hf_dp.cards.escaping import markdown, public_name
 from hf_dp.cards.metadata import FRONT_MATTER, card_data
@@ -21,7 +22,7 @@ from hf_dp.cards.plain_words import in_short
 from hf_dp.errors import InvalidArgumentError
 from hf_dp.statement.facts import EVALUATION_ON_TRAINING_ROWS
 from hf_dp.statement.provenance import seen_in_pretraining
-from hf_dp.statement.results import AccountantResult, delta_text, epsilon_text
+from hf_dp.statement.results import delta_text, epsilon_text, point_estimate
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.statement.unnoised import UNNOISED
 from hf_dp.statement.wording import STATUSES
@@ -126,15 +127,15 @@ def _refuse_unnoised(details: CardDetails, released: tuple[str, ...]) -> None:
             )
 
 
-def _accountant_row(row: AccountantResult, statement: PrivacyStatement) -> tuple[str, str, str]:
-    if row.epsilon is None:
+def _accountant_row(row: Answer, statement: PrivacyStatement) -> tuple[str, str, str]:
+    found = row.epsilon
+    if found is None:
         return markdown(row.accountant), "-", markdown(row.note)
-    kind = _KINDS.get(row.kind or "", "")
+    kind = _KINDS.get(found.kind, "")
     if statement.proven and row.accountant == statement.accountant:
         kind += ": **the epsilon of this card**"
-    if row.estimate is not None:
-        kind += f" (point estimate {epsilon_text(row.estimate)})"
-    return markdown(row.accountant), epsilon_text(row.epsilon), kind
+    kind += point_estimate(found)
+    return markdown(row.accountant), epsilon_text(found.value), kind
 
 
 def _rows(values: Mapping[str, object]) -> list[tuple[str, str]]:

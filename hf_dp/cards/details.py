@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from hf_dp._dataclasses import from_plain, plain
+from hf_dp._dataclasses import Kept
 from hf_dp._validate import invalid
 from hf_dp.cards.escaping import is_repository, public_name, source_name
 from hf_dp.errors import InvalidArgumentError
@@ -19,7 +19,7 @@ BASE_MODEL = "@base_model@"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CardDetails:
+class CardDetails(Kept):
     """What a card says that does not follow from the statement.
 
     Args:
@@ -112,15 +112,6 @@ class CardDetails:
         """
         _refuse_unknown(given)
         return replace(self, **given, given=tuple(dict.fromkeys((*self.given, *given))))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data, JSON-ready; :meth:`from_dict` reads it back."""
-        return plain(asdict(self))
-
-    @classmethod
-    def from_dict(cls, values: object) -> CardDetails:
-        """Read back what :meth:`to_dict` wrote. Raises: LedgerError."""
-        return from_plain(cls, values)
 
 
 def _refuse_unknown(names: Iterable[str]) -> None:

@@ -20,7 +20,7 @@ from hf_dp.cards.verify import CARD, FAILED, checks_of_evidence, file_digests, i
 from hf_dp.errors import LedgerError
 from hf_dp.statement.digests import Beside, digest_of_text
 from hf_dp.statement.durable import replace_file
-from hf_dp.statement.record import FILE_NAME, read, text_of, to_record
+from hf_dp.statement.record import FILE_NAME, read, text_of
 from hf_dp.statement.statement import PrivacyStatement
 
 
@@ -42,7 +42,8 @@ def write_card(
 
 
 def _beside(card: str, details: CardDetails, files: Mapping[str, str]) -> Beside:
-    return Beside(details.to_dict(), digest_of_text(privacy_head(card) or ""), files)
+    section = digest_of_text(privacy_head(card) or "")
+    return Beside(card=details.to_dict(), privacy_section=section, files=files)
 
 
 def card_files(
@@ -93,13 +94,5 @@ def card_files(
         for name, content in (replaced or {}).items()
         if name in files
     }
-    document = to_record(
-        record.plan,
-        record.ledger,
-        run_id=record.run_id,
-        weaknesses=record.weaknesses,
-        statement=statement,
-        beside=_beside(text, details, files),
-        head=record.head,
-    )
-    return {CARD: text.encode(), FILE_NAME: text_of(document).encode()}
+    document = record.stating(statement, _beside(text, details, files))
+    return {CARD: text.encode(), FILE_NAME: text_of(document.to_dict()).encode()}

@@ -127,7 +127,7 @@ def checks_of_evidence(record: PrivacyRecord, folder: Path) -> Iterator[Check]:
         yield Check(about, FAILED, problem)
     if not problems:
         rows = record.restated().epsilons
-        found = [f"{row.epsilon} by {row.accountant}" for row in rows if row.epsilon is not None]
+        found = [f"{row.epsilon.value} by {row.accountant}" for row in rows if row.epsilon]
         words = f"recomputed from the ledger: {', '.join(found)}" if found else "none is claimed"
         yield Check(about, OK, words)
     own = read_own(folder)  # where it is here, in the run's own folder

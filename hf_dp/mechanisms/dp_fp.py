@@ -80,16 +80,10 @@ class Published(Mechanism):
 class Frozen(Mechanism):
     """Trains the last layer on noisy vectors, with everything below the noise frozen.
 
-    What trains is a function of released vectors, so post-processing covers it. There are two ways
-    to release them.
-
-    ``once``: the representation of each example is released one time with Gaussian noise. Under
-    zero-out a vector moves by at most C, so this is the Gaussian mechanism with ``mu = C / sigma``.
-    Nothing composes, whatever is trained on the vectors.
-
-    ``fresh``: a new noisy vector is released each time the example is drawn. The example takes part
-    in k of T M draws, and everyone can see which. So ``delta(epsilon) = sum_k Binomial(k; T M, p)
-    delta_Gauss(epsilon; sqrt(k) C / sigma)``.
+    What trains is a function of released vectors, so post-processing covers it. ``once``: a vector
+    of each example is released one time (:class:`hf_dp.accounting.RecordRelease`), and nothing
+    composes. ``fresh``: a new one each time the example is drawn
+    (:class:`hf_dp.accounting.SampledRecordRelease`).
 
     The encoder does not change, so representations are computed once, in the precision of the
     weights. They stay in memory and never leave it without noise.
@@ -203,11 +197,8 @@ class Frozen(Mechanism):
 class PrivateEncoder(DpSgd):
     """DP-SGD below the noise, and an ordinary gradient from released vectors above it.
 
-    Each step releases a noisy sum of clipped encoder gradients, and noisy vectors from which the
-    last layer's gradient follows. Vectors show which examples were drawn. The sum therefore counts
-    as that of a secret Poisson sample only if the vectors come from an independent draw of their
-    own (``separate``). With one draw for both (``shared``), sum and vector of a drawn example are
-    one Gaussian mechanism, and that the example was drawn is visible.
+    Why gradients and vectors have independent draws, or are accounted as visible, stands with
+    :class:`hf_dp.accounting.SumAndRows`.
     """
 
     plan_type = PrivateEncoderPlan

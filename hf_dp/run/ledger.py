@@ -36,7 +36,7 @@ from hf_dp.run.witnesses import refuse_foreign, refuse_leftovers, whole_ledger
 from hf_dp.statement.digests import Beside, Head
 from hf_dp.statement.durable import replace_file
 from hf_dp.statement.facts import EarlierRun, Flags, Weaknesses
-from hf_dp.statement.record import to_record, write
+from hf_dp.statement.record import PrivacyRecord, write
 from hf_dp.statement.statement import PrivacyStatement
 
 # What the plan calls it -> what DPTrainer's user calls it; most telling first.
@@ -273,17 +273,10 @@ class RunLedger:
         if not self.processes.is_main:
             return
         self.note()
-        record = to_record(
-            self.plan,
-            self.ledger,
-            run_id=self.run_id,
-            weaknesses=self.weaknesses,
-            statement=statement,
-            beside=beside or Beside(),
-            head=self.head if self.head.lines else None,
-        )
+        head = self.head if self.head.lines else None
+        record = PrivacyRecord(self.plan, self.ledger, self.run_id, self.weaknesses, head=head)
         with self._named_errors(Path(folder)):
-            write(folder, record)
+            write(folder, record.stating(statement, beside or Beside()).to_dict())
 
     def go_with(self, folder: str | os.PathLike[str]) -> None:
         """Put the head into the weights in ``folder``, and a copy of the ledger beside them.

@@ -10,15 +10,15 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_dp._dataclasses import from_plain
+from hf_dp._dataclasses import Kept
 from hf_dp.errors import LedgerError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Beside:
     """What lies beside a ``privacy.json``.
 
@@ -35,7 +35,7 @@ class Beside:
 
 
 @dataclass(frozen=True)
-class Head:
+class Head(Kept):
     """How far the ledger of a run has come.
 
     Args:
@@ -57,15 +57,6 @@ class Head:
             raise LedgerError(f"Expected a number of lines, got {self!r}.")
         if not (is_digest(self.digest) if self.lines else self.digest == ""):
             raise LedgerError(f"Expected the SHA-256 of line {self.lines}, got {self.digest!r}.")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data, JSON-ready; :meth:`from_dict` reads it back."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: object) -> Head:
-        """Read back what :meth:`to_dict` wrote. Raises: LedgerError."""
-        return from_plain(cls, values)
 
 
 def is_digest(value: object) -> bool:

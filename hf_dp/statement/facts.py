@@ -7,11 +7,11 @@ What is lost cannot be taken back, so weaknesses only add up: over the resumes o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from hf_dp import _validate
-from hf_dp._dataclasses import from_plain, plain
+from hf_dp._dataclasses import Kept
 from hf_dp.accounting import EARLIER, Ledger
 from hf_dp.errors import LedgerError
 from hf_dp.plans.units import RELATIONS, UNITS, weakest_relation, weakest_unit
@@ -23,7 +23,7 @@ EVALUATION_ON_TRAINING_ROWS = "evaluation_on_training_rows"  # a name among thos
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags:
+class Flags(Kept):
     """What weakens the claim of one run.
 
     Args:
@@ -84,15 +84,6 @@ class Flags:
         """Return whether ``other`` adds no weakness."""
         return self.merged(other) == self
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data, JSON-ready; :meth:`from_dict` reads it back."""
-        return plain(asdict(self))
-
-    @classmethod
-    def from_dict(cls, values: object) -> Self:
-        """Read back what :meth:`to_dict` wrote. Raises: LedgerError."""
-        return from_plain(cls, values)
-
 
 @dataclass(frozen=True)
 class EarlierRun(Flags):
@@ -152,14 +143,6 @@ class Weaknesses(Flags):
         both = super().merged(other)
         return replace(both, earlier=(*self.earlier, *getattr(other, "earlier", ())))
 
-    @classmethod
-    def from_dict(cls, values: object) -> Self:
-        """Read back what :meth:`to_dict` wrote. Raises: LedgerError."""
-        given = dict(values) if isinstance(values, Mapping) else {}
-        if isinstance(given.get("earlier"), list):
-            given["earlier"] = [EarlierRun.from_dict(run) for run in given["earlier"]]
-        return from_plain(cls, given)
-
     @property
     def everywhere(self) -> tuple[Flags, ...]:
         """The run itself and its earlier runs."""
@@ -191,9 +174,7 @@ class RunFacts(Weaknesses):
     def of(cls, weaknesses: Weaknesses, values: object) -> RunFacts:
         """Read back what :meth:`made` wrote. Raises: LedgerError."""
         given = dict(values) if isinstance(values, Mapping) else {}
-        if given.get("audit") is not None:
-            given["audit"] = from_plain(AuditResult, given["audit"])
-        return from_plain(cls, {**given, **vars(weaknesses)})
+        return cls.from_dict({**given, **vars(weaknesses)})
 
     def made(self) -> dict[str, Any]:
         """Return how the run was made, without what weakens its claim, as plain data."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,6 @@ _KEYS = (
     "schema_version", "hf_dp_version", "plan", "ledger", "ledger_head", "facts", "statement",
     "card", "privacy_section", "files", "digest",
 )  # fmt: skip
-_NOTHING = Weaknesses()
-_ALONE = Beside()
 RESTORE = (
     "Save the model again with trainer.save_model(), or restore a backup that is not older. "
     "`hf-dp account ledger OUTPUT_DIR` shows what the run released, from its own ledger."
@@ -52,8 +50,8 @@ class DamagedRecordError(LedgerError):
 
 
 @dataclass(frozen=True)
-class PrivacyRecord:
-    """What :func:`read` found.
+class PrivacyRecord(Beside):
+    """What a ``privacy.json`` holds, with what lies beside it.
 
     Attributes:
         plan, ledger: those of the run.
@@ -62,22 +60,16 @@ class PrivacyRecord:
         facts: these, and how the run was made; None where nothing is stated yet.
         statement: what the run claims, as :meth:`PrivacyStatement.to_dict` wrote it; None likewise.
         written_by: the version of hf_dp with which it was written.
-        card: what the model card says that does not follow from the statement, as plain data; None
-            without a card.
-        privacy_section, files: digests, as in :class:`~hf_dp.statement.digests.Beside`.
         head: how far the run's own ledger had come; None where it had no line.
     """
 
     plan: PrivacyPlan
     ledger: Ledger
     run_id: str
-    weaknesses: Weaknesses
+    weaknesses: Weaknesses = Weaknesses()
     facts: RunFacts | None = None
     statement: dict[str, Any] | None = None
     written_by: str = __version__
-    card: dict[str, Any] | None = None
-    privacy_section: str | None = None
-    files: Mapping[str, str] = field(default_factory=dict)
     head: Head | None = None
 
     @property
@@ -89,6 +81,30 @@ class PrivacyRecord:
     def insecure_seed(self) -> bool:
         """Whether the randomness of this run, or of one of its earlier runs, can be reproduced."""
         return any(run.insecure_seed for run in self.weaknesses.everywhere)
+
+    def stating(self, statement: PrivacyStatement, beside: Beside) -> PrivacyRecord:
+        """Return it with what the run claims, and with what then lies beside it."""
+        said = plain(statement.to_dict())
+        return replace(self, facts=statement.facts, statement=said, **vars(beside))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content of ``privacy.json``, JSON-ready, as this version writes it.
+
+        It holds no realized batch sizes, no seeds and no paths.
+        """
+        document = {
+            "schema_version": SCHEMA_VERSION,
+            "hf_dp_version": __version__,
+            "plan": {**self.plan.to_dict(), "run_id": self.run_id, **self.weaknesses.to_dict()},
+            "ledger": self.ledger.to_list(),
+            "ledger_head": None if self.head is None else self.head.to_dict(),
+            "facts": None if self.facts is None else self.facts.made(),
+            "statement": self.statement,
+            "card": plain(self.card),
+            "privacy_section": self.privacy_section,
+            "files": dict(self.files),
+        }
+        return {**document, "digest": digest_of(document)}
 
     def restated(self) -> PrivacyStatement:
         """Compute the statement from plan, ledger and facts. Raises: LedgerError without facts."""
@@ -123,35 +139,6 @@ def earlier_runs(record: PrivacyRecord) -> tuple[EarlierRun, ...]:
     return each_once((*record.weaknesses.earlier, this))
 
 
-def to_record(
-    plan: PrivacyPlan,
-    ledger: Ledger,
-    *,
-    run_id: str,
-    weaknesses: Weaknesses = _NOTHING,
-    statement: PrivacyStatement | None = None,
-    beside: Beside = _ALONE,
-    head: Head | None = None,
-) -> dict[str, Any]:
-    """Return the content of ``privacy.json``, JSON-ready.
-
-    It holds no realized batch sizes, no seeds and no paths.
-    """
-    document = {
-        "schema_version": SCHEMA_VERSION,
-        "hf_dp_version": __version__,
-        "plan": {**plan.to_dict(), "run_id": run_id, **weaknesses.to_dict()},
-        "ledger": ledger.to_list(),
-        "ledger_head": None if head is None else head.to_dict(),
-        "facts": None if statement is None else statement.facts.made(),
-        "statement": None if statement is None else plain(statement.to_dict()),
-        "card": None if beside.card is None else plain(beside.card),
-        "privacy_section": beside.privacy_section,
-        "files": dict(beside.files),
-    }
-    return {**document, "digest": digest_of(document)}
-
-
 def text_of(document: Mapping[str, object]) -> str:
     """Return the text of a ``privacy.json``."""
     return json.dumps(dict(document), indent=2, allow_nan=False) + "\n"
@@ -164,7 +151,7 @@ def write(path_or_dir: str | os.PathLike[str], record: Mapping[str, object]) -> 
 
     Args:
         path_or_dir: a folder (made if absent) or a path that ends in ".json".
-        record: made by :func:`to_record`.
+        record: made by :meth:`PrivacyRecord.to_dict`.
 
     Raises:
         LedgerError: the file there is of another run, holds steps that ``record`` lacks, or
@@ -273,8 +260,8 @@ def _parts(data: Mapping[str, Any]) -> PrivacyRecord:
     ):
         raise LedgerError("expected digests of the card's section and of files by name.")
     return PrivacyRecord(
-        plan, ledger, run_id, weaknesses, facts, statement, str(data["hf_dp_version"]),
-        data["card"], section, files, head,
+        plan, ledger, run_id, weaknesses, facts, statement, str(data["hf_dp_version"]), head,
+        card=data["card"], privacy_section=section, files=files,
     )  # fmt: skip
 
 

@@ -4,34 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from decimal import ROUND_CEILING, Decimal
 
-from hf_dp.accounting import BOUNDS, Ledger, round_up
+from hf_dp.accounting import BOUNDS, Epsilon, Ledger, round_up
 from hf_dp.accounting.accountants import Answer, compare
 from hf_dp.errors import AccountingRangeError
 
 EPSILON_DIGITS = 3  # decimals of a printed epsilon
 DELTA_DIGITS = 4  # significant digits of a printed delta
-
-
-@dataclass(frozen=True)
-class AccountantResult:
-    """What one accountant says about the run.
-
-    Args:
-        accountant: "pld", "rdp", "prv" or "gdp_clt".
-        epsilon: rounded up to three decimals, or None; ``note`` then says why.
-        kind: "bound" or "estimate" (which may be below the true epsilon); None without an epsilon.
-        estimate: a point estimate beside the bound (prv), rounded up to three decimals, else None.
-        note: why there is no epsilon, else empty.
-    """
-
-    accountant: str
-    epsilon: float | None
-    kind: str | None
-    estimate: float | None = None
-    note: str = ""
 
 
 def epsilon_text(epsilon: float | None) -> str:
@@ -53,55 +34,57 @@ def delta_text(delta: float) -> str:
     return f"{float(exact.quantize(last_digit, ROUND_CEILING)):g}"
 
 
-def results_of(
-    ledger: Ledger, delta: float, accountants: Sequence[str]
-) -> tuple[AccountantResult, ...]:
-    """Return what each accountant says about a ledger, or why it says nothing."""
-    return tuple(map(_result, compare(ledger.events, delta, accountants)))
+def results_of(ledger: Ledger, delta: float, accountants: Sequence[str]) -> tuple[Answer, ...]:
+    """Return what each accountant says about a ledger, rounded up to three decimals, or why it says
+    nothing."""
+    return tuple(map(_rounded, compare(ledger.events, delta, accountants)))
 
 
-def _result(answer: Answer) -> AccountantResult:
-    accountant, value = answer.accountant, answer.epsilon
-    if value is None:
-        # The figure for DP-FP stands in the note as well, so that no number here can be mistaken
-        # for an epsilon.
-        return AccountantResult(accountant, None, None, note=answer.note)
-    if not math.isfinite(value.value):
-        return AccountantResult(accountant, None, None, note="no finite epsilon")
-    point = None if value.estimate is None else round_up(value.estimate, EPSILON_DIGITS)
-    return AccountantResult(accountant, value.rounded_up(EPSILON_DIGITS), value.kind, point)
+def _rounded(answer: Answer) -> Answer:
+    found = answer.epsilon
+    if found is None:
+        return answer
+    if not math.isfinite(found.value):
+        return Answer(answer.accountant, None, "no finite epsilon")
+    point = None if found.estimate is None else round_up(found.estimate, EPSILON_DIGITS)
+    return replace(answer, epsilon=Epsilon(found.rounded_up(EPSILON_DIGITS), found.kind, point))
 
 
-def headline(rows: tuple[AccountantResult, ...], wanted: str) -> tuple[AccountantResult, str]:
-    """Return the result for the claim and, if it is not the one asked for, why.
+def headline(rows: tuple[Answer, ...], wanted: str) -> tuple[str, float, str]:
+    """Return the accountant of the claim, its epsilon and, if it is not the one asked for, why.
 
     Raises: AccountingRangeError when no accountant gives an upper bound.
     """
     bounds = {
-        row.accountant: row for row in rows if row.epsilon is not None and row.accountant in BOUNDS
+        row.accountant: row.epsilon.value
+        for row in rows
+        if row.epsilon is not None and row.accountant in BOUNDS
     }
     if wanted in bounds:
-        return bounds[wanted], ""
+        return wanted, bounds[wanted], ""
     if not bounds:
         notes = " ".join(f"{row.accountant}: {row.note}" for row in rows if row.note)
         raise AccountingRangeError(
             f"No accountant gives an upper bound for this run, so nothing is claimed. {notes}"
         )
-    best = min(bounds.values(), key=lambda row: row.epsilon or 0.0)
+    best = min(bounds, key=bounds.__getitem__)
     why = next(
         (row.note for row in rows if row.accountant == wanted and row.note),
         "it is an estimate, not a bound.",
     )
-    return (
-        best,
-        f"The headline is {best.accountant}'s bound, not that of {wanted}, the accountant asked "
-        f"for: {why}",
-    )
+    note = f"The headline is {best}'s bound, not that of {wanted}, the accountant asked for: {why}"
+    return best, bounds[best], note
 
 
-def line(row: AccountantResult) -> str:
+def point_estimate(found: Epsilon) -> str:
+    """Return the point estimate beside a bound, in words; empty without one."""
+    return "" if found.estimate is None else f" (point estimate {epsilon_text(found.estimate)})"
+
+
+def line(row: Answer) -> str:
     """Return a result as one line of a terminal."""
-    if row.epsilon is None:
+    found = row.epsilon
+    if found is None:
         return f"{row.accountant:<8} -        {row.note}"
-    point = "" if row.estimate is None else f" (point estimate {epsilon_text(row.estimate)})"
-    return f"{row.accountant:<8} {epsilon_text(row.epsilon):<8} {row.kind}{point}"
+    epsilon = epsilon_text(found.value)
+    return f"{row.accountant:<8} {epsilon:<8} {found.kind}{point_estimate(found)}"

@@ -23,6 +23,7 @@ from hf_dp.accounting import (
     Event,
     Ledger,
 )
+from hf_dp.accounting.accountants import Answer
 from hf_dp.accounting.composition import compose
 from hf_dp.errors import LedgerError
 from hf_dp.plans.privacy import PrivacyPlan
@@ -37,7 +38,6 @@ from hf_dp.plans.units import (
 )
 from hf_dp.statement.facts import RunFacts, refuse_unnamed
 from hf_dp.statement.results import (
-    AccountantResult,
     delta_text,
     epsilon_text,
     headline,
@@ -74,7 +74,8 @@ class Claim:
             bound to claim.
         accountant: the accountant whose bound the headline is.
         accountant_note: why that is not the accountant asked for, else empty.
-        epsilons: one result for each of :data:`hf_dp.accounting.ACCOUNTANTS`.
+        epsilons: for each of :data:`hf_dp.accounting.ACCOUNTANTS` its epsilon, rounded up to three
+            decimals, or why it has none.
     """
 
     status: str
@@ -82,7 +83,7 @@ class Claim:
     epsilon: float | None
     accountant: str
     accountant_note: str
-    epsilons: tuple[AccountantResult, ...]
+    epsilons: tuple[Answer, ...]
 
     @property
     def proven(self) -> bool:
@@ -273,9 +274,9 @@ def _claim(plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> Claim:
             plan, NOT_ESTABLISHED, reasons, "no bound is known for what ran", results=known
         )
     results = results_of(ledger, plan.delta, ACCOUNTANTS)
-    chosen, note = headline(results, plan.accountant)
+    accountant, epsilon, note = headline(results, plan.accountant)
     if facts.audit is not None and (
-        reason := facts.audit.refutation(chosen.epsilon or 0.0, ledger.events, chosen.accountant)
+        reason := facts.audit.refutation(epsilon, ledger.events, accountant)
     ):
         return _no_claim(plan, NOT_PRIVATE, (reason,), REFUTED_BY_AUDIT)
     status, reason = PROVEN, plan.words.proof
@@ -285,7 +286,7 @@ def _claim(plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> Claim:
             "; epsilon covers the weights only, because these were released without noise at the "
             f"user's request: {', '.join(released)}"
         )
-    return Claim(status, (reason,), chosen.epsilon, chosen.accountant, note, results)
+    return Claim(status, (reason,), epsilon, accountant, note, results)
 
 
 def _no_claim(
@@ -293,11 +294,11 @@ def _no_claim(
     status: str,
     reasons: tuple[str, ...],
     note: str,
-    results: tuple[AccountantResult, ...] = (),
+    results: tuple[Answer, ...] = (),
 ) -> Claim:
     """Return that there is no epsilon. Args: results: of accountants that say something else."""
     said = {row.accountant: row for row in results}
-    rows = [said.get(name, AccountantResult(name, None, None, note=note)) for name in ACCOUNTANTS]
+    rows = [said.get(name, Answer(name, None, note)) for name in ACCOUNTANTS]
     return Claim(status, reasons, None, plan.accountant, note, tuple(rows))
 
 

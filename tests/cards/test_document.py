@@ -15,7 +15,8 @@ from hf_dp._dataclasses import plain
 from hf_dp.accounting import Ledger
 from hf_dp.errors import LedgerError
 from hf_dp.statement import durable
-from hf_dp.statement.record import FILE_NAME, disagreements, read, to_record, write
+from hf_dp.statement.digests import Beside
+from hf_dp.statement.record import FILE_NAME, PrivacyRecord, disagreements, read, write
 from hf_dp.statement.statement import PrivacyStatement
 
 
@@ -27,7 +28,7 @@ def ledger_of(steps: int, purpose: str = "training") -> Ledger:
 
 
 def content(steps: int, run_id: str = "run-a", purpose: str = "training") -> dict[str, Any]:
-    return to_record(PLAN, ledger_of(steps, purpose), run_id=run_id)
+    return PrivacyRecord(PLAN, ledger_of(steps, purpose), run_id).to_dict()
 
 
 @pytest.fixture
@@ -38,14 +39,14 @@ def written(tmp_path: Path) -> Path:
 def test_round_trip_while_it_runs_and_with_a_statement(tmp_path: Path) -> None:
     ledger = ledger_of(2, "selection")
     ledger.append(PLAN.event(3), "training")
-    path = write(tmp_path / "made" / "on the way", to_record(PLAN, ledger, run_id="run-a"))
+    path = write(tmp_path / "made" / "on the way", PrivacyRecord(PLAN, ledger, "run-a").to_dict())
     for record in (read(path), read(path.parent)):
         assert (record.plan, record.ledger, record.run_id) == (PLAN, ledger, "run-a")
         assert (record.statement, record.facts, record.status) == (None, None, "running")
         with pytest.raises(LedgerError, match="has not ended"):
             record.restated()
     statement = PrivacyStatement.from_ledger(PLAN, ledger, FACTS)
-    write(path, to_record(PLAN, ledger, run_id="run-a", statement=statement))
+    write(path, PrivacyRecord(PLAN, ledger, "run-a").stating(statement, Beside()).to_dict())
     record = read(path)
     assert (record.status, record.statement, record.facts) == (
         "proven",
@@ -54,7 +55,7 @@ def test_round_trip_while_it_runs_and_with_a_statement(tmp_path: Path) -> None:
     )
     assert record.restated() == statement
     ledger.append(PLAN.event(1), "training")
-    write(path, to_record(PLAN, ledger, run_id="run-a"))  # the run goes on
+    write(path, PrivacyRecord(PLAN, ledger, "run-a").to_dict())  # the run goes on
     assert read(path).status == "running"
 
 
@@ -208,7 +209,8 @@ def test_edited(written: Path, change: Any) -> None:
 
 def test_a_ledger_edited_under_its_statement_is_found(tmp_path: Path) -> None:
     statement = PrivacyStatement.from_ledger(PLAN, ledger_of(3), FACTS)
-    path = write(tmp_path, to_record(PLAN, ledger_of(3), run_id="run-a", statement=statement))
+    record = PrivacyRecord(PLAN, ledger_of(3), "run-a").stating(statement, Beside())
+    path = write(tmp_path, record.to_dict())
     assert disagreements(read(path)) == []
     rewrite(path, lambda data: data["ledger"][0].update(steps=1))
     assert disagreements(read(path))

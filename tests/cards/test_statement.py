@@ -19,7 +19,7 @@ from hf_dp.accounting import (
     PoissonSampledGaussian,
     accountants,
 )
-from hf_dp.accounting.accountants import ABOVE_A_BOUND, compare
+from hf_dp.accounting.accountants import ABOVE_A_BOUND, Answer, compare
 from hf_dp.cards.card import render_card
 from hf_dp.cards.details import CardDetails
 from hf_dp.cli.account import table
@@ -34,7 +34,7 @@ from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.statement.wording import NOT_PRIVATE, PROVEN, PROVEN_WEIGHTS_ONLY
 
 
-def by_accountant(statement: PrivacyStatement) -> dict[str, object]:
+def by_accountant(statement: PrivacyStatement) -> dict[str, Answer]:
     return {row.accountant: row for row in statement.epsilons}
 
 
@@ -49,12 +49,17 @@ def test_sst2_numbers(sst2: PrivacyStatement) -> None:
     # Independent values: PLD 2.410, RDP 3, PRV estimate 2.410 by other programs, bounds
     # up to slack above.
     assert 2.410 <= sst2.epsilon <= 2.412
-    assert rows["pld"].epsilon == sst2.epsilon
-    assert rows["rdp"].epsilon == 3.0
-    assert rows["prv"].estimate == 2.41
-    assert 2.41 < rows["prv"].epsilon < 2.43
-    assert [rows[name].kind for name in ACCOUNTANTS] == ["bound", "bound", "bound", "estimate"]
-    assert rows["gdp_clt"].epsilon < 2.41
+    assert rows["pld"].epsilon.value == sst2.epsilon
+    assert rows["rdp"].epsilon.value == 3.0
+    assert rows["prv"].epsilon.estimate == 2.41
+    assert 2.41 < rows["prv"].epsilon.value < 2.43
+    assert [rows[name].epsilon.kind for name in ACCOUNTANTS] == [
+        "bound",
+        "bound",
+        "bound",
+        "estimate",
+    ]
+    assert rows["gdp_clt"].epsilon.value < 2.41
     assert sst2.status == PROVEN
     assert (sst2.accountant, sst2.accountant_note) == ("pld", "")
     assert sst2.sentence().startswith(
@@ -65,8 +70,8 @@ def test_sst2_numbers(sst2: PrivacyStatement) -> None:
     assert "estimate" in str(sst2)
     for row in sst2.epsilons:  # what is printed is never below the true value
         exact = sst2.ledger.epsilon(SST2.delta, row.accountant).value
-        assert 0 <= row.epsilon - exact < 1e-3
-        assert float(epsilon_text(row.epsilon)) == row.epsilon
+        assert 0 <= row.epsilon.value - exact < 1e-3
+        assert float(epsilon_text(row.epsilon.value)) == row.epsilon.value
 
 
 @pytest.mark.parametrize(
@@ -107,7 +112,7 @@ def test_zero_steps_cost_nothing_and_say_so() -> None:
 def test_an_insecure_seed_gives_no_epsilon_anywhere() -> None:
     statement = statement_of(insecure_seed=True)
     assert (statement.status, statement.epsilon, statement.proven) == (NOT_PRIVATE, None, False)
-    assert all(row.epsilon is None and row.estimate is None for row in statement.epsilons)
+    assert all(row.epsilon is None for row in statement.epsilons)
     assert statement.sentence().startswith("This run is NOT private: ")
     assert "seed" in statement.status_reason
     true_value = ledger_of(SMALL).epsilon(SMALL.delta).rounded_up()
@@ -215,7 +220,7 @@ def test_an_estimate_is_never_the_headline() -> None:
     plan = dataclasses.replace(SMALL, accountant="gdp_clt")
     statement = statement_of(plan)
     rows = by_accountant(statement)
-    assert statement.epsilon == min(rows[name].epsilon for name in ("pld", "rdp", "prv"))
+    assert statement.epsilon == min(rows[name].epsilon.value for name in ("pld", "rdp", "prv"))
     assert statement.accountant != "gdp_clt"
     assert "estimate, not a bound" in statement.accountant_note
     assert statement.accountant_note in str(statement)
@@ -229,7 +234,7 @@ def test_an_accountant_out_of_range_is_replaced_and_that_is_said() -> None:
     rows = by_accountant(statement)
     assert rows["pld"].epsilon is None
     assert "delta" in rows["pld"].note
-    assert (statement.accountant, statement.epsilon) == ("rdp", rows["rdp"].epsilon)
+    assert (statement.accountant, statement.epsilon) == ("rdp", rows["rdp"].epsilon.value)
     assert "rdp" in statement.accountant_note
     assert "pld" in statement.accountant_note
 
@@ -313,7 +318,7 @@ def test_no_estimate_stands_above_a_bound(event, is_above, monkeypatch):
 def test_a_statement_and_its_card_show_none():
     plan = PrivacyPlan(40, 36.0, 1, 0.0125, DpSgdPlan(0.1, 0.5))
     statement = statement_of(plan)
-    (row,) = [row for row in statement.epsilons if row.kind is None]
+    (row,) = [row for row in statement.epsilons if row.epsilon is None]
     assert (row.accountant, row.note) == ("gdp_clt", ABOVE_A_BOUND)
     assert "estimate, not a guarantee" not in render_card(statement, CardDetails())
 

@@ -314,7 +314,7 @@ def forge(folder: Path, change: Callable[[Any], Any]) -> None:
     from hf_dp.cards.verify import file_digests
     from hf_dp.run.weights_file import put_head
     from hf_dp.statement.digests import Beside
-    from hf_dp.statement.record import read, to_record
+    from hf_dp.statement.record import read
 
     rewrite(folder / FILE_NAME, change)
     record = read(folder)
@@ -324,11 +324,8 @@ def forge(folder: Path, change: Callable[[Any], Any]) -> None:
     put_head(weights, record.head)
     for name in ("ledger.jsonl", "_ledger_head.json"):  # not published
         (folder / name).unlink()
-    document = to_record(
-        record.plan, record.ledger, run_id=record.run_id, weaknesses=record.weaknesses,
-        statement=statement, beside=Beside(files=file_digests(folder)), head=record.head,
-    )  # fmt: skip
-    (folder / FILE_NAME).write_text(json.dumps(document))
+    document = record.stating(statement, Beside(files=file_digests(folder)))
+    (folder / FILE_NAME).write_text(json.dumps(document.to_dict()))
     (folder / "README.md").unlink()
     for name, content in card_files(folder).items():
         (folder / name).write_bytes(content)

@@ -29,8 +29,9 @@ from hf_dp.plans.units import (
     weakest_unit,
 )
 from hf_dp.statement import statement as statement_module
+from hf_dp.statement.digests import Beside
 from hf_dp.statement.facts import EarlierRun, Weaknesses, each_once
-from hf_dp.statement.record import disagreements, earlier_runs, read, to_record, write
+from hf_dp.statement.record import PrivacyRecord, disagreements, earlier_runs, read, write
 from hf_dp.statement.statement import PrivacyStatement
 
 SGD = SMALL
@@ -52,7 +53,7 @@ def made(folder: Path, plan: PrivacyPlan, run_id: str = "b" * 32, **weak: Any) -
         ledger.append(planned.event, planned.purpose)
     if plan.releases_each_step:
         ledger.append(plan.event(4), "training")
-    write(folder, to_record(plan, ledger, run_id=run_id, weaknesses=Weaknesses(**weak)))
+    write(folder, PrivacyRecord(plan, ledger, run_id, Weaknesses(**weak)).to_dict())
     return read(folder)
 
 
@@ -300,7 +301,7 @@ def test_a_ledger_with_earlier_runs_that_nobody_names_has_no_statement() -> None
     ledger = Ledger()
     ledger.append(RecordRelease(3.0, 1), "earlier run")
     with pytest.raises(LedgerError, match="expected `earlier` to name"):
-        write("nowhere", to_record(SGD, ledger, run_id="r"))
+        write("nowhere", PrivacyRecord(SGD, ledger, "r").to_dict())
 
 
 def test_the_statement_survives_the_file_and_is_checked_against_it(tmp_path) -> None:
@@ -310,12 +311,8 @@ def test_the_statement_survives_the_file_and_is_checked_against_it(tmp_path) -> 
     )
     statement = after(earlier)
     ledger = statement.ledger
-    path = write(
-        tmp_path,
-        to_record(
-            SGD, ledger, run_id="r", weaknesses=Weaknesses(earlier=earlier), statement=statement
-        ),
-    )
+    made = PrivacyRecord(SGD, ledger, "r", Weaknesses(earlier=earlier))
+    path = write(tmp_path, made.stating(statement, Beside()).to_dict())
     record = read(path)
     assert record.weaknesses.earlier == earlier
     assert record.restated() == statement

@@ -24,7 +24,7 @@ from hf_dp.cli.options import Parser
 from hf_dp.plans import PrivacyPlan
 from hf_dp.run.ledger_file import LEDGER, line_of, write_head, write_line
 from hf_dp.statement import record as document
-from hf_dp.statement.digests import Head
+from hf_dp.statement.digests import Beside, Head
 from hf_dp.statement.facts import RunFacts
 from hf_dp.statement.statement import PrivacyStatement
 
@@ -258,9 +258,8 @@ class TestLedger:
         ledger.append(plan.event(), "training")
         facts = RunFacts("all parameters", "float32", "SFC64, seeded by the system", "the system's")
         statement = PrivacyStatement.from_ledger(plan, ledger, facts)
-        document.write(
-            tmp_path, document.to_record(plan, ledger, run_id="a-run", statement=statement)
-        )
+        record = document.PrivacyRecord(plan, ledger, "a-run").stating(statement, Beside())
+        document.write(tmp_path, record.to_dict())
         return tmp_path
 
     def test_is_computed_again(self, folder, capsys):

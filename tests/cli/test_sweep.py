@@ -134,10 +134,9 @@ def written(folder, number=0, *, insecure=False, **options) -> Cell:
     plan = PrivacyPlan.create(**given, noise_multiplier=1.0, max_steps=2, **options)
     ledger = Ledger()
     ledger.append(plan.event(), "training")
-    weak = {"weaknesses": Weaknesses(insecure_seed=True)} if insecure else {}
-    document.write(
-        folder / str(number) / "run1", document.to_record(plan, ledger, run_id=str(number), **weak)
-    )
+    weak = Weaknesses(insecure_seed=insecure)
+    record = document.PrivacyRecord(plan, ledger, str(number), weak)
+    document.write(folder / str(number) / "run1", record.to_dict())
     return Cell({"a": number}, 0, folder / str(number))
 
 

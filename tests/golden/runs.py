@@ -322,7 +322,7 @@ def stated(trainer: Any) -> dict[str, Any] | None:
     said, words = trainer.privacy_statement(), plan.words
     return {
         **{name: getattr(said, name) for name in STATED},
-        "epsilons": {row.accountant: row.epsilon for row in said.epsilons},
+        "epsilons": {row.accountant: row.epsilon and row.epsilon.value for row in said.epsilons},
         "sampling_code": words.sampling_code,
         "privacy_mode": plan.mechanism.privacy_mode,
         "tag": words.tag,
