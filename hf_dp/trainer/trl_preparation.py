@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import reprlib
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -16,7 +17,7 @@ from transformers.trainer_utils import PredictionOutput
 
 try:
     from trl import DPOConfig as DPOConfig
-    from trl import DPOTrainer, SFTTrainer
+    from trl import DPOTrainer, SFTTrainer, is_conversational, is_conversational_from_value
     from trl import SFTConfig as SFTConfig
 except ImportError as missing:
     raise ImportError("This trainer needs TRL. Run `pip install hf-dp[trl]`.") from missing
@@ -33,6 +34,9 @@ from hf_dp.trainer.trainer import DPTrainer
 
 # To evaluate on: one, several, or by name.
 DataSets: TypeAlias = "Dataset | dict[str, Dataset] | str | None"
+# By which columns TRL tells conversations from texts.
+_TEXTS = ("prompt", "completion", "messages", "chosen", "rejected", "conversations")
+_EMPTY = ("None", "no messages")
 
 # What SFTConfig and DPOConfig both add to TrainingArguments; it concerns the model, or each row by
 # itself.
@@ -73,6 +77,8 @@ class Preparation(Trainer):
     So tokenizer, chat template, padding token, labels and truncation are TRL's own.
 
     Attributes: model, args, data_collator, train_dataset, eval_dataset, processing_class: prepared.
+
+    Raises: as :func:`by_row`.
     """
 
     model: Any
@@ -86,16 +92,8 @@ class Preparation(Trainer):
             super().__init__(**given)  # type: ignore[arg-type]
 
     def _prepare_dataset(self, dataset: Dataset, *others: Any) -> Dataset:
-        try:
-            return super()._prepare_dataset(dataset, *others)  # type: ignore[misc]
-        except (HfDpError, OSError, MemoryError):
-            raise
-        except Exception as problem:
-            raise DataError(
-                f"TRL cannot prepare the {others[-1]} set ({type(problem).__name__}: {problem}). "
-                "Correct or leave out such rows, or rename the columns: no text, prompt, answer, "
-                "role or content may be None."
-            ) from problem
+        prepare = super()._prepare_dataset  # type: ignore[misc]  # of TRL's trainer
+        return by_row(dataset, lambda rows: prepare(rows, *others), others[-1])
 
     def of_evaluation(self, dataset: DataSets) -> DataSets:
         """Return an evaluation set, or a mapping of them, prepared as the training set was."""
@@ -231,6 +229,31 @@ class PreparedByTRL(DPTrainer):
         return self._preparation.of_evaluation(dataset)
 
 
+def by_row(dataset: Dataset, prepare: Callable[[Dataset], Dataset], name: str) -> Dataset:
+    """Return ``prepare(dataset)``, and where TRL fails, find the first row that it fails on.
+
+    Raises: DataError names that row.
+    """
+    try:
+        return prepare(dataset)
+    except (HfDpError, OSError, MemoryError):
+        raise
+    except Exception as failure:
+        problem, first, end = failure, 0, len(dataset)
+    while end - first > 1:
+        middle = (first + end) // 2
+        try:
+            prepare(dataset.select(range(first, middle)))
+            first = middle
+        except Exception as failure:
+            problem, end = failure, middle
+    raise DataError(
+        f"TRL cannot prepare row {first} of the {name} set, {reprlib.repr(dataset[first])} "
+        f"({type(problem).__name__}: {problem}). Correct or leave out such rows, or rename the "
+        "columns: no text, prompt, answer, role or content may be None."
+    ) from problem
+
+
 def each_set(dataset: DataSets, prepare: Callable[[Dataset, str], Dataset]) -> DataSets:
     """Return what ``prepare(set, name)`` makes of a data set, or of each in a mapping.
 
@@ -244,7 +267,12 @@ def each_set(dataset: DataSets, prepare: Callable[[Dataset, str], Dataset]) -> D
 
 
 def check_rows(dataset: object) -> None:
-    """Raise DataError for another kind of data set than TRL prepares row by row, and for images."""
+    """Check that TRL prepares each row for itself.
+
+    It decides by the first row whether all are conversations, so all must be of one kind.
+
+    Raises: DataError for another kind of data set, for images, and for a row unlike the first.
+    """
     if not isinstance(dataset, Dataset):
         raise DataError(
             f"Expected `train_dataset` to be a datasets.Dataset, got {type(dataset).__name__}. "
@@ -255,6 +283,35 @@ def check_rows(dataset: object) -> None:
             f"The train_dataset has the column {pictures.pop()!r}, and only texts are prepared "
             "here. Remove the column, or train with DPTrainer and a collator of your own."
         )
+    columns = [name for name in _TEXTS if name in dataset.column_names]
+    if "input_ids" in dataset.column_names or not columns:
+        return
+    first = None
+    for index, row in enumerate(dataset.select_columns(columns)):
+        kind = _kind(row)
+        first = first or kind
+        if kind != first or kind in _EMPTY:
+            raise DataError(
+                f"Row {index} of the train_dataset has {kind} as {columns}, and the first row has "
+                f"{first}, by which TRL prepares them all. Give all rows one format, or leave such "
+                "a row out."
+            )
+
+
+def _kind(row: Row) -> str:
+    """Return the kind of a row by what it holds itself: a field of any row's is None in others."""
+    held = {name: value for name, value in row.items() if value is not None}
+    if not held:
+        return _EMPTY[0]
+    for name, value in held.items():
+        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+            held[name] = [{key: said for key, said in value[0].items() if said is not None}]
+    try:
+        if is_conversational_from_value(held):
+            return "a conversation (from, value)"
+        return "a conversation" if is_conversational(held) else "a text"
+    except IndexError:
+        return _EMPTY[1]
 
 
 def refuse_dropped_rows(before: Dataset, after: Dataset, max_length: int | None) -> None:

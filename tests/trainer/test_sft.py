@@ -20,6 +20,7 @@ from hf_dp.errors import DataError, InvalidArgumentError, UnsupportedArgumentErr
 from hf_dp.losses import per_example_loss
 from hf_dp.statement.record import read
 from hf_dp.tasks.generation.encoding import ChatEncoding
+from hf_dp.trainer import trl_preparation
 from hf_dp.trainer.dpo import DPDPOConfig
 from hf_dp.trainer.inherited import unknown_fields
 from hf_dp.trainer.sft import SFT_REFUSED, SFT_WORKS, DPSFTConfig, DPSFTTrainer
@@ -290,6 +291,31 @@ def test_rows_that_trl_would_drop_are_refused(tmp_path):
         trainer(tmp_path, given={"train_dataset": long}, max_length=40)
 
 
+@pytest.mark.parametrize(
+    ("other", "kind"),
+    [
+        ({"messages": []}, "no messages"),
+        ({"messages": None}, "None"),
+        ({"messages": [{"from": "user", "value": "film"}]}, "a text"),
+    ],
+)
+def test_rows_of_different_kinds_are_refused(other, kind, tmp_path):
+    rows = Dataset.from_list([*talks().to_list(), other])
+    with pytest.raises(DataError, match=rf"Row 24 of the train_dataset has {kind} as .'messages'"):
+        trainer(tmp_path, given={"train_dataset": rows})
+
+
+def test_rows_of_other_kinds_than_the_first_are_refused():
+    said = [{"role": "user", "content": "film"}]
+    talk, text = {"prompt": said, "completion": None}, {"prompt": None, "completion": "film"}
+    with pytest.raises(DataError, match="Row 1 of the train_dataset has a text as"):
+        trl_preparation.check_rows(Dataset.from_list([talk, text]))
+    ours, other = {"conversations": said}, {"conversations": [{"from": "user", "value": "film"}]}
+    with pytest.raises(DataError, match=r"Row 1 .* has a conversation .from, value. as"):
+        trl_preparation.check_rows(Dataset.from_list([ours, other]))
+    trl_preparation.check_rows(Dataset.from_list([other, other]))
+
+
 ONLY_USER = [{"role": "user", "content": "film"}]
 UNUSABLE = {  # rows, what replaces a column's value in one of them, options
     "no text": (texts, {"text": None}, {}),
@@ -300,19 +326,34 @@ UNUSABLE = {  # rows, what replaces a column's value in one of them, options
 }
 
 
+@pytest.mark.parametrize("place", [0, ROWS - 1])
 @pytest.mark.parametrize("name", UNUSABLE)
-def test_rows_that_trl_cannot_prepare_are_refused(name, tmp_path):
+def test_the_row_that_trl_cannot_prepare_is_named(name, place, tmp_path):
     made, wrong, options = UNUSABLE[name]
     rows = made().to_list()
-    rows[-1] |= wrong
-    with pytest.raises(DataError, match="cannot prepare the train set.*may be None"):
+    rows[place] |= wrong
+    with pytest.raises(DataError, match=rf"row {place} of the train set.*|Row {place} .* None as"):
         trainer(tmp_path, lambda: Dataset.from_list(rows), **options)
 
 
-def test_such_rows_to_evaluate_on_are_refused_too(tmp_path):
+def test_a_row_to_evaluate_on_is_named_too(tmp_path):
     rows = Dataset.from_list([*texts(4, 90).to_list(), {"text": None}])
-    with pytest.raises(DataError, match="cannot prepare the eval set"):
+    with pytest.raises(DataError, match="row 4 of the eval set, {'text': None}"):
         trainer(tmp_path, texts, given={"eval_dataset": rows})
+
+
+@pytest.mark.parametrize("column", ["prompt", "completion", "text"])
+def test_a_missing_column_is_named(column, tmp_path):
+    made = texts() if column == "text" else prompts()
+    rows = made.rename_column(column, "other")
+    with pytest.raises(DataError, match="row 0 .*'other': .*Error: .*rename the columns"):
+        trainer(tmp_path, given={"train_dataset": rows})
+
+
+def test_planted_rows_that_are_not_searched(tmp_path, monkeypatch):
+    monkeypatch.setattr(trl_preparation, "by_row", lambda rows, prepare, name: prepare(rows))
+    with pytest.raises(AttributeError):
+        trainer(tmp_path, lambda: Dataset.from_list([*texts().to_list(), {"text": None}]))
 
 
 def test_a_turn_of_the_assistants_is_missing_under_a_template_without_markers(tmp_path):
