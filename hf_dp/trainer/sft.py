@@ -13,6 +13,7 @@ from datasets import Dataset
 from peft import PeftConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
+from hf_dp._validate import invalid
 from hf_dp.batches.examples import Collator
 from hf_dp.batches.structure import Row
 from hf_dp.trainer.arguments import DPTrainingArguments
@@ -118,6 +119,7 @@ class DPSFTTrainer(PreparedByTRL):
         formatting_func: Callable[[Row], str] | None = None,
         **trainer_arguments: Any,
     ):
+        _refuse_ignored_formatting(formatting_func, train_dataset)
         super().__init__(
             args,
             train_dataset,
@@ -131,4 +133,19 @@ class DPSFTTrainer(PreparedByTRL):
             },
             peft_config,
             **trainer_arguments,
+        )
+
+
+def _refuse_ignored_formatting(
+    formatting_func: Callable[[Row], str] | None, dataset: Dataset | None
+) -> None:
+    """Raise InvalidArgumentError where TRL would make texts and then train on other columns."""
+    columns = getattr(dataset, "column_names", ())
+    ignored = [name for name in ("prompt", "messages") if name in columns]
+    if formatting_func is not None and ignored:
+        raise invalid(
+            "formatting_func",
+            getattr(formatting_func, "__name__", formatting_func),
+            f"to be None for a data set with the column {ignored[0]!r}",
+            "TRL trains on that column and ignores the text. Remove one of the two.",
         )

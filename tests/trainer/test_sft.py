@@ -166,6 +166,13 @@ def test_a_formatting_function_is_used(tmp_path):
     assert tested.train_dataset[0]["input_ids"] == tested.train_dataset[0]["labels"] == expected
 
 
+@pytest.mark.parametrize("rows", [prompts, talks])
+def test_a_column_for_which_trl_ignores_a_formatting_function_is_named(rows, tmp_path):
+    (column, *_) = rows().column_names
+    with pytest.raises(InvalidArgumentError, match=f"`formatting_func` to be None.*'{column}'"):
+        trainer(tmp_path, rows, given={"formatting_func": str})
+
+
 # -- private runs ---
 
 
