@@ -141,8 +141,9 @@ class Checkpointing(ReleasedLogs):
             if len(run.ledger):
                 said = f"{done} steps ran before it, and count."
                 if run.established:
-                    said += f" Of them, epsilon {run.epsilon().rounded_up()} is spent."
-            said += f" {self._saved_where(run)} {_GO_ON}"
+                    epsilon = run.epsilon().rounded_up()
+                    said += f" Epsilon {epsilon} is spent at delta {run.plan.delta:g}."
+            said += f" {self._saved_where(run)}"
             if isinstance(problem, HfDpError):
                 raise type(problem)(f"{problem} {said}") from problem
             raise StepError(
@@ -152,14 +153,16 @@ class Checkpointing(ReleasedLogs):
 
     def _saved_where(self, run: PrivateRun) -> str:
         checkpoint = run.folder / self._checkpoint_name
-        if not self.state.global_step or (self._in_shards and not run.processes.alone):
-            return "Nothing new was saved."  # in shards, the others may wait in a forward
+        if not self.state.global_step:
+            return "Correct what failed, and start again."
+        if self._in_shards and not run.processes.alone:  # the others may wait in a forward
+            return f"Nothing was saved since the last complete checkpoint. {_GO_ON}"
         try:
             if not run.processes.on_main(checkpoint.exists):
                 self._save_checkpoint(self.model, None)
         except (HfDpError, OSError) as also:
             return f"Their weights could not be saved ({also})."
-        return f"Their weights are in {checkpoint}."
+        return f"Their weights are in {checkpoint}. {_GO_ON}"
 
     # -- the weights that are saved --
 

@@ -160,8 +160,9 @@ def test_what_ran_is_saved_and_what_it_cost_is_said(error, save, tmp_path):
     kind = DataError if isinstance(error, DataError) else StepError
     with pytest.raises(kind, match="odd row.*3 steps ran before it.*checkpoint-3") as raised:
         trainer.train()
-    spent = trainer.epsilon().rounded_up()
-    assert f"epsilon {spent} is spent" in str(raised.value) and trainer.ledger.steps() == 3
+    spent = trainer.epsilon()
+    said = f"Epsilon {spent.rounded_up()} is spent at delta {trainer.privacy_plan.delta:g}."
+    assert said in str(raised.value) and trainer.ledger.steps() == 3
     weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-3"]
     saved = hf.BertForSequenceClassification.from_pretrained(tmp_path / "checkpoint-3")
@@ -175,7 +176,7 @@ def test_what_ran_is_saved_and_what_it_cost_is_said(error, save, tmp_path):
 def test_in_the_first_step_nothing_is_spent_nor_saved(tmp_path):
     trainer = tiny.trainer(tmp_path)
     trainer.run._of_model = FailsAt(trainer, 0, ValueError("odd row"))
-    with pytest.raises(StepError, match="Step 1 failed .*nothing is spent"):
+    with pytest.raises(StepError, match="Step 1 failed .*nothing is spent.*start again.$"):
         trainer.train()
     assert not checkpoints(tmp_path)
 
