@@ -171,9 +171,15 @@ def _adapters(model: nn.Module) -> Iterator[tuple[str, PeftConfig]]:
 
 
 def check_optimizer(optimizer: Optimizer | None, model: nn.Module) -> None:
-    """Raise UnaccountedGradientError when the optimizer trains a parameter outside the model."""
+    """Raise UnaccountedGradientError when the optimizer trains a parameter outside the model, or
+    is not there yet and could train any."""
+    if optimizer is None:
+        raise UnaccountedGradientError(
+            "There is no optimizer before the first step, so what it will train cannot be checked. "
+            "Make it in create_optimizer, or pass it in `optimizers`."
+        )
     known = {id(parameter) for parameter in model.parameters()}
-    for group in () if optimizer is None else optimizer.param_groups:
+    for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad and id(parameter) not in known:
                 raise UnaccountedGradientError(

@@ -163,8 +163,7 @@ class PrivateTraining(Training):
         with without_ddp(trainer.accelerator):
             prepared = stock()
         self.sync()
-        if trainer.optimizer is not None:
-            check_optimizer(trainer.optimizer, trainer.model)
+        check_optimizer(trainer.optimizer, trainer.model)
         with trainer.silent():
             self.mechanism.prepare()
         before = run.options.batches

@@ -278,6 +278,20 @@ def test_a_parameter_outside_the_model_is_refused(tmp_path):
         tiny.trainer(tmp_path, cls=Outside).train()
 
 
+def test_an_optimizer_that_is_made_after_the_check_is_refused(tmp_path):
+    class Late(DPTrainer):
+        def create_optimizer(self, *args, **kwargs):
+            return None
+
+        def create_scheduler(self, *args, **kwargs):
+            return None
+
+    trainer = tiny.trainer(tmp_path, cls=Late)
+    with pytest.raises(UnaccountedGradientError, match="no optimizer before the first step"):
+        trainer.train()
+    assert trainer.ledger.steps() == 0
+
+
 def test_a_folder_with_other_weights_is_refused(tmp_path):
     public = tiny.trainer(tmp_path, privacy_mode="non_private")
     public.train()
