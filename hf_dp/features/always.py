@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ from hf_dp.statement.provenance import seen_in_pretraining
 from hf_dp.statement.unnoised import NO_EPSILON
 
 logger = logging.get_logger(__name__)
+
+Spent: TypeAlias = Callable[[], dict[str, float]]  # the epsilon so far, as logs have it
 
 
 @register
@@ -188,10 +190,7 @@ class Progress(Feature):
     """Shows epsilon where Trainer shows progress."""
 
     def begin(self, seen: Seen) -> None:
-        seen.callbacks[:] = [
-            EpsilonProgress(seen.spent) if type(each) is ProgressCallback else each
-            for each in seen.callbacks
-        ]
+        seen.callbacks[:] = [with_epsilon(each, seen.spent) for each in seen.callbacks]
         seen.callbacks.append(ExpectedEpochs(seen.plan))
 
 
@@ -208,6 +207,17 @@ class ExpectedEpochs(TrainerCallback):
         state.epoch = state.global_step * self._a_step
 
 
+def with_epsilon(callback: TrainerCallback, spent: Spent) -> TrainerCallback:
+    """Replace a stock progress callback by one that also shows epsilon; return others unchanged."""
+    if type(callback) is ProgressCallback:
+        return EpsilonProgress(spent)
+    if type(callback).__name__ == "NotebookProgressCallback":
+        from hf_dp.features.notebook import NotebookEpsilonProgress
+
+        return NotebookEpsilonProgress(spent)
+    return callback
+
+
 class EpsilonProgress(ProgressCallback):
     """The terminal's progress bar, with the epsilon spent at the first step and at each log, and
     what else is released with noise.
@@ -215,7 +225,7 @@ class EpsilonProgress(ProgressCallback):
     Args: spent: returns the epsilon so far, as logs have it.
     """
 
-    def __init__(self, spent: Callable[[], dict[str, float]]):
+    def __init__(self, spent: Spent):
         super().__init__()
         self._spent, self._shows = spent, False
 

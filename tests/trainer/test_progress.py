@@ -1,12 +1,14 @@
-"""Progress shows the epsilon spent so far, beside the bar."""
+"""Progress shows the epsilon spent so far, in a terminal and in a notebook."""
 
 from __future__ import annotations
 
 import tiny
 from transformers.trainer_callback import ProgressCallback
+from transformers.utils.notebook import NotebookProgressCallback
 
 from hf_dp.accounting import PoissonSampledGaussian, epsilon
-from hf_dp.features.always import EpsilonProgress
+from hf_dp.features.always import EpsilonProgress, with_epsilon
+from hf_dp.features.notebook import NotebookEpsilonProgress
 
 
 def test_the_terminal_bar_shows_epsilon(tmp_path, capsys):
@@ -35,3 +37,26 @@ def test_planted_bar_that_waits_for_a_log_is_seen(tmp_path, capsys, monkeypatch)
     trainer = tiny.trainer(tmp_path, logging_strategy="no", disable_tqdm=False, max_steps=1)
     trainer.train()
     assert "epsilon" not in capsys.readouterr().err.split("1/1")[0]
+
+
+def test_the_notebook_table_has_an_epsilon_column(tmp_path, capsys):
+    trainer = tiny.trainer(tmp_path, eval_strategy="steps", eval_steps=2, logging_steps=3)
+    notebook = NotebookEpsilonProgress(trainer.spent)
+    tables = []
+    trainer.add_callback(notebook)
+    original = notebook.on_step_end
+
+    def watched(*args, **kwargs):
+        original(*args, **kwargs)
+        tables.append([list(row) for row in notebook.training_tracker.inner_table])
+
+    notebook.on_step_end = watched
+    trainer.train()
+    assert "Epsilon" in tables[-1][0]
+    assert tables[0][1][0] == 1 and tables[0][1][tables[0][0].index("Epsilon")] > 0
+
+
+def test_a_stock_notebook_callback_is_replaced_and_others_kept():
+    assert type(with_epsilon(NotebookProgressCallback(), dict)) is NotebookEpsilonProgress
+    own = object()
+    assert with_epsilon(own, dict) is own
