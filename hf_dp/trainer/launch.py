@@ -81,6 +81,19 @@ def launch_problems(args: Any) -> Problems:
             "one budget. On a machine without accelerators, set use_cpu=True (use_cpu: true).",
             UnsupportedArgumentError,
         )
+    # What `accelerate launch --cpu` sets for several processes, of which it starts only one.
+    meant = {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ
+    if meant and _is_on("ACCELERATE_USE_CPU"):
+        found["num_processes"] = invalid(
+            "--num_processes",
+            "one process",
+            "to start as many processes as it names, in private modes",
+            "`accelerate launch --cpu` starts one process whatever `--num_processes` says. Use "
+            "`torchrun --nproc_per_node 2` or `hf-dp train --num_processes 2`, with use_cpu=True "
+            "where there is a GPU; for one process, leave `--num_processes` away and unset "
+            "MASTER_ADDR.",
+            UnsupportedArgumentError,
+        )
     if args.n_gpu > 1:
         found.unsupported(
             "n_gpu",

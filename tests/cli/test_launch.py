@@ -149,6 +149,16 @@ def test_two_launchers_on_one_machine_are_two_machines(launcher, recipe, tmp_pat
 
 
 @pytest.mark.slow
+def test_accelerate_launch_that_starts_one_process_says_so(recipe):
+    words = "accelerate launch --cpu --num_processes 2 recipes/text_classification.py --config"
+    child = start([*words.split(), str(recipe)])
+    _, stderr = child.communicate(timeout=600)
+    assert child.returncode != 0
+    assert "`accelerate launch --cpu` starts one process whatever `--num_processes` says" in stderr
+    assert not (recipe.parent / "out").exists()
+
+
+@pytest.mark.slow
 def test_the_exit_code_is_that_of_the_process_that_failed_first(recipe):
     words = ["hf-dp", "train", "--num_processes", "2", "--max_length", "0", "--config", str(recipe)]
     child = start(words)

@@ -374,6 +374,19 @@ def test_processes_that_do_not_know_of_each_other_are_refused(output_dir, monkey
     make(output_dir, use_cpu=False)
 
 
+def test_accelerate_launch_that_starts_one_process_instead_of_two_is_refused(
+    output_dir, monkeypatch
+):
+    for name, value in {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "ACCELERATE_USE_CPU": "True",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UnsupportedArgumentError, match=r"--num_processes.*Use `torchrun"):
+        make(output_dir)
+
+
 def test_fsdp_is_refused_where_accelerate_would_not_shard(output_dir):
     with pytest.raises(UnsupportedArgumentError, match="`fsdp` to be unset on a CPU.*fully_shard"):
         make(output_dir, fsdp=True)
