@@ -68,9 +68,7 @@ def parts_of(dataset: DataSet) -> list[DataSet]:
     return [] if _is_sized(dataset) and not len(dataset) else [dataset]
 
 
-def _chunks(
-    part: DataSet, most: int, names: Collection[str] = ()
-) -> Iterator[dict[str, list[Value]]]:
+def _chunks(part: DataSet, most: int, names: Collection[str] = ()) -> Iterator[Columns]:
     """Yield some rows at a time, as lists by column: all, or those of these names.
 
     Rows of a ``datasets.Dataset`` are read as they were before any transform of the user's.
@@ -174,12 +172,8 @@ def _unpad(chunk: Columns) -> None:
 def columns_of(part: DataSet) -> dict[str, int]:
     """Return the kinds of a data set's columns, as a few rows show them; none without rows."""
     first, again = (next(_chunks(part, _FIRST), {}) for _ in range(2))
-    return {
-        name: max(map(_kind, values))
-        if list(map(encode, values)) == list(map(encode, again[name]))
-        else UNSTEADY
-        for name, values in first.items()
-    }
+    steady = {n: list(map(encode, v)) == list(map(encode, again[n])) for n, v in first.items()}
+    return {n: max(map(_kind, v)) if steady[n] else UNSTEADY for n, v in first.items()}
 
 
 def _content(*sets: DataSet) -> dict[str, int]:

@@ -42,7 +42,9 @@ class NotebookEpsilonProgress(NotebookProgressCallback):
         ):
             return
         columns = self.training_tracker.inner_table[0]
-        row = dict.fromkeys(columns, "No log")  # the first row of the table must fill all columns
+        row: dict[str, Any] = dict.fromkeys(
+            columns, "No log"
+        )  # the first row of the table must fill all columns
         row["Training Loss"] = logs.get("loss", "withheld")
         by_step = self.first_column == "Step"
         row[self.first_column] = state.global_step if by_step else round(state.epoch or 0, 2)
