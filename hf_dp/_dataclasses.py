@@ -90,7 +90,7 @@ def _read_field(kind: Any, value: Any, error: type[HfDpError]) -> Any:
     inner = [
         each
         for each in kinds
-        if dataclasses.is_dataclass(each) or (isinstance(each, type) and issubclass(each, Named))
+        if isinstance(each, type) and (dataclasses.is_dataclass(each) or issubclass(each, Named))
     ]
     if not inner or (value is None and type(None) in kinds):
         return value
