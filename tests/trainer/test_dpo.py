@@ -317,7 +317,7 @@ def test_rows_that_trl_would_drop_are_refused(tmp_path):
 def test_a_row_without_an_answer_is_refused(column, tmp_path):
     rows = pairs().to_list()
     rows[5][column] = None
-    with pytest.raises(DataError, match="cannot prepare the train set"):
+    with pytest.raises(DataError, match="cannot prepare row 5 of the train set"):
         trainer(tmp_path, given={"train_dataset": Dataset.from_list(rows)})
 
 
