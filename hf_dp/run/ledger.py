@@ -92,6 +92,11 @@ class RunLedger:
         self._lock: FileLock | None = None
 
     @property
+    def released(self) -> tuple[str, ...]:
+        """The names of what the user lets out without noise."""
+        return self.weaknesses.released
+
+    @property
     def run_id(self) -> str:
         """Which run it is."""
         return self.head.run_id

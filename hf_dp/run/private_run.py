@@ -282,7 +282,7 @@ class PrivateRun:
             a set that cannot be compared.
         """
         search = self.plan.mechanism.is_searched
-        asked_for = EVALUATION_ON_TRAINING_ROWS in self.book.weaknesses.released and not search
+        asked_for = EVALUATION_ON_TRAINING_ROWS in self.book.released and not search
         if asked_for or self.train_dataset is None:
             return
         for training in filter(None, (self.training_rows(), self._training_users)):
