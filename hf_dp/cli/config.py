@@ -196,7 +196,11 @@ def _block_or_text(word: str) -> Any:
 
 def _check_words(words: Sequence[str], known: set[str]) -> None:
     """Raise ConfigError for every option among the words that sets none of the ``known`` keys."""
-    check_names(given_options(words), {"help", *known, *(f"no_{name}" for name in known)}, "option")
+    check_names(
+        given_options(words),
+        {"config", "help", *known, *(f"no_{name}" for name in known)},
+        "option",
+    )
 
 
 @functools.cache

@@ -21,6 +21,7 @@ TYPOS = [
     (["train", "--learnin_rate", "1"], "`learnin_rate` (did you mean `learning_rate`?)"),
     (["train", "--learnin-rate=1"], "`learnin_rate` (did you mean `learning_rate`?)"),
     (["train", "--config", "FILE"], "`traget_epsilon` (did you mean `target_epsilon`?)"),
+    (["train", "--confg", "FILE"], "`confg` (did you mean `config`?)"),
     (["eval", "--config", "FILE"], "`traget_epsilon` (did you mean `target_epsilon`?)"),
     (["eval", "--label_colum", "x"], "`label_colum` (did you mean `label_column`?)"),
     (["plan", "--config", "FILE"], "`traget_epsilon` (did you mean `target_epsilon`?)"),
