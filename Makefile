@@ -54,10 +54,9 @@ $(VENV)/installed-test: $(VENV)/torch pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-compile -e '.[test]' -c constraints.txt
 	touch $@
 
-# Not for `test`: what imports peft then imports bitsandbytes, too, which takes longer than many a test;
-# triton is 286 MB.
+# Not for `test`: what imports peft then imports bitsandbytes, too, which takes longer than many a test.
 $(VENV)/installed-slow: $(VENV)/installed-test
-	$(BIN)/python -m pip install --quiet --no-compile -e '.[quantized,kernels]' -c constraints.txt
+	$(BIN)/python -m pip install --quiet --no-compile -e '.[quantized]' -c constraints.txt
 	touch $@
 
 clean:

@@ -64,8 +64,7 @@ SET = [
 def modules() -> Iterator[Any]:
     for path in sorted((ROOT / "hf_dp").rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        if path.stem != "tensor_core_kernel":  # needs a GPU's compiler
-            yield importlib.import_module(".".join(p for p in parts if p != "__init__"))
+        yield importlib.import_module(".".join(p for p in parts if p != "__init__"))
 
 
 def is_ours(each: type) -> bool:

@@ -20,7 +20,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = {
     "matplotlib": "plot", "opacus": "bench", "bitsandbytes": "quantized",
     "sacrebleu": "generation", "nltk": "generation", "rouge_score": "generation",
-    "pycocoevalcap": "generation", "bert_score": "generation", "trl": "trl", "triton": "kernels",
+    "pycocoevalcap": "generation", "bert_score": "generation", "trl": "trl",
     "PIL": "images",
 }  # fmt: skip
 

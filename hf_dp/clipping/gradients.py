@@ -27,7 +27,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_dp.clipping import tensor_cores
 from hf_dp.clipping.products import Grams, LastOf, outer_norms
 from hf_dp.clipping.rounding import Norms, accumulation_dtype, squared_norms, unit
 from hf_dp.errors import UnsupportedModelError
@@ -217,12 +216,7 @@ class OuterProducts(PerExampleGradient):
         return left.flatten(0, 1).mT, right.flatten(0, 1)
 
     def add_weighted_sum(self, total: Tensor, weights: Weights) -> None:
-        if tensor_cores.take(self.left, self.right):
-            values = weights.values.to(torch.float32)[None]
-            product = tensor_cores.product(self.left[None], self.right[None], values)
-            total.add_(product.view(total.shape))
-        else:
-            add_product(total, *self.weighted_factors(weights))
+        add_product(total, *self.weighted_factors(weights))
 
     def size(self) -> Tensor:
         dtype = accumulation_dtype(self.left.dtype)

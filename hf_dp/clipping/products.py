@@ -1,8 +1,8 @@
 """The products that norms and sums are made of, each exact to float32 sums on every device.
 
-Factors of 32 or 64 bits are multiplied as they are, under
-:func:`hf_dp.clipping.rounding.full_precision`. Factors of 16 bits are widened first, which is
-exact, or multiplied by tensor cores that sum in float32 (:mod:`hf_dp.clipping.tensor_cores`).
+Factors of 16 bits are widened first, which is exact, so none of torch's switches for products of 16
+bits reaches a norm or a sum. :func:`hf_dp.clipping.rounding.full_precision` turns those off that
+would shorten factors of 32 bits.
 
 **Norms from Gram matrices.** For ``G = sum_t left_t right_t^T``,
 ``|G|^2 = sum_{s,t} (left_s . left_t)(right_s . right_t)`` (Li et al., section 4, eq. 3), so the sum
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_dp.clipping import tensor_cores
 from hf_dp.clipping.rounding import NEGLIGIBLE, Norms, accumulation_dtype, unit
 
 # A product of few vectors (fewer than 12 where this was measured) runs in kernels that add up the
@@ -35,8 +34,6 @@ def dots(one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
 
     The result has the given dtype, float32 or float64.
     """
-    if tensor_cores.take(one, other):
-        return tensor_cores.product(one.mT[:, None], other.mT[:, None], _ones(one))
     one, other = one.to(dtype), other.to(dtype)
     features = one.shape[2]
     if features <= _MANY_FEATURES or min(one.shape[1], other.shape[1]) >= _FEW:
@@ -53,15 +50,9 @@ def outer_sums(left: Tensor, right: Tensor, total: Tensor | None = None) -> Tens
 
     The factors are (b, T, m) and (b, T, n); a total is changed in place.
     """
-    if tensor_cores.take(left, right):
-        return tensor_cores.product(left[:, None], right[:, None], _ones(left), total)
     dtype = accumulation_dtype(left.dtype)
     left, right = left.to(dtype).mT, right.to(dtype)
     return torch.bmm(left, right) if total is None else total.baddbmm_(left, right)
-
-
-def _ones(factors: Tensor) -> Tensor:
-    return torch.ones(len(factors), 1, dtype=torch.float32, device=factors.device)
 
 
 Result = TypeVar("Result")
@@ -104,8 +95,7 @@ def gram_blocks(vectors: Tensor, dtype: torch.dtype) -> list[Tensor]:
     halves of each example continue as two examples of half the length. Vectors of zeros fill up to
     lengths at which products are fast; they add nothing.
     """
-    if not tensor_cores.take(vectors):
-        vectors = vectors.to(dtype)  # once for all blocks
+    vectors = vectors.to(dtype)  # once for all blocks
     length = vectors.shape[1]
     halvings = 0
     while length >> halvings > _SMALLEST_HALVED.get(vectors.device.type, 64):

@@ -12,7 +12,7 @@ import transformers as hf
 from accelerate.utils.operations import convert_to_fp32
 from models import assert_same_sums, batch_for, gpt2, llama, loop_oracle
 from peft import LoraConfig, get_peft_model
-from tensor_cores import WAYS, TensorCores, precision_restored, worst_difference
+from short_products import WAYS, TensorCores, precision_restored, worst_difference
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten

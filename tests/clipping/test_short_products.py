@@ -10,9 +10,9 @@ import pytest
 import torch
 from forms import FORMS, force
 from models import batch_for, gpt2
-from tensor_cores import WAYS, TensorCores, precision_restored, worst_difference
+from short_products import WAYS, TensorCores, precision_restored, worst_difference
 
-from hf_dp.clipping import ClippingEngine, clipped_sum, forms, norms
+from hf_dp.clipping import ClippingEngine, clipped_sum, forms, gradients, norms
 from hf_dp.clipping.rounding import full_precision, product_precision
 from hf_dp.losses import per_example_loss
 
@@ -35,16 +35,47 @@ def _as_set(method: Any) -> Any:
     return torch.no_grad()(method.__wrapped__.__wrapped__)
 
 
+ALL_FORMS = [("book_keeping", form) for form in FORMS] + [
+    ("two_pass", "factors"),
+    ("per_example", "factors"),
+]
+
+
 @pytest.mark.parametrize(
-    ("strategy", "form"),
-    [("book_keeping", form) for form in FORMS]
-    + [("two_pass", "factors"), ("per_example", "factors")],
+    ("way", "strategy", "form"),
+    [("torch.backends.fp32_precision", *each) for each in ALL_FORMS]
+    + [(way, "book_keeping", "factors") for way in WAYS if "cuda" in way or "set_" in way],
 )
-@pytest.mark.parametrize("way", WAYS)
-def test_norms_are_those_of_the_sums(way, form, strategy, monkeypatch):
+def test_norms_are_those_of_the_sums(way, strategy, form, monkeypatch):
     force(form, monkeypatch)
     WAYS[way]()
     assert worst_on_tensor_cores(strategy) < 1e-5
+
+
+@pytest.mark.parametrize(("strategy", "form"), ALL_FORMS[:-1])  # the last runs modules again
+def test_factors_of_16_bits_are_widened_before_norms_and_sums(strategy, form, monkeypatch):
+    """So what torch lets products of 16 bits do (sum in 16 bits, say) cannot reach them."""
+    force(form, monkeypatch)
+    assert of_16_bits(strategy) == (0, True)
+
+
+def test_planted_products_of_16_bits_are_seen(monkeypatch):
+    force("factors", monkeypatch)
+    monkeypatch.setattr(
+        gradients.OuterProducts,
+        "weighted_factors",
+        lambda self, weights: (self.left.flatten(0, 1).mT, self.right.flatten(0, 1)),
+    )
+    found, exact = of_16_bits("book_keeping")
+    assert found > 0 and not exact
+
+
+def of_16_bits(strategy: str) -> tuple[int, bool]:
+    """Return how many products of 16-bit factors made norms and sums, and whether these agree."""
+    WAYS["torch.backends.fp32_precision"]()
+    with TensorCores() as cores:
+        exact = worst_difference(strategy, bf16=True) < 2e-5
+    return cores.of_16_bits, exact
 
 
 def test_planted_short_products_in_norms_are_seen(monkeypatch):

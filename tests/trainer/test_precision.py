@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 from accelerate.state import AcceleratorState
-from tensor_cores import precision_restored
+from short_products import precision_restored
 
 from hf_dp.errors import SelfCheckError, UnsupportedArgumentError
 from hf_dp.run.precision import Precision

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 from models import batch_for, gpt2, rows
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_dp.clipping import ClippingEngine, tensor_cores
+from hf_dp.clipping import ClippingEngine
 from hf_dp.losses import per_example_loss
 
 aten = torch.ops.aten
@@ -35,19 +34,23 @@ class TensorCores(TorchDispatchMode):
 
     Attributes:
         rounded: how many were.
+        of_16_bits: how many products of 16-bit factors there were while the flag did not say so,
+            which is where norms and sums are formed if it was set before.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.rounded = 0
+        self.rounded = self.of_16_bits = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         first = _FACTORS.get(func)
-        if first is not None and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        pair = () if first is None else args[first : first + 2]
+        if pair and torch.backends.cuda.matmul.fp32_precision == "tf32":
             self.rounded += 1
-            pair = args[first : first + 2]
             short = [to_tf32(each) if each.dtype == torch.float32 else each for each in pair]
             args = (*args[:first], *short, *args[first + 2 :])
+        else:
+            self.of_16_bits += any(each.dtype == torch.bfloat16 for each in pair)
         return func(*args, **(kwargs or {}))
 
 
@@ -80,65 +83,6 @@ def precision_restored() -> Iterator[None]:
         torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.matmul.fp32_precision = "none"
         torch.backends.mkldnn.matmul.fp32_precision = "none"
-
-
-# -- bfloat16 factors, by the model of hf_dp.clipping.tensor_cores ---
-
-_STEP = 8  # products that one step adds to the accumulator
-_BITS = 24
-
-
-def _cut(values: Tensor, quantum: Tensor) -> Tensor:
-    return torch.where(quantum > 0, (values / quantum).trunc() * quantum, values)
-
-
-def _quantum(largest: Tensor) -> Tensor:
-    """Return the last of 24 bits of numbers, 0 for 0; in float64, which holds all sums exactly."""
-    exponent = torch.frexp(largest).exponent
-    return torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent - _BITS), 0.0)
-
-
-def partial_sum(one: Tensor, other: Tensor) -> Tensor:
-    """Return ``sum_k one[..., k, i] other[..., k, j]`` as one accumulator sums it, in float64."""
-    terms = one.shape[-2]
-    one, other = one.double(), other.double()
-    accumulator = torch.zeros(*one.shape[:-2], one.shape[-1], other.shape[-1], dtype=torch.float64)
-    for start in range(0, terms, _STEP):
-        here = slice(start, start + _STEP)
-        added = one[..., here, :, None] * other[..., here, None, :]  # exact
-        added = torch.cat([accumulator.unsqueeze(-3), added], -3)
-        quantum = _quantum(added.abs().amax(-3, keepdim=True))
-        accumulator = _cut(added, quantum).sum(-3)
-        accumulator = _cut(accumulator, _quantum(accumulator.abs()))
-    return accumulator
-
-
-def piece(one: Tensor, other: Tensor, weights: Tensor, total: Tensor | None = None) -> Tensor:
-    """Compute what the kernel computes of the same arguments."""
-    assert one.dtype == other.dtype == torch.bfloat16 and weights.dtype == torch.float32
-    found = torch.zeros(len(one), one.shape[3], other.shape[3])
-    for start in range(0, one.shape[2], tensor_cores.TERMS):
-        here = slice(start, start + tensor_cores.TERMS)
-        parts = partial_sum(one[:, :, here], other[:, :, here]).float() * weights[..., None, None]
-        for group in range(one.shape[1]):  # in float32, one after the other
-            found += parts[:, group]
-    return found if total is None else total.add_(found)
-
-
-def emulate(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let bfloat16 factors on the CPU be multiplied as on a GPU; return the calls, as they come."""
-    calls: list[int] = []
-
-    def counted(*arguments: Any) -> Tensor:
-        calls.append(1)
-        return piece(*arguments)
-
-    def take(*factors: Tensor) -> bool:
-        return all(each.dtype == torch.bfloat16 for each in factors)
-
-    monkeypatch.setattr(tensor_cores, "take", take)
-    monkeypatch.setattr(tensor_cores, "piece", counted)
-    return calls
 
 
 def worst_difference(
