@@ -148,21 +148,6 @@ def untouched_generators() -> Iterator[None]:
         _set_global_state(before)
 
 
-def randomized_response(
-    labels: Tensor, num_classes: int, keep_probability: float, random_bytes: Callable[[int], bytes]
-) -> Tensor:
-    """Return each label with ``keep_probability``, else another one, uniformly; (b,) integers.
-
-    The probability is exact to 2^-65.
-    """
-    draws = np.frombuffer(random_bytes(16 * len(labels)), dtype=np.uint64).reshape(2, -1)
-    kept = torch.from_numpy(draws[0] < np.uint64(min(round(keep_probability * 2**64), 2**64 - 1)))
-    shift = torch.from_numpy((draws[1] % np.uint64(num_classes - 1)).astype(np.int64)) + 1
-    return torch.where(
-        kept.to(labels.device), labels, (labels + shift.to(labels.device)) % num_classes
-    )
-
-
 GENERATORS = (
     random.Random,
     np.random.Generator,

@@ -16,7 +16,6 @@ from hf_dp.accounting.events import Gaussian as Gaussian
 from hf_dp.accounting.events import PoissonSampledGaussian as PoissonSampledGaussian
 from hf_dp.accounting.events import PublishedForwardNoise as PublishedForwardNoise
 from hf_dp.accounting.events import RandomAllocationGaussian as RandomAllocationGaussian
-from hf_dp.accounting.events import RandomizedResponse as RandomizedResponse
 from hf_dp.accounting.events import RecordRelease as RecordRelease
 from hf_dp.accounting.events import SampledRecordRelease as SampledRecordRelease
 from hf_dp.accounting.events import SumAndRows as SumAndRows

@@ -13,7 +13,7 @@ from typing import Protocol, cast
 from hf_dp._validate import in_unit_interval, one_of
 from hf_dp.accounting.composition import Composition, Range, compose
 from hf_dp.accounting.event import Event, as_events
-from hf_dp.accounting.knows import ACCOUNTANTS, BOUNDS, KNOWS, NAMES
+from hf_dp.accounting.knows import ACCOUNTANTS, BOUNDS, KINDS, KNOWS
 from hf_dp.accounting.value import Epsilon
 from hf_dp.errors import AccountingRangeError, ConfigError, UnsupportedEventError
 
@@ -38,8 +38,8 @@ class Accountant(Protocol):
     RANGE: Range
 
     def epsilon(self, composition: Composition, delta: float, relation: str) -> Epsilon:
-        """Return epsilon at ``delta``: 0 for nothing, infinity without noise. It is asked only what
-        its row in :mod:`hf_dp.accounting.knows` has.
+        """Return epsilon at ``delta``. It is asked only of what has noise and depends on examples,
+        and what its row in :mod:`hf_dp.accounting.knows` has.
 
         Raises: AccountingRangeError: the result may be wrong here.
         """
@@ -61,9 +61,9 @@ def register_accountant(
     Raises: ConfigError for a name that is taken, or a kind that is none.
     """
     kinds = frozenset(kinds)
-    if name in KNOWS or not kinds <= set(NAMES):
+    if name in KNOWS or not kinds <= set(KINDS):
         raise ConfigError(
-            f"Expected an accountant with a name of its own, of kinds {sorted(NAMES)}, got "
+            f"Expected an accountant with a name of its own, of kinds {sorted(KINDS)}, got "
             f"{name!r} of {sorted(kinds)}."
         )
     KNOWS[name] = kinds
@@ -114,6 +114,9 @@ def epsilon(
 @functools.lru_cache(maxsize=4096)
 def _epsilon(accountant: str, composition: Composition, delta: float, relation: str) -> Epsilon:
     composition.refuse(accountant, relation)
+    if composition.empty or composition.noiseless:
+        value = math.inf if composition.noiseless else 0.0
+        return Epsilon(value, "bound" if accountant in BOUNDS else "estimate")
     return load(accountant).epsilon(composition, delta, relation)
 
 

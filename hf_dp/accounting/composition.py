@@ -7,69 +7,18 @@ single one, which is exact.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TypeVar
 
 from hf_dp.accounting import knows
-from hf_dp.accounting.event import Event, NoisedSum, as_events, refuse_stranger
-from hf_dp.accounting.events import (
-    BestOfRandomRuns,
-    PublishedForwardNoise,
-    RandomAllocationGaussian,
-    RandomizedResponse,
-    RecordRelease,
-    SampledRecordRelease,
-    SumAndRows,
-    TruncatedPoissonSampledGaussian,
-    UserRowsGaussian,
-)
+from hf_dp.accounting.event import Event, as_events, refuse_stranger
+from hf_dp.accounting.events import BestOfRandomRuns, PoissonSampledGaussian
 from hf_dp.errors import AccountingRangeError, UnsupportedEventError
 
-if TYPE_CHECKING:
-    from dp_accounting.dp_event import DpEvent
-
-_NO_CUT = 1e-300
-
-
-class Term(NamedTuple):
-    """Gaussian noise on what examples add that take part with some probability.
-
-    Attributes:
-        kind: who takes part, or what is released of each, as :mod:`hf_dp.accounting.knows` has it.
-        noise_multiplier: > 0.
-        sample_rate: in (0, 1].
-        sizes: (num_examples, max_batch_size) of truncated samples, where truncation can happen;
-            (max_rows,) above 1 of sampled rows; (steps_per_allocation,) of random allocation.
-        steps: how many, > 0; each micro-batch that is released counts as one.
-    """
-
-    kind: str
-    noise_multiplier: float
-    sample_rate: float
-    sizes: tuple[int, ...]
-    steps: int
-
-
-class OutsideTerm(NamedTuple):
-    """An event from outside hf_dp, as dp-accounting's own of one step, and how many times."""
-
-    dp_event: DpEvent
-    noise_multipliers: tuple[float, ...]
-    steps: int
-
-
-class SearchTerm(NamedTuple):
-    """The best of randomly many runs; ``shape`` is that of the truncated negative binomial, or None
-    for Poisson."""
-
-    run: Composition
-    mean_runs: float
-    shape: float | None
-
+_E = TypeVar("_E", bound=Event)
 
 Restriction = tuple[str, tuple[str, ...], str]
 
@@ -80,76 +29,71 @@ class Composition:
 
     Attributes:
         noiseless: an example entered some step without noise, so no finite epsilon holds.
-        terms: the distinct mechanisms with noise, sorted, with their total steps.
-        responses, outside, searches: the others; not every accountant can describe them.
+        events: the distinct mechanisms with noise, in a fixed order, with all of their steps: each
+            as :meth:`hf_dp.accounting.Event.canonical` has it.
+        outside: likewise, those that are dp-accounting's own, as they are.
+        searches: not merged, since two cost more than one with runs as long as both.
         restricted: name, relations and reason for each kind of event restricted to some relations.
     """
 
     noiseless: bool = False
-    terms: tuple[Term, ...] = ()
-    responses: tuple[RandomizedResponse, ...] = ()
-    outside: tuple[OutsideTerm, ...] = ()
-    searches: tuple[SearchTerm, ...] = ()
+    events: tuple[Event, ...] = ()
+    outside: tuple[Event, ...] = ()
+    searches: tuple[BestOfRandomRuns, ...] = ()
     restricted: tuple[Restriction, ...] = ()
 
-    def of(self, *kinds: str) -> tuple[Term, ...]:
-        """Return the terms of these kinds."""
-        return tuple(term for term in self.terms if term.kind in kinds)
+    def of(self, kind: type[_E]) -> tuple[_E, ...]:
+        """Return the events of this class."""
+        return tuple(event for event in self.events if isinstance(event, kind))
 
     @property
-    def sampled(self) -> tuple[Term, ...]:
+    def sampled(self) -> tuple[PoissonSampledGaussian, ...]:
         """The Gaussians on Poisson samples at rates below 1."""
-        return tuple(term for term in self.of(knows.POISSON) if term.sample_rate < 1)
+        return tuple(each for each in self.of(PoissonSampledGaussian) if each.sample_rate < 1)
 
     @property
     def gaussian_mu(self) -> float:
         """Sensitivity / standard deviation of the one Gaussian that all unsampled ones compose to,
         sqrt(sum steps / noise_multiplier^2) (Dong, Roth, Su 2019, Corollary 3.3); 0 if there are
         none."""
-        plain = (term for term in self.of(knows.POISSON) if term.sample_rate == 1)
-        return math.sqrt(math.fsum(term.steps / term.noise_multiplier**2 for term in plain))
+        plain = (each for each in self.of(PoissonSampledGaussian) if each.sample_rate == 1)
+        return math.sqrt(math.fsum(each.steps / each.noise_multiplier**2 for each in plain))
 
     @property
     def noise_multipliers(self) -> tuple[float, ...]:
         """All that ran, those of one run of a search included."""
-        return (
-            *(term.noise_multiplier for term in self.terms),
-            *(sigma for term in self.outside for sigma in term.noise_multipliers),
-            *(sigma for search in self.searches for sigma in search.run.noise_multipliers),
-        )
+        events = (*self.events, *self.outside)
+        own = (sigma for event in events for sigma in event.noise_multipliers.values())
+        return (*own, *(sigma for run in self._runs for sigma in run.noise_multipliers))
 
     @property
     def sample_rates(self) -> tuple[float, ...]:
-        """All that ran, 1 for unsampled mechanisms, those of one run of a search included."""
-        return (
-            *(term.sample_rate for term in self.terms),
-            *(rate for search in self.searches for rate in search.run.sample_rates),
-        )
+        """All that ran, 1 for unsampled mechanisms, those of one run of a search included; events
+        from outside need not have one."""
+        own = (_rate(event) for event in self.events)
+        return (*own, *(rate for run in self._runs for rate in run.sample_rates))
 
     @property
     def steps(self) -> int:
         """All steps that ran, of a search those of one run."""
-        counts = [term.steps for term in self.terms]
-        counts += [response.steps for response in self.responses]
-        counts += [each.steps for each in self.outside]
-        return sum(counts) + sum(search.run.steps for search in self.searches)
+        return sum(event.steps for event in (*self.events, *self.outside, *self.searches))
 
     @property
     def kinds(self) -> frozenset[str]:
         """What ran with noise, as :mod:`hf_dp.accounting.knows` names it, runs of searches
         included."""
-        others = {
-            knows.RESPONSE: self.responses,
-            knows.OUTSIDE: self.outside,
-            knows.SEARCH: self.searches,
-        }
-        found = {term.kind for term in self.terms} | {kind for kind in others if others[kind]}
-        return frozenset(found).union(*(search.run.kinds for search in self.searches))
+        own = {event.kind for event in (*self.events, *self.searches)}
+        outside = {knows.OUTSIDE} if self.outside else set()
+        return frozenset(own | outside).union(*(run.kinds for run in self._runs))
 
     @property
     def empty(self) -> bool:
         """Whether nothing that ran depends on an example, so that epsilon is exactly 0."""
         return not self.kinds and not self.noiseless
+
+    @property
+    def _runs(self) -> tuple[Composition, ...]:
+        return tuple(compose(search.run) for search in self.searches)
 
     def refuse(self, accountant: str, relation: str) -> None:
         """Raise UnsupportedEventError for a relation or kind of event that this accountant does not
@@ -224,9 +168,44 @@ def compose(events: Event | Iterable[Event]) -> Composition:
         raise UnsupportedEventError(
             f"These events hold under no common neighboring relation ({shown})."
         )
-    return dataclasses.replace(
-        _composition([event for event in events if event.steps > 0]), restricted=restricted
+    ran = [event for event in events if event.steps > 0]
+    searches = [event for event in ran if isinstance(event, BestOfRandomRuns)]
+    runs = {search: compose(search.run) for search in searches}
+    outside = [event for event in ran if _is_outside(event)]
+    others = (each for each in ran if not (isinstance(each, BestOfRandomRuns) or _is_outside(each)))
+    parts = (part for event in others for part in event.canonical())
+    merged = _merged(part for part in parts if _rate(part) > 0)  # else nobody takes part
+    events = [event for event in merged if 0 not in event.noise_multipliers.values()]
+    return Composition(
+        noiseless=len(events) < len(merged)
+        or any(0 in event.noise_multipliers.values() for event in outside)
+        or any(run.noiseless for run in runs.values()),
+        events=tuple(sorted(events, key=_place)),
+        outside=tuple(_merged(outside)),
+        searches=tuple(search for search in searches if not runs[search].empty),
+        restricted=restricted,
     )
+
+
+def _is_outside(event: Event) -> bool:
+    """Return whether it is not hf_dp's, be it a subclass of an event that is."""
+    return event.kind == knows.OUTSIDE or event.dp_event() is not None
+
+
+def _merged(events: Iterable[Event]) -> list[Event]:
+    steps: Counter[Event] = Counter()
+    for event in events:
+        steps[event.with_steps(1)] += event.steps
+    return [one.with_steps(count) for one, count in steps.items()]
+
+
+def _rate(event: Event) -> float:
+    """Return the probability with which an example takes part in a step."""
+    return float(getattr(event, "sample_rate", 1.0))
+
+
+def _place(event: Event) -> tuple[object, ...]:
+    return (event.kind, tuple(event.noise_multipliers.values()), _rate(event), repr(event))
 
 
 def _restrictions(events: Iterable[Event]) -> tuple[Restriction, ...]:
@@ -240,92 +219,3 @@ def _restrictions(events: Iterable[Event]) -> tuple[Restriction, ...]:
             if each.restriction:
                 kinds.add((type(each).__name__, each.relations, each.restriction))
     return tuple(sorted(kinds))
-
-
-def _composition(events: Iterable[Event]) -> Composition:
-    """Return the canonical form of events that ran."""
-    counts: Counter[Term] = Counter()
-    responses: Counter[tuple[float, int]] = Counter()
-    outside, searches = [], []
-    for event in events:
-        if isinstance(event, BestOfRandomRuns):
-            if not (run := compose(event.run)).empty:
-                searches.append(SearchTerm(run, event.mean_runs, event.shape))
-        elif isinstance(event, RandomizedResponse):
-            responses[event.epsilon, event.num_classes] += event.steps
-        elif (dp_event := event.dp_event()) is not None:
-            times = event.steps // event.with_steps(1).steps
-            outside.append(OutsideTerm(dp_event, tuple(event.noise_multipliers.values()), times))
-        else:
-            for term in _terms(event):
-                if term.sample_rate > 0:  # else nobody takes part
-                    counts[term._replace(steps=0)] += term.steps
-    return Composition(
-        noiseless=any(term.noise_multiplier == 0 for term in counts)
-        or any(0 in term.noise_multipliers for term in outside)
-        or any(search.run.noiseless for search in searches),
-        terms=tuple(
-            sorted(
-                term._replace(steps=count)
-                for term, count in counts.items()
-                if term.noise_multiplier > 0
-            )
-        ),
-        responses=tuple(RandomizedResponse(*key, responses[key]) for key in sorted(responses)),
-        outside=tuple(outside),
-        searches=tuple(searches),
-    )
-
-
-def _terms(event: Event) -> Iterator[Term]:
-    """Yield what an event that ran is made of."""
-    match event:
-        case RecordRelease():
-            yield Term(knows.POISSON, event.noise_multiplier, 1.0, (), event.steps)
-        case SumAndRows(one_draw=True):
-            joint = event.joint_noise_multiplier
-            yield Term(knows.VISIBLE, joint, event.sample_rate, (), event.steps)
-        case SumAndRows():
-            rate, steps = event.sample_rate, event.steps
-            yield Term(knows.POISSON, event.noise_multiplier, rate, (), steps)
-            yield Term(knows.VISIBLE, event.record_noise_multiplier, rate, (), steps)
-        case SampledRecordRelease() | PublishedForwardNoise():
-            visible = isinstance(event, SampledRecordRelease)
-            kind = knows.VISIBLE if visible else knows.PUBLISHED
-            draws = event.steps * event.num_micro_batches
-            yield Term(kind, event.noise_multiplier, event.sample_rate, (), draws)
-        case NoisedSum():
-            yield _of_a_sum(event)
-
-
-def _of_a_sum(event: NoisedSum) -> Term:
-    sigma, rate = event.joint_noise_multiplier, getattr(event, "sample_rate", 1.0)
-    kind: str = knows.POISSON
-    sizes: tuple[int, ...] = ()
-    match event:
-        case RandomAllocationGaussian():
-            kind, sizes = knows.ALLOCATION, (event.steps_per_allocation,)
-        case TruncatedPoissonSampledGaussian() if rate > 0 and _cuts(event):
-            kind, sizes = knows.TRUNCATED, (event.num_examples, event.max_batch_size)
-        case UserRowsGaussian() if rate == 1:
-            sigma /= event.max_rows
-        case UserRowsGaussian() if event.max_rows > 1:
-            kind, sizes = knows.USER_ROWS, (event.max_rows,)
-    return Term(kind, sigma, rate, sizes, event.steps)
-
-
-def _cuts(event: TruncatedPoissonSampledGaussian) -> bool:
-    """Return whether a sample is truncated with more than a negligible probability.
-
-    If one step's sample is truncated with probability t, T steps are within total variation T t of
-    T plain ones, so what is (e, d)-private without truncation is (e, d + (1 + exp(e)) T t)-private
-    with it: at t = 1e-300, T = 1e9 and e = 500, that is d + 1e-74. (Below that, tails underflow and
-    dp-accounting divides by them.)
-    """
-    if event.max_batch_size >= event.num_examples:
-        return False
-    # Imported here because it takes half a second: `import hf_dp.accounting` should not need it.
-    from scipy.special import bdtrc
-
-    # P(K >= max)
-    return bool(bdtrc(event.max_batch_size - 1, event.num_examples, event.sample_rate) > _NO_CUT)

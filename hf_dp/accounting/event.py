@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from hf_dp._validate import in_unit_interval, integer, invalid, non_negative
+from hf_dp.accounting.knows import OUTSIDE
 from hf_dp.errors import ConfigError, InvalidArgumentError, UnsupportedEventError
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ _LEAST = {
     "max_rows": 1,
     "num_micro_batches": 1,
     "steps_per_allocation": 2,
-    "num_classes": 2,
 }
 
 
@@ -43,6 +43,7 @@ class Event:
         steps: how many times it ran, >= 0.
 
     Class attributes:
+        kind: in the table of what accountants bound (:mod:`hf_dp.accounting.knows`).
         relations: those of :data:`hf_dp.accounting.RELATIONS` under which the analysis holds.
         restriction: why it does not hold under the others; empty if it holds under all.
         reasons: why no bound on its epsilon is established; empty where there is one.
@@ -55,6 +56,7 @@ class Event:
 
     steps: int
 
+    kind: ClassVar[str] = OUTSIDE
     relations: ClassVar[tuple[str, ...]] = ("zero_out", "add_remove", "replace_one")
     restriction: ClassVar[str] = ""
     reasons: ClassVar[tuple[str, ...]] = ()
@@ -91,10 +93,14 @@ class Event:
         return joint_noise_multiplier(*self.noise_multipliers.values())
 
     def dp_event(self) -> DpEvent | None:
-        """Return one step (what ``with_steps(1)`` is) as a ``dp_accounting.DpEvent``, with tuples,
-        so that it has a hash: for an event from outside hf_dp. None for those of hf_dp, which the
-        accountants know themselves."""
+        """Return one step (what ``with_steps(1)`` is) as a ``dp_accounting.DpEvent``: for an event
+        from outside hf_dp. None for those of hf_dp, which the accountants know themselves."""
         return None
+
+    def canonical(self) -> tuple[Event, ...]:
+        """Return what it costs as accountants take it: events whose steps, where these are all in
+        which they differ, add up."""
+        return (self,)
 
     def with_steps(self, steps: int) -> Self:
         """Return the event of so many steps of the same kind, or of the fewest whole allocations
@@ -140,6 +146,10 @@ class NoisedSum(Event):
     @property
     def noise_multipliers(self) -> dict[str, float]:
         return {**super().noise_multipliers, **dict(self.beside)}
+
+    def canonical(self) -> tuple[Event, ...]:
+        joint = self.joint_noise_multiplier
+        return (dataclasses.replace(self, noise_multiplier=joint, beside=()),)  # type: ignore[call-arg]
 
     def to_dict(self) -> Description:
         described = super().to_dict()

@@ -24,12 +24,12 @@ vector of an absent example is still released, and holds only noise.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from hf_dp._validate import invalid, non_negative, one_of, positive, real
+from hf_dp._validate import invalid, non_negative, one_of, real
+from hf_dp.accounting import knows
 from hf_dp.accounting.event import (
     SUM,
     VECTORS,
@@ -42,6 +42,7 @@ from hf_dp.accounting.event import (
 from hf_dp.errors import InvalidArgumentError
 
 RUN_DISTRIBUTIONS = ("truncated_negative_binomial", "poisson")
+_NO_CUT = 1e-300
 
 
 @register_event
@@ -52,6 +53,11 @@ class Gaussian(NoisedSum):
     noise_multiplier: float
     steps: int = 1
 
+    kind: ClassVar[str] = knows.POISSON
+
+    def canonical(self) -> tuple[Event, ...]:
+        return (PoissonSampledGaussian(self.joint_noise_multiplier, 1.0, self.steps),)
+
 
 @register_event
 @dataclass(frozen=True)
@@ -61,6 +67,8 @@ class PoissonSampledGaussian(NoisedSum):
     noise_multiplier: float
     sample_rate: float
     steps: int
+
+    kind: ClassVar[str] = knows.POISSON
 
 
 @register_event
@@ -84,11 +92,34 @@ class TruncatedPoissonSampledGaussian(NoisedSum):
     num_examples: int
     max_batch_size: int
 
+    kind: ClassVar[str] = knows.TRUNCATED
     relations: ClassVar[tuple[str, ...]] = ("zero_out", "replace_one")
     restriction: ClassVar[str] = (
         "Samples are truncated to a maximum size: with one example more, which a neighbor has, "
         "other examples would be left out."
     )
+
+    def canonical(self) -> tuple[Event, ...]:
+        if self.sample_rate > 0 and self._cuts():
+            return super().canonical()
+        joint = self.joint_noise_multiplier
+        return (PoissonSampledGaussian(joint, self.sample_rate, self.steps),)
+
+    def _cuts(self) -> bool:
+        """Return whether a sample is truncated with more than a negligible probability.
+
+        If one step's sample is truncated with probability t, T steps are within total variation T t
+        of T plain ones, so what is (e, d)-private without truncation is (e, d + (1 + exp(e)) T
+        t)-private with it: at t = 1e-300, T = 1e9 and e = 500, that is d + 1e-74. (Below that,
+        tails underflow and dp-accounting divides by them.)
+        """
+        if self.max_batch_size >= self.num_examples:
+            return False
+        # Imported here because it takes half a second: `import hf_dp.accounting` should not.
+        from scipy.special import bdtrc
+
+        # P(K >= max)
+        return bool(bdtrc(self.max_batch_size - 1, self.num_examples, self.sample_rate) > _NO_CUT)
 
 
 @register_event
@@ -113,8 +144,16 @@ class UserRowsGaussian(NoisedSum):
     steps: int
     max_rows: int
 
+    kind: ClassVar[str] = knows.USER_ROWS
     relations: ClassVar[tuple[str, ...]] = ("zero_out", "add_remove")
     restriction: ClassVar[str] = "No bound is implemented for rows that become another user's."
+
+    def canonical(self) -> tuple[Event, ...]:
+        if self.sample_rate < 1 and self.max_rows > 1:
+            return super().canonical()
+        # Without sampling all rows of a user are in each sum.
+        joint = self.joint_noise_multiplier / self.max_rows
+        return (PoissonSampledGaussian(joint, self.sample_rate, self.steps),)
 
 
 @register_event
@@ -136,6 +175,7 @@ class RandomAllocationGaussian(NoisedSum):
     steps_per_allocation: int
     steps: int
 
+    kind: ClassVar[str] = knows.ALLOCATION
     relations: ClassVar[tuple[str, ...]] = ("zero_out", "add_remove")
     restriction: ClassVar[str] = (
         "No bound is implemented for one example replaced by another that is allocated."
@@ -190,6 +230,8 @@ class BestOfRandomRuns(Event):
     mean_runs: float
     distribution: str = "truncated_negative_binomial"
     shape: float | None = 1.0
+
+    kind: ClassVar[str] = knows.SEARCH
 
     def __post_init__(self) -> None:
         simple = (Gaussian, PoissonSampledGaussian, TruncatedPoissonSampledGaussian)
@@ -265,6 +307,11 @@ class RecordRelease(RowByRow):
     noise_multiplier: float
     steps: int = 1
 
+    kind: ClassVar[str] = knows.POISSON
+
+    def canonical(self) -> tuple[Event, ...]:
+        return (PoissonSampledGaussian(self.noise_multiplier, 1.0, self.steps),)
+
 
 @register_event
 @dataclass(frozen=True)
@@ -285,6 +332,12 @@ class SampledRecordRelease(RowByRow):
     sample_rate: float
     steps: int
     num_micro_batches: int = 1
+
+    kind: ClassVar[str] = knows.VISIBLE
+
+    def canonical(self) -> tuple[Event, ...]:
+        draws = self.steps * self.num_micro_batches
+        return (dataclasses.replace(self, steps=draws, num_micro_batches=1),)
 
 
 @register_event
@@ -311,6 +364,7 @@ class SumAndRows(RowByRow):
     steps: int
     one_draw: bool
 
+    kind: ClassVar[str] = knows.VISIBLE
     parts: ClassVar[Mapping[str, str]] = {
         SUM: "noise_multiplier",
         VECTORS: "record_noise_multiplier",
@@ -320,6 +374,15 @@ class SumAndRows(RowByRow):
         super().__post_init__()
         if not isinstance(self.one_draw, bool):
             raise invalid("one_draw", self.one_draw, "to be True or False")
+
+    def canonical(self) -> tuple[Event, ...]:
+        rate, steps = self.sample_rate, self.steps
+        if self.one_draw:
+            return (SampledRecordRelease(self.joint_noise_multiplier, rate, steps),)
+        return (
+            PoissonSampledGaussian(self.noise_multiplier, rate, steps),
+            SampledRecordRelease(self.record_noise_multiplier, rate, steps),
+        )
 
 
 @register_event
@@ -344,6 +407,7 @@ class PublishedForwardNoise(Event):
     num_micro_batches: int
     steps: int
 
+    kind: ClassVar[str] = knows.PUBLISHED
     reasons: ClassVar[tuple[str, ...]] = (
         "the noise protects functions of the noised representation, and the encoder's gradient is "
         "none: it is computed from the activations below the noise, as they are. A word that "
@@ -362,39 +426,6 @@ class PublishedForwardNoise(Event):
     )
     parts: ClassVar[Mapping[str, str]] = {VECTORS: "noise_multiplier"}
 
-
-@register_event
-@dataclass(frozen=True)
-class RandomizedResponse(RowByRow):
-    """Each example's label is replaced by randomized response, ``steps`` times.
-
-    The label stays with probability ``exp(epsilon) / (exp(epsilon) + K - 1)``; otherwise it becomes
-    one of the others uniformly (Warner 1965). The answers for two labels differ by a factor of at
-    most exp(epsilon). An absent example's answer is uniform, which is a mixture of those of all
-    labels and therefore no further away.
-
-    Args:
-        epsilon: > 0 and at most 20.
-        num_classes: K >= 2.
-    """
-
-    epsilon: float
-    num_classes: int
-    steps: int = 1
-
-    parts: ClassVar[Mapping[str, str]] = {}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        value = positive("epsilon", self.epsilon)
-        # There one answer in 5e8 is another label; beyond it, 1 - that number loses its digits.
-        if value > 20:
-            hint = "Above that, labels are effectively public."
-            raise invalid("epsilon", self.epsilon, "to be at most 20", hint)
-        object.__setattr__(self, "epsilon", value)
-
-    @property
-    def keep_probability(self) -> float:
-        """The probability with which a label stays as it is; rounded down."""
-        others = (self.num_classes - 1) * math.exp(-self.epsilon)
-        return math.nextafter(1 - others / (1 + others), 0)
+    def canonical(self) -> tuple[Event, ...]:
+        draws = self.steps * self.num_micro_batches
+        return (dataclasses.replace(self, steps=draws, num_micro_batches=1),)

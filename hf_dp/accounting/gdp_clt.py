@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from hf_dp._validate import in_unit_interval, integer, positive
 from hf_dp.accounting.composition import Composition, Range
-from hf_dp.accounting.knows import PUBLISHED
+from hf_dp.accounting.events import PoissonSampledGaussian, PublishedForwardNoise
 from hf_dp.accounting.value import Epsilon, Kind
 
 # exp(1/sigma^2) and the tails are representable in this range; the limit theorem need not be
@@ -38,9 +38,13 @@ def mu(composition: Composition) -> float:
     paper's equation 11, ``p sqrt(T M (exp(C^2/sigma^2) - 1))``: its figure, by its assumptions.
     """
     squares = [composition.gaussian_mu**2]
-    for term in (*composition.sampled, *composition.of(PUBLISHED)):
-        growth = math.expm1(1 / term.noise_multiplier**2)
-        squares.append(term.sample_rate**2 * term.steps * growth)
+    events: tuple[PoissonSampledGaussian | PublishedForwardNoise, ...] = (
+        *composition.sampled,
+        *composition.of(PublishedForwardNoise),
+    )
+    for event in events:
+        growth = math.expm1(1 / event.noise_multiplier**2)
+        squares.append(event.sample_rate**2 * event.steps * growth)
     return math.sqrt(math.fsum(squares))
 
 
@@ -119,8 +123,7 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
     Raises:
         AccountingRangeError: outside RANGE.
     """
-    if composition.empty or composition.noiseless:
-        return Epsilon(math.inf if composition.noiseless else 0.0, "estimate")
     RANGE.check(composition, delta)
-    kind: Kind = "not established" if composition.of(PUBLISHED) else "estimate"
+    published = bool(composition.of(PublishedForwardNoise))
+    kind: Kind = "not established" if published else "estimate"
     return Epsilon(gaussian_epsilon(mu(composition), delta), kind)

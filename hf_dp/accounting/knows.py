@@ -14,22 +14,28 @@ from itertools import combinations
 from hf_dp._validate import invalid
 from hf_dp.errors import UnsupportedArgumentError, UnsupportedEventError
 
-# Who takes part in a noised sum. A Gaussian on all examples is a Poisson sample at rate 1.
-POISSON, TRUNCATED, USER_ROWS, ALLOCATION = "poisson", "truncated", "user rows", "allocation"
-OUTSIDE = "from outside"  # dp-accounting's own event, of a draw that is not hf_dp's
+# Kinds, by the name of their event. First, who takes part in a noised sum. A Gaussian on all
+# examples is a Poisson sample at rate 1.
+POISSON = "PoissonSampledGaussian"
+TRUNCATED = "TruncatedPoissonSampledGaussian"
+USER_ROWS = "UserRowsGaussian"
+ALLOCATION = "RandomAllocationGaussian"
+OUTSIDE = "events from outside hf_dp"  # which dp-accounting knows
 # What is released of each example by itself.
-VISIBLE, RESPONSE, PUBLISHED = "visible", "response", "published"
-SEARCH = "search"  # the best of a random number of runs
-REPLACE_ONE = "replace one"  # a neighboring relation; the others are known wherever a kind is
+VISIBLE = "events that show who took part"
+PUBLISHED = "PublishedForwardNoise"
+SEARCH = "BestOfRandomRuns"
+REPLACE_ONE = "relation 'replace_one'"  # the other relations are known wherever a kind is
+KINDS = (
+    POISSON, TRUNCATED, USER_ROWS, ALLOCATION, OUTSIDE, VISIBLE, PUBLISHED, SEARCH, REPLACE_ONE,
+)  # fmt: skip
 # What a plan may add to a draw: a noised loss, which is one Gaussian with the sum's; and a private
 # selection of what trains, which is Poisson-sampled.
 LOSS, SELECTION = "noised loss", "selection"
 
 KNOWS: dict[str, frozenset[str]] = {
-    "pld": frozenset(
-        {POISSON, TRUNCATED, USER_ROWS, ALLOCATION, OUTSIDE, VISIBLE, RESPONSE, REPLACE_ONE}
-    ),
-    "rdp": frozenset({POISSON, VISIBLE, RESPONSE, SEARCH}),
+    "pld": frozenset({POISSON, TRUNCATED, USER_ROWS, ALLOCATION, OUTSIDE, VISIBLE, REPLACE_ONE}),
+    "rdp": frozenset({POISSON, VISIBLE, SEARCH}),
     "prv": frozenset({POISSON}),
     "gdp_clt": frozenset({POISSON, PUBLISHED}),
 }
@@ -62,18 +68,6 @@ UNESTABLISHED = (
     'from activations without noise. Use accountant="gdp_clt" for the figure that the paper gives, '
     'or the variant "frozen" for a guarantee.'
 )
-NAMES = {
-    POISSON: "PoissonSampledGaussian",
-    TRUNCATED: "TruncatedPoissonSampledGaussian",
-    USER_ROWS: "UserRowsGaussian",
-    ALLOCATION: "RandomAllocationGaussian",
-    OUTSIDE: "events from outside hf_dp",
-    VISIBLE: "events that show who took part",
-    RESPONSE: "RandomizedResponse",
-    PUBLISHED: "PublishedForwardNoise",
-    SEARCH: "BestOfRandomRuns",
-    REPLACE_ONE: "relation 'replace_one'",
-}
 
 
 @dataclass(frozen=True)
@@ -125,7 +119,7 @@ def refuse_unknown(accountant: str, kinds: Iterable[str]) -> None:
     """Raise UnsupportedEventError for kinds that this accountant does not know, with one that knows
     them all as the next move."""
     kinds = set(kinds)
-    unknown = [kind for kind in NAMES if kind in kinds - KNOWS[accountant]]
+    unknown = [kind for kind in KINDS if kind in kinds - KNOWS[accountant]]
     if not unknown:
         return
     others = accountants_of(kinds)
@@ -133,6 +127,4 @@ def refuse_unknown(accountant: str, kinds: Iterable[str]) -> None:
     if PUBLISHED in unknown:
         next_move = UNESTABLISHED
     verb = "does not know" if unknown[0] == REPLACE_ONE else "cannot describe"
-    raise UnsupportedEventError(
-        f"Accountant {accountant!r} {verb} {NAMES[unknown[0]]}. {next_move}"
-    )
+    raise UnsupportedEventError(f"Accountant {accountant!r} {verb} {unknown[0]}. {next_move}")

@@ -18,17 +18,22 @@ import math
 from functools import lru_cache
 from typing import TypeAlias
 
-from dp_accounting.dp_event import DpEvent
 from dp_accounting.pld import privacy_loss_distribution as google_pld
 from dp_accounting.pld.pld_privacy_accountant import PLDAccountant
 from dp_accounting.privacy_accountant import NeighboringRelation
 
 from hf_dp.accounting import closed_form, rdp, tilted
 from hf_dp.accounting.allocation import allocated
-from hf_dp.accounting.composition import Composition, Range, Term
-from hf_dp.accounting.events import RandomizedResponse
+from hf_dp.accounting.composition import Composition, Range
+from hf_dp.accounting.event import Event
+from hf_dp.accounting.events import (
+    PoissonSampledGaussian,
+    RandomAllocationGaussian,
+    SampledRecordRelease,
+    TruncatedPoissonSampledGaussian,
+    UserRowsGaussian,
+)
 from hf_dp.accounting.grid import composed_by, directions, epsilon_at, on_grid, self_composed
-from hf_dp.accounting.knows import ALLOCATION, POISSON, TRUNCATED, USER_ROWS, VISIBLE
 from hf_dp.accounting.one_step import sampled_gaussian, sampled_rows
 from hf_dp.accounting.value import Epsilon
 from hf_dp.errors import UnsupportedEventError
@@ -109,6 +114,12 @@ _RELATIONS = {
     "replace_one": NeighboringRelation.REPLACE_ONE,
 }
 Distribution: TypeAlias = google_pld.PrivacyLossDistribution
+Secret: TypeAlias = (
+    PoissonSampledGaussian
+    | RandomAllocationGaussian
+    | TruncatedPoissonSampledGaussian
+    | UserRowsGaussian
+)
 
 
 def epsilon(composition: Composition, delta: float, relation: str = "zero_out") -> Epsilon:
@@ -121,8 +132,6 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
     Raises:
         AccountingRangeError: outside RANGE or above MAX_EPSILON.
     """
-    if composition.empty or composition.noiseless:
-        return Epsilon(math.inf if composition.noiseless else 0.0, "bound")
     if closed_form.covers(composition):
         CLOSED_FORM.check(composition, delta)
         scale = 2.0 if relation == "replace_one" else 1.0
@@ -130,50 +139,52 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
     small_rate = min(composition.sample_rates, default=1.0) < SMALL_RATE
     # RDP bounds the plain mechanisms under zero-out; elsewhere it only estimates how large the grid
     # would become.
-    no_curve = composition.of(TRUNCATED, USER_ROWS, ALLOCATION) or composition.outside
-    bounded = relation != "replace_one" and not no_curve
-    heavy = (
-        not bounded
-        or composition.of(VISIBLE)
-        or (composition.responses and (delta < TILTED_BELOW or small_rate))
-    )
-    limits = ALLOCATED if composition.of(ALLOCATION) else HEAVY_TAILS if heavy else RANGE
+    secret, allocations = _secret(composition), composition.of(RandomAllocationGaussian)
+    poisson = [event for event in secret if isinstance(event, PoissonSampledGaussian)]
+    bounded = relation != "replace_one" and len(poisson) == len(secret) and not composition.outside
+    heavy = not bounded or composition.of(SampledRecordRelease)
+    limits = ALLOCATED if allocations else HEAVY_TAILS if heavy else RANGE
     limits.check(composition, delta)
     about, order = rdp.epsilon_and_order(composition if bounded else _at_worst(composition), delta)
-    if about > MAX_EPSILON and not composition.of(USER_ROWS, ALLOCATION):
+    if about > MAX_EPSILON and not allocations and not composition.of(UserRowsGaussian):
         raise RANGE.error(f"epsilon up to {MAX_EPSILON}, got about {about:.6g}")
     if bounded and about == 0:
         return Epsilon(0.0, "bound")
     if small_rate:
-        return Epsilon(tilted.of_small_rates(_secret(composition), delta, about), "bound")
+        return Epsilon(tilted.of_small_rates(poisson, delta, about), "bound")
     value = _grid_epsilon(composition, delta, COARSE, relation, about)
     if value < FINE_BELOW and _fine_grid_gain(composition, order) > WORTHWHILE_GAIN:
         value = min(value, _grid_epsilon(composition, delta, FINE, relation, about))
-    if composition.of(ALLOCATION) and math.isinf(value):
+    if allocations and math.isinf(value):
         raise ALLOCATED.error("more noise, or more steps per allocation, than were given")
     return Epsilon(min(value + SLACK, about if bounded else math.inf), "bound")
 
 
-def _secret(composition: Composition) -> tuple[Term, ...]:
+def _secret(composition: Composition) -> tuple[Secret, ...]:
     """Return the mechanisms whose sample, if they have one, is secret; all plain Gaussians as one
     step."""
-    terms = composition.sampled + composition.of(TRUNCATED, USER_ROWS, ALLOCATION)
-    if composition.gaussian_mu > 0:
-        terms += (Term(POISSON, 1 / composition.gaussian_mu, 1.0, (), 1),)
-    return terms
+    mu = composition.gaussian_mu
+    return (
+        *composition.sampled,
+        *composition.of(RandomAllocationGaussian),
+        *composition.of(TruncatedPoissonSampledGaussian),
+        *composition.of(UserRowsGaussian),
+        *([PoissonSampledGaussian(1 / mu, 1.0, 1)] if mu > 0 else []),
+    )
 
 
 def _at_worst(composition: Composition) -> Composition:
     """Return the steps as if one example moved each sum by 2 C, no sample were truncated, no user
     had several rows, and allocations were Poisson samples."""
-    terms = [
-        term._replace(
-            kind=VISIBLE if term.kind == VISIBLE else POISSON,
-            noise_multiplier=term.noise_multiplier / 2,
-        )
-        for term in composition.terms
-    ]
-    return dataclasses.replace(composition, terms=tuple(terms), outside=())
+    plain = (
+        PoissonSampledGaussian(event.noise_multiplier / 2, event.sample_rate, event.steps)
+        for event in _secret(composition)
+    )
+    seen = (
+        dataclasses.replace(event, noise_multiplier=event.noise_multiplier / 2)
+        for event in composition.of(SampledRecordRelease)
+    )
+    return dataclasses.replace(composition, events=(*plain, *seen))
 
 
 def _fine_grid_gain(composition: Composition, order: float) -> float:
@@ -184,7 +195,7 @@ def _fine_grid_gain(composition: Composition, order: float) -> float:
     (order - 1) V / 2 of epsilon. Measured gains were 0.4 to 2 times this. The estimate only decides
     whether to spend the time: both grids give upper bounds.
     """
-    steps = sum(_times(term) for term in _secret(composition))
+    steps = sum(_times(event) for event in _secret(composition))
     return (order - 1) * steps * COARSE**2 / 8
 
 
@@ -192,21 +203,21 @@ def _grid_epsilon(
     composition: Composition, delta: float, interval: float, relation: str, about: float
 ) -> float:
     """Return epsilon on one grid, or, at a small delta, infinity if it is not below ``about``."""
-    terms = _secret(composition)
+    secret = _secret(composition)
     if delta < TILTED_BELOW:  # only Poisson-sampled and plain Gaussians; HEAVY_TAILS has refused
-        once = [_one_step(term._replace(steps=1), interval, relation) for term in terms]
-        steps = [term.steps for term in terms]
-        return tilted.of_distributions(list(zip(once, steps, strict=True)), delta, about)
-    parts = [_self_composed(term, interval, relation) for term in terms]
-    scale = 2 if relation == "replace_one" else 1  # vectors and labels are another's, not nothing
+        once = [(_one_step(each.with_steps(1), interval, relation), each.steps) for each in secret]
+        return tilted.of_distributions(once, delta, about)
+    parts = [_self_composed(event, interval, relation) for event in secret]
+    scale = 2 if relation == "replace_one" else 1  # vectors are another's, not nothing
     parts += [
-        _visible(term._replace(noise_multiplier=term.noise_multiplier / scale), interval)
-        for term in composition.of(VISIBLE)
+        _visible(
+            dataclasses.replace(event, noise_multiplier=event.noise_multiplier / scale), interval
+        )
+        for event in composition.of(SampledRecordRelease)
     ]
-    parts += [_response(term, interval) for term in composition.responses]
     parts += [
-        self_composed(_outside(term.dp_event, interval, relation), term.steps)
-        for term in composition.outside
+        self_composed(_outside(event.with_steps(1), interval, relation), _times(event))
+        for event in composition.outside
     ]
     total = parts[0]
     for part in parts[1:]:
@@ -214,25 +225,26 @@ def _grid_epsilon(
     return epsilon_at(total, delta)
 
 
-def _times(term: Term) -> int:
-    """Return how often what :func:`_one_step` describes ran."""
-    return term.steps // term.sizes[0] if term.kind == ALLOCATION else term.steps
+def _times(event: Event) -> int:
+    """Return how often what ``with_steps(1)`` is ran: steps, or whole allocations."""
+    return event.steps // event.with_steps(1).steps
 
 
 # Cached: building a step is most of the work, and a run asks again with more steps.
 @lru_cache(maxsize=32)
-def _one_step(term: Term, interval: float, relation: str) -> Distribution:
-    """Return the distribution of one step, or of one whole allocation. Args: term: with steps 1."""
-    sigma, rate = term.noise_multiplier, term.sample_rate
-    if term.kind == ALLOCATION:
-        return allocated(sigma, term.sizes[0], interval)
-    if term.kind == USER_ROWS:
-        return sampled_rows(sigma, rate, term.sizes[0], interval)
-    if term.kind == TRUNCATED:
+def _one_step(event: Secret, interval: float, relation: str) -> Distribution:
+    """Return the distribution of one step, or of one whole allocation. Args: event: with steps 1,
+    so that it is found again."""
+    sigma, rate = event.noise_multiplier, event.sample_rate
+    if isinstance(event, RandomAllocationGaussian):
+        return allocated(sigma, event.steps_per_allocation, interval)
+    if isinstance(event, UserRowsGaussian):
+        return sampled_rows(sigma, rate, event.max_rows, interval)
+    if isinstance(event, TruncatedPoissonSampledGaussian):
         return google_pld.from_truncated_subsampled_gaussian_mechanism(
-            dataset_size=term.sizes[0],
+            dataset_size=event.num_examples,
             sampling_probability=rate,
-            truncated_batch_size=term.sizes[1],
+            truncated_batch_size=event.max_batch_size,
             noise_multiplier=sigma,
             value_discretization_interval=interval,
             neighboring_relation=_RELATIONS[relation],
@@ -249,16 +261,16 @@ def _one_step(term: Term, interval: float, relation: str) -> Distribution:
 
 # Cached for calibration with prior events, which do not change.
 @lru_cache(maxsize=8)
-def _self_composed(term: Term, interval: float, relation: str) -> Distribution:
+def _self_composed(event: Secret, interval: float, relation: str) -> Distribution:
     """Return the distribution of all steps of one mechanism.
 
     Raises: AccountingRangeError where the mean loss alone is above MAX_EPSILON and RDP did not tell
         how large the grid would become.
     """
-    one_step, times = _one_step(term._replace(steps=1), interval, relation), _times(term)
-    if times == 1 and term.sample_rate == 1:
+    one_step, times = _one_step(event.with_steps(1), interval, relation), _times(event)
+    if times == 1 and event.sample_rate == 1:
         return one_step
-    if term.kind in (USER_ROWS, ALLOCATION):
+    if isinstance(event, (UserRowsGaussian, RandomAllocationGaussian)):
         removal = on_grid(directions(one_step)[0])
         mean = times * float(removal.losses @ removal.probabilities)
         if mean > MAX_EPSILON:
@@ -267,36 +279,26 @@ def _self_composed(term: Term, interval: float, relation: str) -> Distribution:
 
 
 @lru_cache(maxsize=8)
-def _visible(term: Term, interval: float) -> Distribution:
+def _visible(event: SampledRecordRelease, interval: float) -> Distribution:
     """Return the distribution of all samples of one visible mechanism.
 
     Each has a Gaussian's loss with probability sample_rate, and otherwise exactly none. Mixing in a
     loss of 0 keeps every step pessimistic: 0 is a point of the grid.
     """
-    used = _one_step(Term(POISSON, term.noise_multiplier, 1.0, (), 1), interval, "zero_out")
+    always = PoissonSampledGaussian(event.noise_multiplier, 1.0, 1)
+    used = _one_step(always, interval, "zero_out")
     unused = google_pld.identity(value_discretization_interval=interval)
-    return self_composed(used.compute_mixture(unused, term.sample_rate), term.steps)
+    return self_composed(used.compute_mixture(unused, event.sample_rate), event.steps)
 
 
 @lru_cache(maxsize=8)
-def _response(term: RandomizedResponse, interval: float) -> Distribution:
-    keep = 1 / (1 + (term.num_classes - 1) * math.exp(-term.epsilon))
-    # dp-accounting's noise parameter is the probability of an answer drawn from all classes, the
-    # true one included.
-    noise = (1 - keep) * term.num_classes / (term.num_classes - 1)
-    one = google_pld.from_randomized_response(
-        noise, term.num_classes, value_discretization_interval=interval
-    )
-    return self_composed(one, term.steps) if term.steps > 1 else one
-
-
-@lru_cache(maxsize=8)
-def _outside(dp_event: DpEvent, interval: float, relation: str) -> Distribution:
+def _outside(event: Event, interval: float, relation: str) -> Distribution:
     """Return dp-accounting's own distribution of one step of an event from outside hf_dp.
 
     Raises: UnsupportedEventError for one that it does not know.
     """
     accountant = PLDAccountant(_RELATIONS[relation], value_discretization_interval=interval)
-    if not accountant.supports(dp_event):
+    dp_event = event.dp_event()
+    if dp_event is None or not accountant.supports(dp_event):
         raise UnsupportedEventError(f"dp-accounting's PLD does not know {dp_event!r}.")
     return composed_by(accountant.compose(dp_event))

@@ -58,8 +58,6 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
             or its discretized mean is off by more than MAX_MEAN_ERROR over all steps (released
             versions integrate it with fixed break points).
     """
-    if composition.empty or composition.noiseless:
-        return Epsilon(math.inf if composition.noiseless else 0.0, "bound")
     RANGE.check(composition, delta)
     prvs, counts = _random_variables(composition)
     delta_error = delta * DELTA_ERROR_RATIO
@@ -90,8 +88,10 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
 
 def _random_variables(composition: Composition) -> tuple[list[Mechanism], list[int]]:
     sampled = composition.sampled
-    prvs: list[Mechanism] = [_sampled(term.sample_rate, term.noise_multiplier) for term in sampled]
-    counts = [term.steps for term in sampled]
+    prvs: list[Mechanism] = [
+        _sampled(event.sample_rate, event.noise_multiplier) for event in sampled
+    ]
+    counts = [event.steps for event in sampled]
     if composition.gaussian_mu > 0:
         prvs.append(GaussianMechanism(1 / composition.gaussian_mu))
         counts.append(1)

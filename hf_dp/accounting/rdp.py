@@ -19,10 +19,8 @@ import numpy as np
 from dp_accounting.rdp import rdp_privacy_accountant as google_rdp
 from scipy.special import gammaln, log_ndtr
 
-from hf_dp.accounting import knows
-from hf_dp.accounting.closed_form import response_losses
-from hf_dp.accounting.composition import Composition, Range
-from hf_dp.accounting.events import RandomizedResponse
+from hf_dp.accounting.composition import Composition, Range, compose
+from hf_dp.accounting.events import SampledRecordRelease
 from hf_dp.accounting.grid import best_of_runs
 from hf_dp.accounting.value import Epsilon
 
@@ -59,8 +57,6 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
     Raises:
         AccountingRangeError: outside RANGE.
     """
-    if composition.empty or composition.noiseless:
-        return Epsilon(math.inf if composition.noiseless else 0.0, "bound")
     RANGE.check(composition, delta)
     return Epsilon(epsilon_and_order(composition, delta)[0], "bound")
 
@@ -77,15 +73,14 @@ def epsilon_and_order(composition: Composition, delta: float) -> tuple[float, fl
 def _total(composition: Composition) -> np.ndarray:
     """Return the curve of all events, which is the sum of theirs."""
     curve = composition.gaussian_mu**2 / 2 * np.asarray(ORDERS)
-    for term in composition.sampled:
-        curve = curve + term.steps * _curve(term.noise_multiplier, term.sample_rate)
-    for term in composition.of(knows.VISIBLE):
-        curve = curve + term.steps * _visible(term.noise_multiplier, term.sample_rate)
-    for response in composition.responses:
-        curve = curve + response.steps * _response(response)
+    for event in composition.sampled:
+        curve = curve + event.steps * _curve(event.noise_multiplier, event.sample_rate)
+    for seen in composition.of(SampledRecordRelease):
+        curve = curve + seen.steps * _visible(seen.noise_multiplier, seen.sample_rate)
     for search in composition.searches:
         shape = math.inf if search.shape is None else search.shape
-        curve = curve + best_of_runs(ORDERS, _total(search.run), search.mean_runs, shape)
+        of_one = _total(compose(search.run))
+        curve = curve + best_of_runs(ORDERS, of_one, search.mean_runs, shape)
     return curve
 
 
@@ -103,14 +98,6 @@ def _visible(noise_multiplier: float, sample_rate: float) -> np.ndarray:
     near = np.log1p(sample_rate * np.expm1(np.minimum(moment, 1.0)))
     far = np.logaddexp(math.log1p(-sample_rate), math.log(sample_rate) + moment)
     return np.where(moment <= 1, near, far) / (orders - 1) + ROUNDING_ALLOWANCE
-
-
-def _response(term: RandomizedResponse) -> np.ndarray:
-    orders = np.asarray(ORDERS)
-    losses = [
-        (orders - 1) * loss + log_probability for loss, log_probability in response_losses(term)
-    ]
-    return np.logaddexp.reduce(losses) / (orders - 1)
 
 
 @lru_cache(maxsize=64)

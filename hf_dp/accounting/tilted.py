@@ -31,7 +31,7 @@ The result is an upper bound, without a slack:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from dp_accounting.pld import pld_pmf
@@ -40,7 +40,7 @@ from scipy import fft
 from scipy.optimize import minimize_scalar
 from scipy.special import ndtr, ndtri
 
-from hf_dp.accounting.composition import Term
+from hf_dp.accounting.events import PoissonSampledGaussian
 from hf_dp.accounting.grid import directions, on_grid
 
 _TAIL = 1e-16  # of the tilted composition, beyond each end of the grid
@@ -206,21 +206,20 @@ def of_distributions(
     return min(found, epsilon_at(steps, delta, found)) if 0 < found < math.inf else found
 
 
-def of_small_rates(terms: Iterable[Term], delta: float, about: float) -> float:
+def of_small_rates(events: Sequence[PoissonSampledGaussian], delta: float, about: float) -> float:
     """Return an upper bound on epsilon at ``delta`` of Poisson-sampled Gaussians, on grids that
     become finer until it no longer falls.
 
     Args:
-        terms: mechanisms; here, a rate may be 1.
+        events: a rate may be 1.
         about: an upper bound, where the search begins.
     """
-    terms = list(terms)
-    lost = _LOST * delta / sum(term.steps for term in terms)
+    lost = _LOST * delta / sum(event.steps for event in events)
     best, interval, before, points = about, about / 256, math.inf, 0
     while best > 0 and 4 * points <= _MAX_POINTS:
         steps = [
-            (one_step(term.noise_multiplier, term.sample_rate, interval, lost), term.steps)
-            for term in terms
+            (one_step(event.noise_multiplier, event.sample_rate, interval, lost), event.steps)
+            for event in events
         ]
         found = epsilon_at(steps, delta, best)
         best = min(best, found)

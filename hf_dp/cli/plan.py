@@ -101,7 +101,7 @@ class Planned:
         args = PlannedArguments.of(values)
         num_examples, units = rows_of(values, num_examples, users_of(args))
         classes = self.options.num_classes or len(values.get("class_names") or []) or None
-        if classes is None and (args.labels_in_vector or args.label_epsilon is not None):
+        if classes is None and args.labels_in_vector:
             raise ConfigError(
                 "Labels are protected, and the recipe does not say among how many classes. Add "
                 "--num_classes K."
@@ -309,7 +309,7 @@ def _forward(found: Forecast) -> Iterator[str]:
         yield f"gradients below: noise multiplier {plan.noise_multiplier:.6g}"
     yield words.mechanism
     yield f"draws: {words.sampling}"
-    yield f"labels: {'covered' if mechanism.protects_labels else 'not protected'}"
+    yield f"labels: {'covered' if mechanism.labels_in_vector else 'not protected'}"
 
 
 def _published(plan: PrivacyPlan) -> Iterator[str]:

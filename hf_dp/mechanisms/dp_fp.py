@@ -15,11 +15,10 @@ from torch.utils.data import DataLoader
 from transformers.utils import logging
 
 from hf_dp._validate import invalid
-from hf_dp.accounting import RandomizedResponse
 from hf_dp.errors import LedgerError, UnsupportedArgumentError
 from hf_dp.mechanisms.base import Batches, Clipped, Mechanism, register_mechanism
 from hf_dp.mechanisms.dp_sgd import DpSgd
-from hf_dp.mechanisms.last_layer import LastLayer, check_classes, last_layer, noising
+from hf_dp.mechanisms.last_layer import LastLayer, last_layer, noising
 from hf_dp.plans.dp_fp import SHARED, FrozenPlan, PrivateEncoderPlan, PublishedPlan
 from hf_dp.run.gate import Release
 
@@ -105,52 +104,39 @@ class Frozen(Mechanism):
         self._last = LastLayer(self.run, self.plan)
         for parameter in self._last.below():
             parameter.requires_grad_(False)
-        if self._vectors is not None:
-            if not (self.run.folder / RELEASED_ROWS).exists():
+        once = not self.plan.releases_each_step
+        if self._vectors is None and once and checkpoint is not None:
+            self._vectors, self._labels = self._read()
+        elif self._vectors is None:
+            self._release_before()
+            if once:
                 self._keep()
-            return
-        kept = self._read() if checkpoint is not None else {}
-        if not self.plan.releases_each_step and checkpoint is not None:
-            self._vectors, self._labels = kept["rows"], kept["labels"]
-            return
-        vectors, labels = self._last.all_vectors()
-        self._release_before(self._last.clipped(vectors, labels), labels, kept.get("labels"))
-        if self.plan.labels_in_vector:
-            # Overwritten, so that no later code can read the labels.
-            self._labels = torch.zeros_like(labels)
-        self._keep()
+        elif once and not Path(self.run.folder, RELEASED_ROWS).exists():
+            self._keep()
 
-    def _release_before(self, vectors: Tensor, labels: Tensor, kept: Tensor | None) -> None:
-        """Let out what is released once: labels by randomized response, and vectors (``once``).
+    def _release_before(self) -> None:
+        """Compute all vectors, and let out what is released once.
 
         Nothing is kept before all of it is out: what a failed release left would be taken for
         released the next time.
         """
-        labels = labels if kept is None else kept
+        vectors, labels = self._last.all_vectors()
+        vectors = self._last.clipped(vectors, labels)
         for planned in self.run.plan.releases_before():
-            if not isinstance(planned.event, RandomizedResponse):
-                with self.run.release(planned) as release:
-                    vectors = release.vectors(vectors)
-            elif kept is None:
-                check_classes(labels, planned.event.num_classes)
-                with self.run.release(planned) as release:
-                    labels = release.labels(labels)
-        self._vectors, self._labels = vectors, labels
+            with self.run.release(planned) as release:
+                vectors = release.vectors(vectors)
+        # Labels that are in the vectors are overwritten, so that no later code can read them.
+        self._labels = torch.zeros_like(labels) if self.plan.labels_in_vector else labels
+        self._vectors = vectors
 
     def _keep(self) -> None:
         """Write what was released: after a resume, a second release would cost privacy again."""
         assert self._vectors is not None and self._labels is not None
-        released = {} if self.plan.releases_each_step else {"rows": self._vectors}
-        if self.plan.label_epsilon is not None or released:
-            released["labels"] = self._labels
-        if released:
-            tensors = {name: value.cpu().contiguous() for name, value in released.items()}
-            of_run = {"run_id": self.run.book.run_id}
-            save_file(tensors, self.run.folder / RELEASED_ROWS, metadata=of_run)
+        kept = {"rows": self._vectors.cpu().contiguous(), "labels": self._labels.cpu().contiguous()}
+        of_run = {"run_id": self.run.book.run_id}
+        save_file(kept, self.run.folder / RELEASED_ROWS, metadata=of_run)
 
-    def _read(self) -> dict[str, Tensor]:
-        if self.plan.releases_each_step and self.plan.label_epsilon is None:
-            return {}
+    def _read(self) -> tuple[Tensor, Tensor]:
         path, device = Path(self.run.folder, RELEASED_ROWS), str(self.run.device)
         restore = "Restore it, or start a new run in a new output_dir (both count together)."
         try:
@@ -159,7 +145,7 @@ class Frozen(Mechanism):
                     raise LedgerError(
                         f"Cannot resume: {RELEASED_ROWS} in output_dir is of another run. {restore}"
                     )
-                return {name: file.get_tensor(name) for name in list(file.keys())}
+                return file.get_tensor("rows"), file.get_tensor("labels")
         except (OSError, SafetensorError) as problem:
             raise LedgerError(
                 f"Cannot resume: {RELEASED_ROWS}, the vectors that this run released, is missing "

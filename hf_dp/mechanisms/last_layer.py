@@ -64,13 +64,13 @@ class LastLayer:
         if self._blocks is not None and type(self.layer) is not nn.Linear:
             raise UnsupportedModelError(
                 f"labels_in_vector needs a linear last layer, and {self.name!r} is a "
-                f"{type(self.layer).__name__}. Protect the labels with `label_epsilon` instead."
+                f"{type(self.layer).__name__}. Remove it, {_OR_DP_SGD}"
             )
         kind = problem_type(base_model(self.model), torch.zeros(1, dtype=torch.long))
-        if self.plan.protects_labels and kind != "single_label_classification":
+        if self.plan.labels_in_vector and kind != "single_label_classification":
             raise UnsupportedArgumentError(
-                "`label_epsilon` and `labels_in_vector` protect one class per example, and this "
-                f"model's task is {kind}. Remove them, {_OR_DP_SGD}"
+                "`labels_in_vector` protects one class per example, and this model's task is "
+                f"{kind}. Remove it, {_OR_DP_SGD}"
             )
         if not self.parameters:
             raise UnsupportedModelError(

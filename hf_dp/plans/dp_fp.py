@@ -18,7 +18,6 @@ from hf_dp.accounting import (
     VECTORS,
     Event,
     PublishedForwardNoise,
-    RandomizedResponse,
     RecordRelease,
     SampledRecordRelease,
     SumAndRows,
@@ -35,7 +34,6 @@ from hf_dp.plans.units import (
     EXAMPLE,
     FEATURES,
     NONE,
-    RECORD_AND_LABEL_ZERO_OUT,
     RECORD_ZERO_OUT,
     USER,
     Users,
@@ -124,13 +122,8 @@ class ForwardPlan(MechanismPlan):
         return self.vector_clipping_norm * (1 + ROUNDING_MARGIN)
 
     @property
-    def protects_labels(self) -> bool:
-        """Whether epsilon covers the labels."""
-        return self.labels_in_vector
-
-    @property
     def unit(self) -> str:
-        return EXAMPLE if self.protects_labels else FEATURES
+        return EXAMPLE if self.labels_in_vector else FEATURES
 
     @property
     def relation(self) -> str:
@@ -174,7 +167,7 @@ class ForwardPlan(MechanismPlan):
             raise _validate.invalid(
                 "labels_in_vector", self.labels_in_vector, "to be True or False"
             )
-        if self.protects_labels:
+        if self.labels_in_vector:
             least = "Labels of one class tell nothing."
             _validate.integer("num_classes", self.num_classes, 2, least)
 
@@ -265,17 +258,14 @@ class FrozenPlan(MicroBatchPlan):
         num_micro_batches: M independent Poisson draws a step.
         reuse: ``once`` (one noisy vector an example, used for all steps) or ``fresh`` (a new one
             each time the example is drawn).
-        label_epsilon: of a randomized response that replaces the labels once; None: they are
-            public, or in the vector.
         labels_in_vector: the released vector has a block for each class and the representation
-            stands in that of its label.
-        num_classes: K, for both.
+            stands in that of its label; else labels are public.
+        num_classes: K, where labels are in the vector.
 
     Raises: InvalidArgumentError.
     """
 
     reuse: str = ONCE
-    label_epsilon: float | None = None
     labels_in_vector: bool = False
     num_classes: int | None = None
 
@@ -285,24 +275,7 @@ class FrozenPlan(MicroBatchPlan):
     def __post_init__(self) -> None:
         super().__post_init__()
         _validate.one_of("representation_release", self.reuse, REUSES)
-        if self.label_epsilon is not None:
-            _validate.positive("label_epsilon", self.label_epsilon)
         self._check_labels()
-        if self.label_epsilon is not None and self.labels_in_vector:
-            raise _validate.invalid(
-                "label_epsilon",
-                self.label_epsilon,
-                "to be None with labels_in_vector=True",
-                "Either protects the labels.",
-            )
-
-    @property
-    def protects_labels(self) -> bool:
-        return self.label_epsilon is not None or self.labels_in_vector
-
-    @property
-    def relation(self) -> str:
-        return RECORD_ZERO_OUT if self.label_epsilon is None else RECORD_AND_LABEL_ZERO_OUT
 
     @property
     def releases_each_step(self) -> bool:
@@ -322,29 +295,21 @@ class FrozenPlan(MicroBatchPlan):
         return self.draw.event(schedule, noise_multiplier, steps)
 
     def releases_before(self, schedule: Schedule) -> tuple[PlannedRelease, ...]:
-        vectors: tuple[PlannedRelease, ...] = ()
-        if not self.releases_each_step:
-            event = RecordRelease(self.sigma, 1)
-            vectors = (PlannedRelease(event, RELEASE, {VECTORS: self.vector_sensitivity}),)
-        return (*self._label_release(), *vectors)
-
-    def _label_release(self) -> tuple[PlannedRelease, ...]:
-        if self.label_epsilon is None or self.num_classes is None:
+        if self.releases_each_step:
             return ()
-        event = RandomizedResponse(self.label_epsilon, self.num_classes, 1)
-        return (PlannedRelease(event, RELEASE),)
+        event = RecordRelease(self.sigma, 1)
+        return (PlannedRelease(event, RELEASE, self.sensitivities(schedule)),)
 
     def calibrated(
         self, schedule: Schedule, target_epsilon: float, prior_events: Sequence[Event]
     ) -> Self:
-        prior = (*prior_events, *(release.event for release in self._label_release()))
         if self.releases_each_step:
-            return super().calibrated(schedule, target_epsilon, prior)
+            return super().calibrated(schedule, target_epsilon, prior_events)
 
         def once(noise_multiplier: float, steps: int) -> Event:
             return RecordRelease(noise_multiplier, 1)
 
-        sigma = self.smallest_noise(schedule, target_epsilon, prior, once)
+        sigma = self.smallest_noise(schedule, target_epsilon, prior_events, once)
         return replace(self, noise_multiplier=sigma)
 
     def words(self, schedule: Schedule) -> Words:
@@ -356,17 +321,11 @@ class FrozenPlan(MicroBatchPlan):
                 "none: a vector of every row is released once; which of them a step uses depends "
                 "on no row"
             )
-        labels = ""
-        if self.label_epsilon is not None:
-            labels = (
-                ". Each label was replaced once by randomized response with epsilon "
-                f"{self.label_epsilon!r} among {self.num_classes} classes"
-            )
         return Words(
             name="DP-FP with a frozen encoder",
             mechanism=(
                 f"DP-FP with a frozen encoder: {self._vectors_in_words()}, {when}; only the last "
-                f"layer trains, and only on these vectors{labels}"
+                "layer trains, and only on these vectors"
             ),
             sampling=sampling,
             drawn=self.draw.drawn,
@@ -376,12 +335,9 @@ class FrozenPlan(MicroBatchPlan):
         )
 
     def what_ran(self, schedule: Schedule, steps: int, released: Sequence[Event]) -> str:
-        ran = super().what_ran(schedule, steps, released)
         if any(isinstance(event, RecordRelease) for event in released):
-            ran = "a noisy representation of each row released once"
-        if any(isinstance(event, RandomizedResponse) for event in released):
-            ran += ", labels by randomized response"
-        return ran
+            return "a noisy representation of each row released once"
+        return super().what_ran(schedule, steps, released)
 
 
 @register_plan

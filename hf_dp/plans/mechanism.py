@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
@@ -82,7 +82,7 @@ class PlannedRelease:
 
     event: Event
     purpose: str
-    sensitivities: Mapping[str, float] = field(default_factory=dict)
+    sensitivities: Mapping[str, float]
 
     def __post_init__(self) -> None:
         _validate.one_of("purpose", self.purpose, (TRAINING, SELECTION, RELEASE))

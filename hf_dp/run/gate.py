@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_dp.accounting import LOSS, SUM, VECTORS, RandomizedResponse
+from hf_dp.accounting import LOSS, SUM, VECTORS
 from hf_dp.distributed.processes import Processes
 from hf_dp.distributed.sums import add_up_with_noise
 from hf_dp.errors import LedgerError
-from hf_dp.noise import SecretRandomness, randomized_response
+from hf_dp.noise import SecretRandomness
 from hf_dp.plans.mechanism import PlannedRelease
 from hf_dp.plans.samplers import Sampler
 from hf_dp.run.ledger import RunLedger
@@ -135,20 +135,6 @@ class Release:
         if not self.planned.event.several_forwards:
             self._once(VECTORS)
         return vectors + self._noise(vectors, VECTORS)
-
-    def labels(self, labels: Tensor) -> Tensor:
-        """Return (b,) labels after randomized response.
-
-        Raises: LedgerError when the recorded event is not one, or the second time.
-        """
-        source = self._source().randomness.random_bytes
-        event = self.planned.event
-        if not isinstance(event, RandomizedResponse):
-            raise LedgerError(
-                f"Expected the recorded event to be RandomizedResponse, got {event!r}."
-            )
-        self._once("labels")
-        return randomized_response(labels, event.num_classes, event.keep_probability, source)
 
     def is_of(self, ledger: RunLedger, planned: PlannedRelease) -> bool:
         """Return whether this release was recorded in this ledger, as planned."""

@@ -118,7 +118,7 @@ class EarlierRun(Flags):
         if not isinstance(other, EarlierRun):
             return both
         unit = weakest_unit((self.unit, other.unit))
-        relation = weakest_relation((self.relation, other.relation), unit)
+        relation = weakest_relation((self.relation, other.relation))
         return replace(both, unit=unit, relation=relation)
 
 

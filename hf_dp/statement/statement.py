@@ -154,7 +154,7 @@ class PrivacyStatement(Claim):
         if claim.status != NOT_ESTABLISHED:
             unit = weakest_unit((plan.unit, *(run.unit for run in facts.earlier)))
             relations = (plan.mechanism.relation, *(run.relation for run in facts.earlier))
-            relation = weakest_relation(relations, unit)
+            relation = weakest_relation(relations)
         ran = list(_rates(ledger.events)) or [(plan.noise_multiplier, plan.sample_rate)]
         chosen = "" if plan.selection is None else f". {plan.selection.in_words(plan.one)}"
         return cls(

@@ -10,7 +10,6 @@ from hf_dp.plans.units import (
     EXAMPLE,
     FEATURES,
     NONE,
-    RECORD_AND_LABEL_ZERO_OUT,
     RECORD_ZERO_OUT,
     USER,
     ZERO_OUT,
@@ -50,9 +49,6 @@ _RELATIONS = {
         "the number of {all}"
     ),
     RECORD_ZERO_OUT: _VECTOR_RELATION,
-    RECORD_AND_LABEL_ZERO_OUT: (
-        f"{_VECTOR_RELATION}. The randomized label of a row replaced by nothing is uniform"
-    ),
     NONE: "none: nothing is established for any relation",
 }
 _RELEASES = {

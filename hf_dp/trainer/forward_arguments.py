@@ -58,12 +58,6 @@ _ONLY_OF = (
         "representation_noise_multiplier",
     ),
     _only_of(
-        (FROZEN,),
-        "Vectors that are drawn anew in each step protect the labels with labels_in_vector=True, "
-        "at no further cost; the published variant protects none",
-        "label_epsilon",
-    ),
-    _only_of(
         (FROZEN, PRIVATE_ENCODER), "The published variant protects no labels", "labels_in_vector"
     ),
 )
@@ -123,12 +117,6 @@ class ForwardArguments(ArgumentGroup):
         "the gradients leave to the vectors.",
         in_unit_interval,
     )
-    label_epsilon: float | None = argument(
-        None,
-        "Only for dp_fp, frozen: randomizes each label once, by randomized response with this "
-        "epsilon, which adds to the rest. Unset means that labels are public, unless "
-        "labels_in_vector is set.",
-    )
     labels_in_vector: bool = argument(
         False,
         "Only for dp_fp, frozen and private_encoder: releases a vector with one block per class, "
@@ -174,7 +162,7 @@ def forward_plan(args: Any, num_classes: int | None) -> ForwardPlan:
     """
     sigma, norm = args.noise_multiplier, args.representation_clipping_norm
     draws = args.num_micro_batches
-    classes = num_classes if args.label_epsilon is not None or args.labels_in_vector else None
+    classes = num_classes if args.labels_in_vector else None
     if args.dp_fp_variant == PUBLISHED:
         return PublishedPlan(norm, sigma, draws)
     if args.dp_fp_variant == FROZEN:
@@ -183,7 +171,6 @@ def forward_plan(args: Any, num_classes: int | None) -> ForwardPlan:
             sigma,
             draws,
             args.representation_release,
-            args.label_epsilon,
             args.labels_in_vector,
             classes,
         )

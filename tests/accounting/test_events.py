@@ -15,7 +15,6 @@ from hf_dp.accounting import (
     PoissonSampledGaussian,
     PublishedForwardNoise,
     RandomAllocationGaussian,
-    RandomizedResponse,
     RecordRelease,
     SampledRecordRelease,
     SumAndRows,
@@ -41,7 +40,6 @@ EVENTS = [
     SampledRecordRelease(1.5, 0.1, 3, 4),
     SumAndRows(1.0, 2.0, 0.1, 2, False),
     PublishedForwardNoise(0.3, 0.01, 8, 5),
-    RandomizedResponse(2.0, 4),
 ]
 
 
@@ -83,9 +81,6 @@ SAMPLED, TRUNCATED = PoissonSampledGaussian, TruncatedPoissonSampledGaussian
         (SumAndRows, (1.0, -1.0, 0.5, 2, True), "`record_noise_multiplier`"),
         (SumAndRows, (1.0, 1.0, 0.5, 2, 1), "`one_draw`"),
         (PublishedForwardNoise, (1.0, 0.5, 0, 2), "`num_micro_batches`"),
-        (RandomizedResponse, (0.0, 2), "`epsilon`"),
-        (RandomizedResponse, (20.5, 2), "`epsilon`"),
-        (RandomizedResponse, (1.0, 1), "`num_classes`"),
         (BestOfRandomRuns, ((), 10), "`run`"),
         (BestOfRandomRuns, (("run",), 10), "`run`"),
         (BestOfRandomRuns, (None, 10), "`run`"),

@@ -15,7 +15,6 @@ from hf_dp.accounting import (
     PoissonSampledGaussian,
     PublishedForwardNoise,
     RandomAllocationGaussian,
-    RandomizedResponse,
     SampledRecordRelease,
     TruncatedPoissonSampledGaussian,
     UserRowsGaussian,
@@ -41,7 +40,6 @@ EVENTS = {
     knows.USER_ROWS: UserRowsGaussian(4.0, 0.01, 10, 3),
     knows.ALLOCATION: RandomAllocationGaussian(2.0, 100, 100),
     knows.VISIBLE: SampledRecordRelease(4.0, 0.01, 10),
-    knows.RESPONSE: RandomizedResponse(1.0, 2),
     knows.PUBLISHED: PublishedForwardNoise(2.0, 0.01, 1, 10),
     knows.SEARCH: BestOfRandomRuns((Gaussian(4.0),), 3.0),
 }

@@ -22,7 +22,7 @@ from scipy.stats import binom
 from hf_dp.accounting import (
     Gaussian,
     PoissonSampledGaussian,
-    RandomizedResponse,
+    SampledRecordRelease,
     calibrate_noise_multiplier,
     epsilon,
     grid,
@@ -151,7 +151,7 @@ def test_where_rounding_cannot_be_bounded_it_is_above_what_was_asked():
 
 
 def test_other_mechanisms_are_refused_there():
-    events = (PoissonSampledGaussian(1.0, 0.1, 10), RandomizedResponse(1.0, 3))
+    events = (PoissonSampledGaussian(1.0, 0.1, 10), SampledRecordRelease(2.0, 0.1, 3))
     assert epsilon(events, 1e-7).value > 0
     with pytest.raises(AccountingRangeError, match="`delta` >= 1e-07"):
         epsilon(events, 1e-9)
@@ -294,9 +294,9 @@ def test_other_events_count():
 
 
 def test_what_is_not_known_at_small_rates_is_refused():
-    small, response = PoissonSampledGaussian(1.0, 1e-6, 1000), RandomizedResponse(1.0, 3)
+    small, seen = PoissonSampledGaussian(1.0, 1e-6, 1000), SampledRecordRelease(2.0, 0.1, 3)
     with pytest.raises(AccountingRangeError, match="`sample_rate` >= 1e-05"):
-        epsilon([small, response], 1e-6)
+        epsilon([small, seen], 1e-6)
     with pytest.raises(AccountingRangeError, match="`sample_rate` >= 1e-05"):
         epsilon(small, 1e-6, relation="replace_one")
 

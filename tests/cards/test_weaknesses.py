@@ -20,7 +20,6 @@ from hf_dp.plans.units import (
     EXAMPLE,
     FEATURES,
     NONE,
-    RECORD_AND_LABEL_ZERO_OUT,
     RECORD_ZERO_OUT,
     RELATIONS,
     UNITS,
@@ -36,9 +35,6 @@ from hf_dp.statement.statement import PrivacyStatement
 
 SGD = SMALL
 FROZEN = dataclasses.replace(SGD, mechanism=FrozenPlan(1.0, 2.0))
-RANDOM_LABELS = dataclasses.replace(
-    SGD, mechanism=FrozenPlan(1.0, 2.0, label_epsilon=1.0, num_classes=2)
-)
 IN_VECTOR = dataclasses.replace(
     SGD, mechanism=FrozenPlan(1.0, 2.0, labels_in_vector=True, num_classes=2)
 )
@@ -75,7 +71,6 @@ def after(
     [
         (SGD, EXAMPLE, ZERO_OUT),
         (FROZEN, FEATURES, RECORD_ZERO_OUT),
-        (RANDOM_LABELS, EXAMPLE, RECORD_AND_LABEL_ZERO_OUT),
         (IN_VECTOR, EXAMPLE, RECORD_ZERO_OUT),
         (PUBLISHED, NONE, NONE),
     ],
@@ -91,17 +86,9 @@ def test_the_weakest_of_any_two_is_none_stronger() -> None:
             UNITS.index(one), UNITS.index(other)
         )
     for one, other in itertools.product(RELATIONS, repeat=2):
-        assert weakest_relation((one, other), EXAMPLE) == weakest_relation((other, one), EXAMPLE)
-    assert weakest_relation((ZERO_OUT, RECORD_ZERO_OUT), EXAMPLE) == RECORD_ZERO_OUT
-    assert (
-        weakest_relation((RECORD_AND_LABEL_ZERO_OUT, RECORD_ZERO_OUT), EXAMPLE)
-        == RECORD_AND_LABEL_ZERO_OUT
-    )
-    assert weakest_relation((RECORD_AND_LABEL_ZERO_OUT, NONE), NONE) == NONE
-    # A label that another run left public is not replaced by anything.
-    assert (
-        weakest_relation((RECORD_AND_LABEL_ZERO_OUT, RECORD_ZERO_OUT), FEATURES) == RECORD_ZERO_OUT
-    )
+        assert weakest_relation((one, other)) == weakest_relation((other, one))
+    assert weakest_relation((ZERO_OUT, RECORD_ZERO_OUT)) == RECORD_ZERO_OUT
+    assert weakest_relation((RECORD_ZERO_OUT, NONE)) == NONE
 
 
 # -- what is kept of a run ---
@@ -219,10 +206,8 @@ def test_planted_statement_of_this_run_alone_is_seen(monkeypatch) -> None:
 
 
 def test_relations_of_several_runs() -> None:
-    randomized = EarlierRun("f" * 32, EXAMPLE, RECORD_AND_LABEL_ZERO_OUT)
     public = EarlierRun("e" * 32, FEATURES, RECORD_ZERO_OUT)
-    assert "randomized label" in after((randomized,)).neighboring_relation
-    assert "randomized label" not in after((randomized, public)).neighboring_relation
+    assert "its released vector holds noise" in after((SAFE, public)).neighboring_relation
     assert after((SAFE,)).neighboring_relation.endswith("derived from the number of rows")
 
 

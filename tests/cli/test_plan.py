@@ -244,7 +244,7 @@ VARIANTS = {
         "target_epsilon": 3,
         "representation_clipping_norm": 0.5,
     },
-    "frozen, labels": {**COMMON, "dp_fp_variant": "frozen", "target_epsilon": 3, "label_epsilon": 1, "class_names": ["a", "b"]},
+    "frozen, labels": {**COMMON, "dp_fp_variant": "frozen", "target_epsilon": 3, "labels_in_vector": True, "class_names": ["a", "b"]},
     "private encoder": {
         **COMMON,
         "dp_fp_variant": "private_encoder",
@@ -348,7 +348,8 @@ def test_rows_that_pass_the_model(forward, capsys):
         ({}, ["--parameters", "9"], "`--parameters` is for privacy_mode dp_sgd"),
         ({"sampling": "random_allocation"}, [], "`sampling` to be left at 'poisson'"),
         ({"noised_loss_bound": 2}, [], "`noised_loss_bound` to be left at None"),
-        ({"label_epsilon": 1}, [], "--num_classes K"),
+        ({"labels_in_vector": True}, [], "--num_classes K"),
+        ({"label_epsilon": 1}, [], "label_epsilon"),
         ({}, ["--accountant", "gdp_clt"], "`accountant` to be a bound"),
         ({"privacy_mode": "dp_sgd"}, ["--dp-fp-variant", "frozen"], "`dp_fp_variant` to be left"),
         ({"privacy_unit": "user", "privacy_unit_column": "a"}, [], "a user of k rows"),

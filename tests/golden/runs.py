@@ -151,7 +151,7 @@ FEATURES: dict[str, Callable[[], dict[str, Any]]] = {
     )},
     "rgp": lambda: {"peft_config": RgpConfig(rank=2)},
     "published": lambda: forward("published", num_micro_batches=3, learning_rate=1e-3),
-    "frozen": lambda: forward("frozen", label_epsilon=2.0, accountant="rdp"),
+    "frozen": lambda: forward("frozen", accountant="rdp"),
     "fresh": lambda: forward("frozen", representation_release="fresh", labels_in_vector=True),
     "private_encoder": lambda: forward(
         "private_encoder", target_epsilon=8.0, representation_draws="shared"

@@ -17,7 +17,6 @@ from scipy import stats
 from hf_dp.accounting import (
     Gaussian,
     PoissonSampledGaussian,
-    RandomizedResponse,
     RecordRelease,
     SumAndRows,
     event_from_dict,
@@ -92,8 +91,8 @@ def test_planted_wrong_standard_deviation_is_seen(book, monkeypatch, factor):
 def test_the_parts_are_those_of_the_event():
     with pytest.raises(ConfigError, match="sensitivities of ..sum.."):
         PlannedRelease(PoissonSampledGaussian(1.0, 0.1, 1), "training", {"vectors": 1.0})
-    planned = PlannedRelease(RandomizedResponse(1.0, 3, 1), "release")
-    with pytest.raises(ConfigError, match="part that RandomizedResponse releases"):
+    planned = PlannedRelease(RecordRelease(1.0, 1), "release", {"vectors": 1.0})
+    with pytest.raises(ConfigError, match="part that RecordRelease releases"):
         planned.noise_std("sum")
 
 
@@ -178,7 +177,6 @@ def test_a_closed_release_lets_nothing_out(book):
         lambda: nothing.sum({"w": torch.zeros(3)}),
         lambda: nothing.loss(torch.zeros(())),
         lambda: nothing.vectors(torch.zeros(2, 3)),
-        lambda: nothing.labels(torch.tensor([0, 1])),
     ):
         with pytest.raises(LedgerError, match="closed"):
             leave()
@@ -191,11 +189,9 @@ def test_what_the_event_does_not_release_cannot_leave(book):
             release.vectors(torch.zeros(2, 3))
         with pytest.raises(ConfigError, match="got 'loss'"):
             release.loss(torch.zeros(()))
-        with pytest.raises(LedgerError, match="RandomizedResponse"):
-            release.labels(torch.tensor([0, 1]))
 
 
-def test_losses_vectors_and_labels_leave_once(book):
+def test_sums_losses_and_vectors_leave_once(book):
     gate = Gate(book, IndependentNoise(SecretRandomness()))
     with gate.release(WITH_A_LOSS) as release:
         release.loss(torch.zeros(()))
@@ -216,10 +212,6 @@ def test_losses_vectors_and_labels_leave_once(book):
         release.vectors(torch.zeros(2, 3))
         with pytest.raises(LedgerError, match="Record another release"):
             release.vectors(torch.zeros(2, 3))
-    with gate.release(PlannedRelease(RandomizedResponse(1.0, 2, 1), "release")) as release:
-        release.labels(torch.tensor([0, 1]))
-        with pytest.raises(LedgerError, match="Record another release"):
-            release.labels(torch.tensor([0, 1]))
 
 
 @pytest.mark.parametrize("sensitivity", [0.0, -1.0, float("nan"), float("inf")])

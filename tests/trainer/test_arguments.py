@@ -210,7 +210,7 @@ REFUSALS: list[tuple[str, Any, str, dict[str, Any]]] = [
             "representation_clipping_norm": 2.0, "num_micro_batches": 8,
             "representation_module": "classifier", "representation_release": "fresh",
             "representation_draws": "shared", "representation_noise_multiplier": 1.0,
-            "representation_budget_ratio": 0.1, "label_epsilon": 1.0, "labels_in_vector": True,
+            "representation_budget_ratio": 0.1, "labels_in_vector": True,
             "audit_canaries": 100, "audit_scores": "losses", "privacy_unit_column": "who",
             "privacy_unit_name": "patient", "max_rows_per_unit": 3, "unit_reduction": "sum",
             "unit_sampling": "examples",

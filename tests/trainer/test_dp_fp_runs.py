@@ -14,7 +14,6 @@ from peft import LoraConfig
 from transformers import FNetConfig, FNetForSequenceClassification, TrainerCallback
 
 from hf_dp.accounting import (
-    RandomizedResponse,
     RecordRelease,
     SampledRecordRelease,
     SumAndRows,
@@ -207,17 +206,6 @@ def test_why_it_is_not_proven(tmp_path):
             {"representation_release": "fresh", "num_micro_batches": 2},
             [(SampledRecordRelease(1.0, 0.1, 4, 2), "training")],
         ),
-        (
-            {"label_epsilon": 0.5},
-            [(RandomizedResponse(0.5, 2), "release"), (RecordRelease(1.0, 1), "release")],
-        ),
-        (
-            {"label_epsilon": 0.5, "representation_release": "fresh"},
-            [
-                (RandomizedResponse(0.5, 2), "release"),
-                (SampledRecordRelease(1.0, 0.2, 4), "training"),
-            ],
-        ),
         ({"labels_in_vector": True}, [(RecordRelease(1.0, 1), "release")]),
     ],
 )
@@ -237,7 +225,7 @@ def test_frozen_trains_the_last_layer_alone_and_records_what_it_released(tmp_pat
         statement.epsilon
         == epsilon([event for event, _ in events], trainer.privacy_plan.delta).rounded_up()
     )
-    public = not {"label_epsilon", "labels_in_vector"} & options.keys()
+    public = "labels_in_vector" not in options
     assert (
         ("label is stated as public" in statement.unit)
         == public
@@ -252,7 +240,7 @@ def test_frozen_trains_the_last_layer_alone_and_records_what_it_released(tmp_pat
 
 def test_after_the_release_nothing_of_the_private_rows_is_looked_at(tmp_path, monkeypatch):
     """Rows, labels and encoder could be gone: the same steps come out of what was released."""
-    trainer = made(tmp_path, "frozen", label_epsilon=1.0)
+    trainer = made(tmp_path, "frozen")
     start = Frozen.start
 
     def start_and_destroy(self, checkpoint=None):
@@ -292,7 +280,7 @@ def test_one_record_moves_its_own_row_alone_and_by_no_more_than_the_clipping_nor
 
 
 def test_a_resumed_run_goes_on_with_the_rows_that_were_released(tmp_path):
-    options = {"label_epsilon": 1.0, "save_strategy": "steps", "save_steps": 2}
+    options = {"save_strategy": "steps", "save_steps": 2}
     first = run(tmp_path, "frozen", **options)
     again, checkpoint = made(tmp_path, "frozen", **options), str(tmp_path / "checkpoint-2")
     again.train(resume_from_checkpoint=checkpoint)
@@ -474,22 +462,15 @@ def tied() -> torch.nn.Module:
         ("published", {"accountant": "pld"}, "`accountant` to be unset for DP-FP as published"),
         ("published", {"num_micro_batches": 0}, "`num_micro_batches` to be a whole number >= 1"),
         ("published", {"representation_clipping_norm": 0}, "`representation_clipping_norm` to be"),
-        ("published", {"label_epsilon": 1.0}, "`label_epsilon` to be left at None with dp_fp_v"),
         ("published", {"labels_in_vector": True}, "`labels_in_vector` to be left at False with"),
         ("published", {"clipping": "automatic"}, "`clipping` to be left at 'flat'"),
         ("published", {"expected_batch_size": 41}, "`expected_batch_size` to be at most num_exam"),
         ("frozen", {"accountant": "gdp_clt"}, "`accountant` to be a bound with dp_fp_variant='fr"),
         ("frozen", {"max_logical_batch_size": 20}, "`max_logical_batch_size` to be left at None"),
         ("frozen", {"representation_noise_multiplier": 1.0}, "There `noise_multiplier` is the noi"),
-        (
-            "frozen",
-            {"label_epsilon": 1.0, "labels_in_vector": True},
-            "`label_epsilon` to be None with",
-        ),
         ("private_encoder", {}, "`representation_noise_multiplier` to be given beside"),
-        ("private_encoder", {"label_epsilon": 1.0}, "labels_in_vector=True, at no further cost"),
         ("private_encoder", {"num_micro_batches": 3}, "`num_micro_batches` to be 1 with a priv"),
-        (None, {"privacy_mode": "dp_sgd", "label_epsilon": 1.0}, "`label_epsilon` to be left at"),
+        (None, {"privacy_mode": "dp_sgd", "labels_in_vector": True}, "`labels_in_vector` to be le"),
         ("frozen", {"privacy_mode": "dp_sgd"}, "Only DP-FP reads it. Remove it, or set privacy"),
     ],
 )
@@ -512,7 +493,12 @@ def test_bad_arguments_are_named(tmp_path, variant, options, message):
             "`peft_config` to be None with dp_fp",
         ),
         (DPTrainer, {}, {"representation_module": "bert.pooler"}, "to be the last layer"),
-        (DPTrainer, of_several_labels(), {"label_epsilon": 1.0}, "one class per example.*multi_l"),
+        (
+            DPTrainer,
+            of_several_labels(),
+            {"labels_in_vector": True},
+            "one class per example.*multi",
+        ),
         (
             DPTrainer,
             {"model": tiny.model().to(torch.bfloat16)},
@@ -581,16 +567,8 @@ def test_rows_that_neighbors_move_are_refused(tmp_path, variant):
     assert released_nothing(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("options", "label"),
-    [
-        ({"label_epsilon": 0.1}, -100),
-        ({"label_epsilon": 0.1}, 0.25),
-        ({"labels_in_vector": True}, 2),
-        ({"labels_in_vector": True}, 0.25),
-    ],
-)
-def test_a_label_that_is_no_class_is_not_released_as_it_is(tmp_path, options, label):
+@pytest.mark.parametrize("label", [2, -100, 0.25])
+def test_a_label_that_is_no_class_is_not_released_as_it_is(tmp_path, label):
     columns = tiny.dataset().to_dict()
     columns["label"] = [
         label if i == 7 else type(label)(value) for i, value in enumerate(columns["label"])
@@ -600,7 +578,7 @@ def test_a_label_that_is_no_class_is_not_released_as_it_is(tmp_path, options, la
     with pytest.raises(
         HfDpError, match="protected labels to be whole|`labels` holds (2|-100|0.0, a float)"
     ):
-        run(tmp_path, "frozen", given=given, **options)
+        run(tmp_path, "frozen", given=given, labels_in_vector=True)
     assert released_nothing(tmp_path)
 
 
