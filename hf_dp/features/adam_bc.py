@@ -8,11 +8,11 @@ the variance off. It is a function of what was released, so it costs no privacy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from hf_dp._arguments import Need
 from hf_dp._validate import invalid, non_negative, positive
@@ -37,7 +37,7 @@ class DPAdamBC(Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         noise_variance: float,
         floor: float,
         lr: float = 1e-3,

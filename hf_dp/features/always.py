@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback
 from transformers import TrainerControl as Control
 from transformers import TrainerState as State
-from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
@@ -20,8 +19,6 @@ from hf_dp.accounting import TRAINING
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import LedgerError, UnaccountedGradientError
 from hf_dp.features.base import Feature, Seen, register
-from hf_dp.plans.privacy import PrivacyPlan
-from hf_dp.run.ledger import RunLedger
 from hf_dp.run.other_training import note_steps_before_own
 from hf_dp.run.outlook import doubts
 from hf_dp.statement.facts import Flags
@@ -30,58 +27,52 @@ from hf_dp.statement.unnoised import NO_EPSILON
 
 logger = logging.get_logger(__name__)
 
-Spent: TypeAlias = Callable[[], dict[str, float]]  # the epsilon so far, as logs have it
-
 
 @register
-class Guards(Feature):
-    """Watches that each step is in the ledger, stays within the target and moves the weights."""
-
-    def begin(self, seen: Seen) -> None:
-        if seen.plan.releases_each_step:
-            seen.callbacks.append(StopBeforeTarget(seen.book))
-        seen.callbacks.append(WeightsMove())
-
-
-class StopBeforeTarget(TrainerCallback):
+class StopBeforeTarget(Feature):
     """Ends training when one more step would pass ``target_epsilon``.
 
     It aborts at once when a step is not in the ledger.
     """
 
-    def __init__(self, run: RunLedger):
-        self.run = run
-        # Steps in the ledger beyond the optimizer's: branches, and earlier calls of train().
-        self._ahead = 0
+    _ahead = 0  # steps in the ledger beyond the optimizer's: branches, earlier calls of train()
+
+    def begin(self, seen: Seen) -> None:
+        self._book = seen.book if seen.plan.releases_each_step else None
 
     def on_train_begin(self, args: object, state: State, control: Control, **kw: object) -> None:
-        self._ahead = self.run.steps_made - state.global_step
+        if self._book is not None:
+            self._ahead = self._book.steps_made - state.global_step
 
     def on_step_end(self, args: object, state: State, control: Control, **kw: object) -> None:
-        recorded = self.run.steps_made - self._ahead
+        if self._book is None:
+            return
+        recorded = self._book.steps_made - self._ahead
         if recorded != state.global_step:
             raise LedgerError(
                 f"The optimizer made step {state.global_step}, but the ledger holds {recorded}: a "
                 "step ran that was not recorded. No privacy statement covers the weights in "
                 "memory; do not publish them."
             )
-        if self.run.exhausted:
+        if self._book.exhausted:
             control.should_training_stop = True
 
 
-class WeightsMove(TrainerCallback):
+@register
+class WeightsMove(Feature):
     """Aborts if the first optimizer steps leave every trainable weight unchanged.
 
     Continuing would spend budget for nothing. The cause is an optimizer that holds other tensors
     than the model: it was made before ``get_peft_model``, or the model was moved or its parameters
-    replaced since. The callback compares the first values of each weight until one has changed.
+    replaced since. The first values of each weight are compared until one has changed.
     """
 
-    def __init__(self) -> None:
-        self._moved = False
-        self._before: list[Tensor] = []
+    _moved = False
+    _before: Sequence[Tensor] = ()
 
-    def on_pre_optimizer_step(self, args: Any, state: State, control: Control, **kw: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: object, state: State, control: Control, **kw: Any
+    ) -> None:
         model: nn.Module = kw["model"]
         note_steps_before_own(model)
         if not self._moved:  # an empty draw of DP-FP has no gradient, and may leave all unchanged
@@ -89,7 +80,7 @@ class WeightsMove(TrainerCallback):
             told = any(each is not None and bool(_own(each).any()) for each in gradients)
             self._before = _values(model) if Processes.here().largest(told) else []
 
-    def on_optimizer_step(self, args: Any, state: State, control: Control, **kw: Any) -> None:
+    def on_optimizer_step(self, args: object, state: State, control: Control, **kw: Any) -> None:
         optimizer: Optimizer = kw["optimizer"]
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         # Warmup starts at a learning rate of 0.
@@ -186,71 +177,70 @@ class Outlook(Feature):
 
 
 @register
-class Progress(Feature):
-    """Shows epsilon where Trainer shows progress."""
-
-    def begin(self, seen: Seen) -> None:
-        seen.callbacks[:] = [with_epsilon(each, seen.spent) for each in seen.callbacks]
-        seen.callbacks.append(ExpectedEpochs(seen.plan))
-
-
-class ExpectedEpochs(TrainerCallback):
+class ExpectedEpochs(Feature):
     """Counts epochs as expected passes over the rows: steps x expected batch size / rows.
 
     Trainer counts loaders, whose lengths are whole numbers of steps.
     """
 
-    def __init__(self, plan: PrivacyPlan):
-        self._a_step = plan.expected_batch_size / plan.drawn_from
+    def begin(self, seen: Seen) -> None:
+        self._a_step = seen.plan.expected_batch_size / seen.plan.drawn_from
 
     def on_step_end(self, args: object, state: State, control: Control, **kw: object) -> None:
         state.epoch = state.global_step * self._a_step
 
 
-def with_epsilon(callback: TrainerCallback, spent: Spent) -> TrainerCallback:
-    """Replace a stock progress callback by one that also shows epsilon; return others unchanged."""
-    if type(callback) is ProgressCallback:
-        return EpsilonProgress(spent)
-    if type(callback).__name__ == "NotebookProgressCallback":
-        from hf_dp.features.notebook import NotebookEpsilonProgress
+@register
+class Progress(Feature):
+    """Shows epsilon, and what else is released with noise, where Trainer shows progress: behind a
+    terminal's bar, and in columns of a notebook's table. At the first step and at each log.
 
-        return NotebookEpsilonProgress(spent)
-    return callback
-
-
-class EpsilonProgress(ProgressCallback):
-    """The terminal's progress bar, with the epsilon spent at the first step and at each log, and
-    what else is released with noise.
-
-    Args: spent: returns the epsilon so far, as logs have it.
+    The table's training loss reads "withheld" unless it is released.
     """
 
-    def __init__(self, spent: Spent):
-        super().__init__()
-        self._spent, self._shows = spent, False
+    _shows = False
+
+    def begin(self, seen: Seen) -> None:
+        self._seen = seen
 
     def on_train_begin(self, args: object, state: State, control: Control, **kw: object) -> None:
         self._shows = False
-        super().on_train_begin(args, state, control, **kw)
 
     def on_step_end(self, args: object, state: State, control: Control, **kw: object) -> None:
-        if self.training_bar is not None and not self._shows:
-            self._show(self._spent(), refresh=True)
-        super().on_step_end(args, state, control, **kw)
+        if not self._shows:
+            self._show(self._seen.spent(), state)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kw: Any) -> None:
-        if self.training_bar is not None:
-            self._show(logs or {})
-        super().on_log(args, state, control, logs, **kw)
+    def on_log(
+        self,
+        args: object,
+        state: State,
+        control: Control,
+        logs: Mapping[str, float] | None = None,
+        **kw: object,
+    ) -> None:
+        self._show(logs or {}, state)
 
-    def _show(self, logs: Mapping[str, float], refresh: bool = False) -> None:
-        shown = "privacy not established" if NO_EPSILON in logs else ""
+    def _show(self, logs: Mapping[str, float], state: State) -> None:
+        if not {"epsilon", NO_EPSILON} & logs.keys():
+            return
+        self._shows = True
+        noised = {n.replace("_", " "): logs[n] for n in logs if n.startswith("noised_")}
+        behind = "privacy not established"
         if "epsilon" in logs:
-            shown = f"epsilon {logs['epsilon']:g}"
-            for name in logs:
-                if name.startswith("noised_"):
-                    shown += f", {name.replace('_', ' ')} {logs[name]:.4g}"
-        if shown:
-            self._shows = True
-            bar: Any = self.training_bar
-            bar.set_postfix_str(shown, refresh=refresh)
+            behind = f"epsilon {logs['epsilon']:g}"
+            behind += "".join(f", {name} {value:.4g}" for name, value in noised.items())
+        of_evaluation = any(name.startswith("eval_") for name in logs)
+        for each in self._seen.callbacks:
+            if (bar := getattr(each, "training_bar", None)) is not None:
+                bar.set_postfix_str(behind)
+            table = getattr(each, "training_tracker", None)
+            if table is None or "epsilon" not in logs or of_evaluation:
+                continue
+            columns = table.inner_table[0]
+            place = state.global_step if columns[0] == "Step" else round(state.epoch or 0, 2)
+            row: dict[str, object]
+            row = dict.fromkeys(columns, "No log")  # the table's first row must fill all columns
+            row |= {columns[0]: place, "Training Loss": logs.get("loss", "withheld")}
+            row |= {"Epsilon": logs["epsilon"], **{n.title(): noised[n] for n in noised}}
+            table.write_line(row)
+            table.display()  # not only after the next step

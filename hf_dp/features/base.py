@@ -13,9 +13,10 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from hf_dp._arguments import Need, Problems
+from hf_dp.batches.structure import DataSet
 from hf_dp.distributed.processes import Processes
 from hf_dp.mechanisms import Mechanism
 from hf_dp.overlap import TrainingRows
@@ -36,7 +37,7 @@ class Seen:
         statement: returns what may be said about the run so far.
         spent: returns the epsilon so far, under the name that logs have for it.
         tuner: what trains.
-        callbacks: of the trainer; a feature may add one or replace one.
+        callbacks: of the trainer, features among them.
         state: the trainer's. card: what the user said of the card.
         optimizer: of the trainer; before training the one that the user gave, or None.
         pretraining_sources: public data that the model was pretrained on, as far as it names them.
@@ -46,7 +47,7 @@ class Seen:
         noised: as :attr:`hf_dp.mechanisms.Mechanism.noised`, after the last step.
     """
 
-    args: Any
+    args: TrainingArguments
     plan: PrivacyPlan
     book: RunLedger
     processes: Processes
@@ -64,10 +65,11 @@ class Seen:
     noised: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class Feature:
+class Feature(TrainerCallback):
     """What a run may do besides its steps, with what has left the gate. Each moment does nothing.
 
-    One object serves one trainer. Args: args: the trainer's arguments.
+    One object serves one trainer, which also calls it as one of its callbacks, after all that were
+    there before. Args: args: the trainer's arguments.
 
     Attributes:
         names: what :meth:`log` adds.
@@ -88,13 +90,13 @@ class Feature:
         """Note what else is wrong with the arguments that this feature reads."""
 
     @classmethod
-    def is_asked_for(cls, args: Any) -> bool:
+    def is_asked_for(cls, args: object) -> bool:
         """Return whether these arguments ask for the feature. It is not made otherwise."""
         name = cls.asked_for_by
         return name is None or getattr(args, name, None) not in (None, False, [])
 
     def begin(self, seen: Seen) -> None:
-        """Refuse what cannot work, and add callbacks. The run was made, and nothing is written."""
+        """Refuse what cannot work. The run was made, and nothing is written."""
 
     def weaken(self, seen: Seen) -> None:
         """Note what weakens the claim, before steps and before each statement."""
@@ -121,7 +123,7 @@ class Feature:
     def end(self, seen: Seen) -> None:
         """Say how training ended, when all files are written."""
 
-    def words(self) -> Mapping[str, Any]:
+    def words(self) -> Mapping[str, object]:
         """Return rows for the card's table of settings: name and value."""
         return {}
 
@@ -134,7 +136,7 @@ class Inside(Feature, Observer):
 
     run: PrivateRun
 
-    def rows(self, dataset: Any, model: nn.Module | None, known: TrainingRows) -> Any:
+    def rows(self, dataset: DataSet, model: nn.Module | None, known: TrainingRows) -> DataSet:
         """Return the training set, perhaps with more rows at its end, before the run is planned.
 
         Args: known: the rows, as others are compared with them.
@@ -162,12 +164,12 @@ def register(feature: F) -> F:
     return feature
 
 
-def features_of(args: Any) -> list[Feature]:
+def features_of(args: object) -> list[Feature]:
     """Return the features that the arguments ask for, in the order in which they are registered."""
     return [each(args) for each in _FEATURES if each.is_asked_for(args)]
 
 
-def problems_of(args: Any, found: Problems) -> None:
+def problems_of(args: TrainingArguments, found: Problems) -> None:
     """Note what is wrong with the arguments that features read."""
     for each in _FEATURES:
         for need in each.NEEDS:

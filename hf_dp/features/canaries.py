@@ -28,6 +28,7 @@ from torch.utils.data import Sampler as BatchSampler
 from hf_dp._validate import invalid
 from hf_dp.accounting.one_run import best_number_of_guesses
 from hf_dp.batches.padding import LABELS
+from hf_dp.batches.structure import DataSet, Row
 from hf_dp.errors import AuditError, ConfigError, DataError, UnsupportedArgumentError
 from hf_dp.features.base import Inside, Seen, register
 from hf_dp.noise import untouched_generators
@@ -66,7 +67,7 @@ class Canaries(Inside):
         self._places: tuple[list[str], np.ndarray, np.ndarray, np.ndarray] | None = None
         self._before: np.ndarray | None = None
 
-    def rows(self, dataset: Any, model: nn.Module | None, known: TrainingRows) -> Any:
+    def rows(self, dataset: DataSet, model: nn.Module | None, known: TrainingRows) -> DataSet:
         """Return the training set with canaries. Raises: DataError."""
         if model is None:
             raise UnsupportedArgumentError(
@@ -292,8 +293,13 @@ def guess(
 
 
 def with_canaries(
-    dataset: Any, model: nn.Module, count: int, *, alike: bool, rows: TrainingRows | None = None
-) -> Any:
+    dataset: DataSet,
+    model: nn.Module,
+    count: int,
+    *,
+    alike: bool,
+    rows: TrainingRows | None = None,
+) -> DataSet:
     """Return a data set and, after its rows, ``count`` made-up ones in the same format.
 
     Their tokens, pictures and labels are random. Of the rows names and types are read; shapes, too,
@@ -330,7 +336,7 @@ def with_canaries(
         ]
     made = made * count if alike else made
     if not isinstance(dataset, datasets.Dataset):
-        parts: list[Any] = [dataset, made]
+        parts: list[DataSet] = [dataset, made]
         return ConcatDataset(parts)
     columns = {name: [_plain(row[name]) for row in made] for name in dataset.column_names}
     canaries = datasets.Dataset.from_dict(columns, features=dataset.features)
@@ -341,7 +347,7 @@ def with_canaries(
     return joined.with_format(**shown.pop("format_kwargs"), **shown)
 
 
-def _refuse_shapes_of_rows(template: Any, made: Mapping[str, Tensor]) -> None:
+def _refuse_shapes_of_rows(template: Row, made: Mapping[str, Tensor]) -> None:
     """Raise DataError for a column whose length or size a made-up row would take from a row.
 
     The model sees such a row in every step, so a training row would move it beyond its bound.
@@ -358,7 +364,7 @@ def _refuse_shapes_of_rows(template: Any, made: Mapping[str, Tensor]) -> None:
             )
 
 
-def _refuse_known(canaries: Any, rows: TrainingRows) -> None:
+def _refuse_known(canaries: datasets.Dataset, rows: TrainingRows) -> None:
     known = len(rows.compare(canaries).equal)
     if known:
         raise DataError(
@@ -368,7 +374,7 @@ def _refuse_known(canaries: Any, rows: TrainingRows) -> None:
         )
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -61,9 +59,9 @@ class PhysicalBatch(Inside):
             return
         self._found, args = True, self.args
         given = args.per_device_train_batch_size
-        default = {each.name: default_of(each) for each in dataclasses.fields(args)}
+        default = default_of(type(args).__dataclass_fields__["per_device_train_batch_size"])
         args.per_device_train_batch_size = mechanism.find_physical_batch(
             optimizer,
             length=args.auto_physical_batch_length,
-            most_examples=None if given == default["per_device_train_batch_size"] else given,
+            most_examples=None if given == default else given,
         )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import TypeAlias
 
-from transformers import TrainerCallback
 from transformers import TrainerControl as Control
 from transformers import TrainerState as State
 from transformers.utils import logging
@@ -18,6 +18,7 @@ from hf_dp.features.base import Feature, Seen, register
 logger = logging.get_logger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+Handler: TypeAlias = "Callable[[int, FrameType | None], object] | int | None"
 
 
 class TrainingStopped(SystemExit):
@@ -35,7 +36,7 @@ class TrainingStopped(SystemExit):
 
 
 @register
-class Signals(Feature, TrainerCallback):
+class Signals(Feature):
     """Ends training after the step in which a signal arrives, and has a checkpoint saved.
 
     Handlers are installed when the steps begin, in the main thread only. Before the first step a
@@ -43,16 +44,13 @@ class Signals(Feature, TrainerCallback):
     all of them after the same step.
     """
 
-    def __init__(self, args: Any):
-        super().__init__(args)
-        self._signum: int | None = None  # the first signal that arrived in this process
-        self._stopping = False
-        self._before: dict[int, Any] = {}
-        self._process = 0
+    _signum: int | None = None  # the first signal that arrived in this process
+    _stopping = False
+    _process = 0
 
     def begin(self, seen: Seen) -> None:
         self._processes = seen.processes
-        seen.callbacks.append(self)
+        self._before: dict[int, Handler] = {}
 
     def leave(self, seen: Seen | None = None) -> None:
         """Give the handlers back."""

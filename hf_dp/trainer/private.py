@@ -135,6 +135,7 @@ class PrivateTraining(Training):
         )
         for each in self.features:
             each.begin(self.seen())
+            trainer.callback_handler.callbacks.append(each)
         self.tuner.check_arguments(args)
         self.tuner.prepare(run)
 

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import tiny
-from transformers.trainer_callback import ProgressCallback
 from transformers.utils.notebook import NotebookProgressCallback
 
 from hf_dp.accounting import PoissonSampledGaussian, epsilon
-from hf_dp.features.always import EpsilonProgress, with_epsilon
-from hf_dp.features.notebook import NotebookEpsilonProgress
+from hf_dp.features.always import Progress
 
 
 def test_the_terminal_bar_shows_epsilon(tmp_path, capsys):
     trainer = tiny.trainer(tmp_path, disable_tqdm=False)
-    assert any(type(callback) is EpsilonProgress for callback in trainer.callback_handler.callbacks)
-    assert not any(
-        type(callback) is ProgressCallback for callback in trainer.callback_handler.callbacks
-    )
     trainer.train()
     assert f"epsilon {trainer.epsilon().rounded_up():g}" in capsys.readouterr().err
 
@@ -33,7 +27,7 @@ def test_the_bar_shows_epsilon_from_the_first_step(tmp_path, capsys):
 
 
 def test_planted_bar_that_waits_for_a_log_is_seen(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(EpsilonProgress, "on_step_end", ProgressCallback.on_step_end)
+    monkeypatch.setattr(Progress, "on_step_end", lambda *args, **kwargs: None)
     trainer = tiny.trainer(tmp_path, logging_strategy="no", disable_tqdm=False, max_steps=1)
     trainer.train()
     assert "epsilon" not in capsys.readouterr().err.split("1/1")[0]
@@ -41,7 +35,7 @@ def test_planted_bar_that_waits_for_a_log_is_seen(tmp_path, capsys, monkeypatch)
 
 def test_the_notebook_table_has_an_epsilon_column(tmp_path, capsys):
     trainer = tiny.trainer(tmp_path, eval_strategy="steps", eval_steps=2, logging_steps=3)
-    notebook = NotebookEpsilonProgress(trainer.spent)
+    notebook = NotebookProgressCallback()
     tables = []
     trainer.add_callback(notebook)
     original = notebook.on_step_end
@@ -54,9 +48,3 @@ def test_the_notebook_table_has_an_epsilon_column(tmp_path, capsys):
     trainer.train()
     assert "Epsilon" in tables[-1][0]
     assert tables[0][1][0] == 1 and tables[0][1][tables[0][0].index("Epsilon")] > 0
-
-
-def test_a_stock_notebook_callback_is_replaced_and_others_kept():
-    assert type(with_epsilon(NotebookProgressCallback(), dict)) is NotebookEpsilonProgress
-    own = object()
-    assert with_epsilon(own, dict) is own
