@@ -9,14 +9,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import textwrap
-import types
-import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from hf_dp._dataclasses import default_of
 from hf_dp._validate import integer, invalid, one_of, positive
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 # (name, value) -> checked value; or the values that a text may have
 Check = Callable[[str, object], object] | Sequence[str]
@@ -28,7 +29,7 @@ class _Help(str):
     check: Check | None
 
 
-def argument(default: Any, text: str, check: Check | None = None) -> Any:
+def argument(default: object, text: str, check: Check | None = None) -> Any:
     """Return a dataclass field with its help; a list or a dict is copied for each instance.
 
     Args: check: None for what the type says: a truth value, a whole number >= 1, a number > 0. An
@@ -110,7 +111,7 @@ class Need:
     next_move: str
     error: type[InvalidArgumentError] = InvalidArgumentError
 
-    def note(self, args: Any, found: Problems) -> None:
+    def note(self, args: DataclassInstance, found: Problems) -> None:
         """Note the arguments that were set in vain."""
         theirs = getattr(args, self.other)
         if self.values(theirs) if callable(self.values) else theirs in self.values:
@@ -137,7 +138,9 @@ class ArgumentGroup:
         """Note what else contradicts another argument; ``found`` has what is wrong alone."""
 
 
-def check_groups(groups: Iterable[type[ArgumentGroup]], args: Any, found: Problems) -> None:
+def check_groups(
+    groups: Iterable[type[ArgumentGroup]], args: DataclassInstance, found: Problems
+) -> None:
     """Check each field by itself, and set it to the checked value; then those that need others."""
     groups = list(groups)
     for field in [each for group in groups for each in own_fields(group)]:
@@ -154,6 +157,7 @@ def check_groups(groups: Iterable[type[ArgumentGroup]], args: Any, found: Proble
 
 
 def _type_of(field: dataclasses.Field[Any]) -> str:
+    """Return the name of a field's type, without None."""
     return getattr(field.type, "__name__", str(field.type)).removesuffix(" | None")
 
 
@@ -193,38 +197,26 @@ def documented(groups: Iterable[type]) -> str:
     return "\n".join(lines[1:])
 
 
-def numbers_from_text(args: Any) -> Problems:
+def numbers_from_text(args: DataclassInstance) -> Problems:
     """Convert numbers given as text (YAML leaves ``5e-4`` a string), in place.
 
     Returns: what cannot be read.
     """
     problems = Problems(args)
-    for name, kind in _number_fields(type(args)).items():  # type: ignore[arg-type]
-        value = getattr(args, name)
-        if isinstance(value, str):
+    for field in dataclasses.fields(args):
+        value, kind = getattr(args, field.name), _type_of(field)
+        if isinstance(value, str) and kind in ("int", "float"):
             try:
-                setattr(args, name, _number(value, kind))
+                setattr(args, field.name, _number(value, kind))
             except ValueError:
-                wanted = "a whole number" if kind is int else "a number"
-                problems.refuse(name, f"to be {wanted}", "Correct it, or remove it.")
+                wanted = "a whole number" if kind == "int" else "a number"
+                problems.refuse(field.name, f"to be {wanted}", "Correct it, or remove it.")
     return problems
 
 
-@functools.cache
-def _number_fields(cls: type) -> dict[str, type]:
-    """Return the fields whose type is a plain number (or None), inherited ones included."""
-    numbers: dict[str, type] = {}
-    for name, hint in typing.get_type_hints(cls).items():
-        kinds = set(typing.get_args(hint) or [hint]) - {types.NoneType}
-        for number in (int, float):
-            if kinds == {number}:
-                numbers[name] = number
-    return numbers
-
-
-def _number(text: str, kind: type) -> int | float:
+def _number(text: str, kind: str) -> int | float:
     """Return the number that a text spells; "1e3" is a whole number. Raises: ValueError."""
     number = float(text)
-    if kind is float:
+    if kind == "float":
         return number
     return int(number) if number.is_integer() and abs(number) < 2**53 else int(text)
