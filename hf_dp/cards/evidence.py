@@ -9,36 +9,41 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_dp.cards.card import privacy_head, render_card
 from hf_dp.cards.details import CardDetails
 from hf_dp.cards.verify import CARD, FAILED, checks_of_evidence, file_digests, is_as_made
 from hf_dp.errors import LedgerError
+from hf_dp.run.witnesses import refuse_foreign
 from hf_dp.statement.digests import Beside, digest_of_text
 from hf_dp.statement.durable import replace_file
 from hf_dp.statement.record import FILE_NAME, read, text_of
 from hf_dp.statement.statement import PrivacyStatement
+
+if TYPE_CHECKING:
+    from hf_dp.run.ledger import RunLedger
 
 
 def write_card(
     folder: str | os.PathLike[str],
     statement: PrivacyStatement,
     details: CardDetails,
-    save: Callable[[Beside], None],
+    book: RunLedger,
 ) -> None:
-    """Write the card into a folder, and then, by ``save``, the ``privacy.json`` that vouches for
-    it.
+    """Write the card into a folder, and then the ``privacy.json`` of its run that vouches for it.
 
-    Raises: as :func:`hf_dp.cards.card.render_card` and ``save``; OSError.
+    Raises: as :func:`hf_dp.cards.card.render_card`; LedgerError for a folder of another run;
+        OSError.
     """
+    refuse_foreign(Path(folder), book.run_id)
     text = render_card(statement, details)
     os.makedirs(folder, exist_ok=True)
     replace_file(Path(folder, CARD), [text.encode()])
-    save(_beside(text, details, file_digests(Path(folder))))
+    book.save(folder, statement, _beside(text, details, file_digests(Path(folder))))
 
 
 def _beside(card: str, details: CardDetails, files: Mapping[str, str]) -> Beside:

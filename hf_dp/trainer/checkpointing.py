@@ -2,8 +2,9 @@
 
 What a checkpoint holds is loaded by name and by place: weights that are missing are passed over,
 and the optimizer's state goes to whatever has its place now. A step with the state of another
-parameter reads memory that is not its own, or moves weights by the moments of others. So a resume
-that trains other parameters is refused.
+parameter reads memory that is not its own, or moves weights by the moments of others. So a
+checkpoint lists the parameters, and in which order an optimizer has them, and a resume with others
+is refused.
 
 PEFT saves the prompts of an adapter alone, and not the network that makes them (P-tuning, prefix
 projection). So checkpoints hold the trained weights of such adapters beside them.
@@ -11,6 +12,7 @@ projection). So checkpoints hold the trained weights of such adapters beside the
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
-from safetensors import safe_open
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
+from hf_dp.batches.structure import Batch
 from hf_dp.clipping.sharding import is_sharded
 from hf_dp.errors import ConfigError, HfDpError, StepError
 from hf_dp.run.checkpoint import SAVING, checkpoint_of, publish, rotate, stage, tidy
@@ -33,22 +35,15 @@ from hf_dp.run.private_run import PrivateRun
 from hf_dp.run.shortage import named_disk_errors
 from hf_dp.trainer.logs import ReleasedLogs
 from hf_dp.tuners.base import refuse_other_options
+from hf_dp.tuners.selection import FILE_NAME as SELECTION
 from hf_dp.tuners.selection import SelectionConfig
 
 logger = logging.get_logger(__name__)
 
 _GO_ON = "Correct what failed, and go on with resume_from_checkpoint=True."
-_WEIGHTS = "adapter_model.safetensors"
+_PARAMETERS = "_parameters.json"
 _PROMPTS = "_prompt_weights.safetensors"  # "_": nothing that is published, nor a model's weights
 _ANEW = "or start a new run in a new output_dir."
-
-# What optimizers keep of each number of a parameter, by their names for it.
-_OF_EACH_NUMBER = frozenset(
-    "exp_avg exp_avg_sq max_exp_avg_sq exp_inf momentum_buffer sum square_avg grad_avg acc_delta "
-    "prev step_size mu_product_avg variance z state1 state2".split()
-)
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 class Checkpointing(ReleasedLogs):
@@ -65,11 +60,11 @@ class Checkpointing(ReleasedLogs):
     def _checkpoint_name(self) -> str:
         return f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
 
-    def _get_output_dir(self, trial: Any) -> str:
+    def _get_output_dir(self, trial: object) -> str:
         """Return where checkpoints are written: aside, until they are complete."""
         return super()._get_output_dir(trial) if self._saving is None else str(self._saving)
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+    def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         """Write a checkpoint aside and put it in its place, in one step and durably.
 
         Raises: OutputError when the disk refuses. The checkpoints that were there are there still.
@@ -77,7 +72,7 @@ class Checkpointing(ReleasedLogs):
         name = self._checkpoint_name
         if self._run is None:
             super()._save_checkpoint(model, trial)
-            return self._save_prompts(os.path.join(self._get_output_dir(trial), name))
+            return self._save_beside(os.path.join(self._get_output_dir(trial), name))
         folder, processes = self._run.folder, self._run.processes
         with named_disk_errors(name, folder, f"{_GO_ON} Every step is in the ledger."):
             processes.on_main(lambda: stage(folder))
@@ -91,13 +86,13 @@ class Checkpointing(ReleasedLogs):
         publish(folder, name)
         rotate(folder, self.args.save_total_limit, self.state.best_model_checkpoint)
 
-    def _write_aside(self, folder: Path, name: str, model: Any, trial: Any) -> None:
+    def _write_aside(self, folder: Path, name: str, model: nn.Module, trial: object) -> None:
         self.keep_released()
         self._saving = folder / SAVING
         aside = self._saving / name
         try:
             super()._save_checkpoint(model, trial)
-            self._save_prompts(aside)
+            self._save_beside(aside)
         finally:
             self._saving = None
             is_best = self.state.best_model_checkpoint == str(aside)
@@ -106,9 +101,27 @@ class Checkpointing(ReleasedLogs):
         if is_best and self.args.should_save:
             self.state.save_to_json(str(aside / "trainer_state.json"))
 
-    def _save_prompts(self, checkpoint: str | Path) -> None:
-        if self.args.should_save and not self._in_shards:
+    def _save_beside(self, checkpoint: str | Path) -> None:
+        if not self.args.should_save:
+            return
+        listed = {"parameters": self._parameters(), "optimizer": self._order()}
+        Path(checkpoint, _PARAMETERS).write_text(json.dumps(listed), encoding="utf-8")
+        if not self._in_shards:
             save_prompts(self.model, checkpoint)
+
+    def _parameters(self) -> dict[str, str]:
+        """Return the shape of each parameter, and whether it may ever train, in words."""
+        with self.tuner.all_that_may_train(self.model):
+            return {
+                name: f"{'trained' if p.requires_grad else 'frozen'}, of shape {tuple(p.shape)}"
+                for name, p in self.model.named_parameters()
+            }
+
+    def _order(self) -> list[list[str]]:
+        """Return the names of the optimizer's parameters, by its groups."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [[names.get(id(each), "") for each in group["params"]] for group in groups]
 
     @property
     def _in_shards(self) -> bool:
@@ -116,13 +129,15 @@ class Checkpointing(ReleasedLogs):
 
     # -- steps that fail --
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
+    ) -> tuple[list[Batch], Tensor | int | None]:
         """Fetch what a step takes, as Trainer does; raises as :meth:`saves_what_ran`."""
         if self._run is None:
-            return super().get_batch_samples(*args, **kwargs)
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
         told = nullcontext() if self._in_shards else self._run.processes.telling()
         with self.saves_what_ran(), told, self.silent():
-            return super().get_batch_samples(*args, **kwargs)
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     @contextmanager
     def saves_what_ran(self) -> Iterator[None]:
@@ -183,7 +198,7 @@ class Checkpointing(ReleasedLogs):
             if self._run is not None and in_shards and self.args.should_save:
                 folder = output_dir or self.folder
                 os.makedirs(folder, exist_ok=True)
-                self._write_beside_weights(folder)
+                self.write_beside_weights(folder)
             return
         before = plugin.state_dict_type
         plugin.set_state_dict_type("FULL_STATE_DICT")
@@ -191,10 +206,6 @@ class Checkpointing(ReleasedLogs):
             super().save_model(output_dir, _internal_call)
         finally:
             plugin.set_state_dict_type(before)
-
-    def _write_beside_weights(self, folder: str) -> None:
-        """Write what belongs beside a run's weights: selection, ledger, statement and card."""
-        raise NotImplementedError
 
     # -- going on --
 
@@ -232,14 +243,33 @@ class Checkpointing(ReleasedLogs):
         finally:
             run.book.stop()
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
         """Load weights, as Trainer does, into the parameters that the checkpoint trained.
 
-        Raises: ConfigError, before anything is loaded, when other parameters train now.
+        Raises: ConfigError, before anything is loaded, when the model has or trains others now.
         """
-        refuse_other_adapter(self.model, resume_from_checkpoint, self._in_shards)
+        self._refuse_other_parameters(Path(resume_from_checkpoint))
         if self._in_shards or not load_prompts(self.model, resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _refuse_other_parameters(self, checkpoint: Path) -> None:
+        now = self._parameters()
+        then = _listed(checkpoint).get("parameters", now)
+        others = [name for name in {**now, **then} if now.get(name) != then.get(name)]
+        if not others:
+            return
+        configs = self.model.peft_config if isinstance(self.model, PeftModel) else {}
+        for config in configs.values():
+            if isinstance(config, SelectionConfig) and Path(checkpoint, SELECTION).exists():
+                refuse_other_options(type(config).from_pretrained(str(checkpoint)), config)
+        other = max(others, key=lambda name: "trained" in now.get(name, ""))
+        here, there = now.get(other, "not there"), then.get(other, "not there")
+        raise ConfigError(
+            f"Cannot resume: the parameter {other!r} is {here}, and in {checkpoint.name!r} it is "
+            f"{there}. Use the model and the `peft_config` that the run was started with, {_ANEW}"
+        )
 
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint, as Trainer does."""
@@ -251,13 +281,18 @@ class Checkpointing(ReleasedLogs):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the states of optimizer and schedule, as Trainer does.
 
-        Raises: ConfigError, before a step, for a state of parameters of other shapes.
+        Raises: ConfigError, before a step, for a state that is of other parameters.
         """
+        order = self._order()
+        if checkpoint is not None and _listed(Path(checkpoint)).get("optimizer", order) != order:
+            raise ConfigError(
+                "Cannot resume: the optimizer has other parameters, or has them in another order, "
+                f"than the one whose state is in {Path(checkpoint).name!r}. Make it as the run "
+                f"did, {_ANEW}"
+            )
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            refuse_other_state(self.optimizer, checkpoint)
 
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+    def _run_epoch(self, *args: object, **kwargs: object) -> None:
         """Run an epoch, unless all steps were made: Trainer would make one more in a run that is
         resumed from its last checkpoint."""
         if self._run is not None and self.state.global_step >= self.state.max_steps:
@@ -266,51 +301,10 @@ class Checkpointing(ReleasedLogs):
         super()._run_epoch(*args, **kwargs)
 
 
-def refuse_other_adapter(model: nn.Module, checkpoint: str | Path, in_shards: bool) -> None:
-    """Raise ConfigError where a checkpoint's adapter is not what ``model`` trains.
-
-    Args: in_shards: whether the model is sharded. Its adapter is not whole then, and only what was
-        selected is compared.
-    """
-    configs = model.peft_config if isinstance(model, PeftModel) else {"default": None}
-    for name, config in configs.items():
-        # PEFT saves the adapter "default" beside all others' folders.
-        folder = Path(checkpoint) if name == "default" else Path(checkpoint, name)
-        if isinstance(config, SelectionConfig) and (folder / _WEIGHTS).exists():
-            then = type(config).from_pretrained(str(folder))
-            if set(then.parameters or ()) != set(config.parameters or ()):
-                refuse_other_options(then, config)
-                raise ConfigError(
-                    f"Cannot resume: peft_config chooses other parameters than those that "
-                    f"selection.json in {folder.name!r} lists. Use the model that the run was "
-                    f"started with, {_ANEW}"
-                )
-        if not in_shards:
-            kept: dict[str, Tensor] = {}
-            if config is not None:  # as it would be saved, so that the names are those of the file
-                kept = get_peft_model_state_dict(model, adapter_name=name)
-            _refuse_other_shapes(_shapes(kept), _shapes_in(folder / _WEIGHTS), folder)
-
-
-def _refuse_other_shapes(now: Shapes, then: Shapes, folder: Path) -> None:
-    for key in sorted(now.keys() | then.keys()):
-        if now.get(key) != then.get(key):
-            raise ConfigError(
-                f"Cannot resume: `peft_config` makes {key!r} of shape {now.get(key)}, but in the "
-                f"checkpoint {folder.name!r} it has {then.get(key)} (None: it is not there). Set "
-                f"peft_config as adapter_config.json there says, {_ANEW}"
-            )
-
-
-def _shapes(weights: dict[str, Tensor]) -> Shapes:
-    return {name: tuple(value.shape) for name, value in weights.items()}
-
-
-def _shapes_in(path: Path) -> Shapes:
-    if not path.exists():
-        return {}
-    with safe_open(path, framework="pt") as stored:
-        return {key: tuple(stored.get_slice(key).get_shape()) for key in list(stored.keys())}
+def _listed(checkpoint: Path) -> dict[str, Any]:
+    """Return what a checkpoint lists of its run's parameters: nothing in one of a plain Trainer."""
+    path = checkpoint / _PARAMETERS
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def save_prompts(model: nn.Module, checkpoint: str | Path) -> None:
@@ -334,9 +328,8 @@ def load_prompts(model: nn.Module, checkpoint: str | Path) -> bool:
             f"Cannot resume: the checkpoint {path.parent.name!r} has no {path.name}, so it holds "
             f"prompts and not what makes them. Resume from another checkpoint, {_ANEW}"
         )
-    kept, trained = load_file(path), _trained(model)
-    _refuse_other_shapes(_shapes(trained), _shapes(kept), path.parent)
-    for name, parameter in trained.items():
+    kept = load_file(path)
+    for name, parameter in _trained(model).items():
         parameter.copy_(kept[name])
     return True
 
@@ -347,35 +340,3 @@ def _is_of_prompts(model: nn.Module) -> bool:
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def refuse_other_state(optimizer: Any, checkpoint: str | Path) -> None:
-    """Raise ConfigError where the state that an optimizer loaded is of parameters of other shapes.
-
-    Optimizers that keep a projection of the gradient (GaLore, APOLLO; a group has its ``rank``)
-    are passed over there: their state has a shape of its own.
-    """
-    inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
-    projected = [group for group in inner.param_groups if "rank" in group]
-    passed_over = {id(parameter) for group in projected for parameter in group["params"]}
-    for parameter, state in inner.state.items():
-        for name, value in state.items():
-            if id(parameter) not in passed_over and not _fits(name, value, parameter):
-                raise ConfigError(
-                    f"Cannot resume: the optimizer's {name!r} in {Path(checkpoint).name!r} has the "
-                    f"shape {tuple(value.shape)}, but the parameter in its place now has "
-                    f"{tuple(parameter.shape)}. Train the same parameters as the run did, {_ANEW}"
-                )
-
-
-def _fits(name: str, value: object, parameter: Tensor) -> bool:
-    """Return whether a state could be one of this parameter; unknown ones do."""
-    own = tuple(parameter.shape)
-    known = {
-        **dict.fromkeys(_OF_EACH_NUMBER, (own, (2, *own))),  # AdEMAMix keeps two averages in one
-        "exp_avg_sq_row": (own[:-1],),  # of Adafactor
-        "exp_avg_sq_col": ((*own[:-2], *own[-1:]),),
-    }
-    if not isinstance(value, Tensor) or name not in known:
-        return True
-    return tuple(value.shape) in known[name]

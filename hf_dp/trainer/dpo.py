@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from hf_dp._validate import invalid
-from hf_dp.batches.structure import Row
+from hf_dp.batches.structure import Batch, Row
 from hf_dp.errors import DataError
 from hf_dp.losses import (
     IGNORED_LABEL,
@@ -208,14 +208,14 @@ class DPDPOTrainer(PreparedByTRL):
         of_reference = inputs[_REFERENCES[0]] - inputs[_REFERENCES[1]]
         return self.args.beta * (chosen - rejected - of_reference)
 
-    def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    def compute_per_example_loss(self, model: nn.Module, inputs: Batch) -> Tensor:
         """Return -log sigmoid(beta * margin) of each pair, (b,)."""
         return -F.logsigmoid(self.margins(model, inputs))
 
     def prediction_step(
         self,
         model: nn.Module,
-        inputs: dict[str, Any],
+        inputs: Batch,
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -239,22 +239,19 @@ class DPDPOTrainer(PreparedByTRL):
         ]
         return [self.data_collator([row]) for row in rows]
 
-    def _of_evaluation(self, dataset: DataSets) -> DataSets:
-        return each_set(dataset, self._with_references)
-
-    def _with_references(self, dataset: Dataset, name: str) -> Dataset:
-        known = set(dataset.column_names)
+    def _prepare(self, rows: Dataset, name: str) -> Dataset:
+        known = set(rows.column_names)
         if not known >= set(_ENCODED_PAIR):
-            dataset = self._preparation.of_evaluation(dataset)
+            rows = super()._prepare(rows, name)
         if known >= set(_REFERENCES):
-            return dataset
+            return rows
         if self._ref_model is None:
             raise DataError(
                 "The model may have been trained since this trainer was created, and nothing else "
                 "knows the reference. Pass `eval_dataset` when the trainer is created, or "
                 "`ref_model`."
             )
-        return add_references(dataset, self._ref_model, self.data_collator, self.args)
+        return add_references(rows, self._ref_model, self.data_collator, self.args)
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns: Any = [*_ENCODED_PAIR, *_REFERENCES]

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn, TypeAlias
 
-from torch import nn
-from transformers import Trainer
+from peft import PeftConfig
+from torch import Tensor, nn
+from transformers import (
+    BaseImageProcessor,
+    FeatureExtractionMixin,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    Trainer,
+)
 
 from hf_dp._validate import invalid
+from hf_dp.batches.structure import DataSet
 from hf_dp.batches.units import UnitTable, rows_to_draw, split_off_units
 from hf_dp.clipping import refuse_coupling
 from hf_dp.errors import UnsupportedArgumentError
@@ -24,6 +32,10 @@ from hf_dp.run.checks import (
 )
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.row_arguments import users_of
+
+ProcessingClass: TypeAlias = (
+    PreTrainedTokenizerBase | BaseImageProcessor | FeatureExtractionMixin | ProcessorMixin
+)
 
 # What a subclass may override, of what DPTrainer and Trainer have. Trainer has a hundred methods,
 # and many of them see a batch: what is not known to be harmless is refused. These are the task
@@ -48,12 +60,12 @@ class Given:
 
     trainer_class: type[Trainer]
     dp_trainer: type[Trainer]
-    model: Any
-    train_dataset: Any
-    eval_dataset: Any
+    model: str | nn.Module | None
+    train_dataset: DataSet
+    eval_dataset: DataSet
     model_init: Callable[..., nn.Module] | None
-    compute_loss_func: Callable[..., Any] | None
-    peft_config: Any
+    compute_loss_func: Callable[..., Tensor] | None
+    peft_config: PeftConfig | None
 
     def overrides(self, name: str) -> bool:
         """Return whether the trainer's class has a method of its own."""
@@ -86,14 +98,14 @@ class Given:
                 UnsupportedArgumentError,
             )
 
-    def check_private_model(self, args: DPTrainingArguments) -> None:
+    def check_private_model(self, model: nn.Module | None, args: DPTrainingArguments) -> None:
         """Raise for a model that cannot train privately, or was made from private rows already."""
-        if self.model is None:  # model_init makes it
+        if model is None:  # model_init makes it
             return
-        refuse_coupling(self.model)
-        check_head_is_trainable(self.model)
+        refuse_coupling(model)
+        check_head_is_trainable(model)
         if not args.adapter_init_data_is_public:
-            refuse_data_in_adapters(self.model, None if self.train_dataset is None else ())
+            refuse_data_in_adapters(model, None if self.train_dataset is None else ())
 
 
 def check_subclass(trainer_class: type[Trainer], dp_trainer: type[Trainer]) -> None:
@@ -131,12 +143,12 @@ class Rows:
         compared: whether every evaluation set says whose its rows are.
     """
 
-    data: Any
+    data: DataSet
     units: UnitTable | None = None
     compared: bool = True
 
     @classmethod
-    def of(cls, args: DPTrainingArguments, train_dataset: Any, eval_dataset: Any) -> Rows:
+    def of(cls, args: DPTrainingArguments, train_dataset: DataSet, eval_dataset: DataSet) -> Rows:
         """Note whose the training rows are. What was noted before is returned as it is.
 
         Raises: DataError; UnsupportedArgumentError for an evaluation set with rows of the same

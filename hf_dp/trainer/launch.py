@@ -71,16 +71,6 @@ def processes_without_device(args: TrainingArguments) -> InvalidArgumentError | 
 def launch_problems(args: Any) -> Problems:
     """Return the problems with processes and devices, after ``TrainingArguments.__post_init__``."""
     found, count = Problems(args), args.world_size
-    launched = os.environ.get("WORLD_SIZE") or ("1" if count == 1 else None)
-    if launched is not None and launched != str(count):
-        found["WORLD_SIZE"] = invalid(
-            "$WORLD_SIZE",
-            launched,
-            f"to be {count}, the number of processes that accelerate knows, in private modes",
-            "Each process takes itself for the only one, and would release a model of its own from "
-            "one budget. On a machine without accelerators, set use_cpu=True (use_cpu: true).",
-            UnsupportedArgumentError,
-        )
     # What `accelerate launch --cpu` sets for several processes, of which it starts only one.
     meant = {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ
     if meant and _is_on("ACCELERATE_USE_CPU"):
@@ -137,7 +127,7 @@ def without_ddp(accelerator: Accelerator) -> Iterator[None]:
     if accelerator.num_processes == 1:
         yield
         return
-    prepare: Any = accelerator.prepare_model
+    prepare = accelerator.prepare_model
     accelerator.prepare_model = partial(prepare, evaluation_mode=True)  # type: ignore[method-assign]
     try:
         yield

@@ -11,11 +11,14 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.utils import logging
 
+from hf_dp.batches.examples import Collator
+from hf_dp.batches.structure import Batch, DataSet, Example
 from hf_dp.mechanisms import Mechanism
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.checks import check_head_is_trainable
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.statement.unnoised import NO_EPSILON, unknown_names, withhold
+from hf_dp.tuners.base import Tuner
 
 logger = logging.get_logger(__name__)
 
@@ -28,7 +31,11 @@ class ReleasedLogs(Trainer):
 
     model: Any
     card: dict[str, Any]
+    compute_per_example_loss: Callable[[nn.Module, Batch], Tensor]
+    synthetic_batches: Callable[[], list[Example]]
+    write_beside_weights: Callable[[str], None]  # of a private run, once it is made
     mechanism: Mechanism
+    tuner: Tuner
     privacy_plan: PrivacyPlan | None = None
     _run: PrivateRun | None = None
     _evaluation: dict[str, float]  # the latest metrics
@@ -41,15 +48,7 @@ class ReleasedLogs(Trainer):
         """The run's output folder."""
         return str(self.args.output_dir)
 
-    def compute_per_example_loss(self, model: nn.Module, inputs: Any) -> Tensor:
-        """Return one loss per example, (b,)."""
-        raise NotImplementedError
-
-    def synthetic_batches(self) -> list[Any]:
-        """Return made-up examples, each a batch of one."""
-        raise NotImplementedError
-
-    def columns_for_training(self) -> tuple[Any, Callable[..., Any]]:
+    def columns_for_training(self) -> tuple[DataSet, Collator]:
         """Return dataset and collator, without the columns that the model's forward does not take,
         as Trainer does."""
         data, collator = self.train_dataset, self.data_collator
@@ -78,7 +77,7 @@ class ReleasedLogs(Trainer):
             vars(state).update(before)
             history[:] = entries
 
-    def silent_loss(self, model: Any, inputs: Any) -> Tensor:
+    def silent_loss(self, model: nn.Module, inputs: Batch) -> Tensor:
         """Return the losses of made-up rows or of a draw."""
         with self.silent():
             return self.compute_per_example_loss(model, inputs)

@@ -6,15 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from peft import PeftConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Subset
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from hf_dp._validate import invalid
+from hf_dp.batches.structure import Batch, DataSet
 from hf_dp.clipping.sharding import is_sharded
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import UnsupportedArgumentError
@@ -31,6 +33,8 @@ from hf_dp.tuners.apply import apply_peft, load_model
 from hf_dp.tuners.base import PlainRun, Tuner
 from hf_dp.tuners.methods import tuner_for
 
+Prepared: TypeAlias = tuple[nn.Module, DataLoader]
+
 
 class Training:
     """Training without privacy. Private training replaces every method that has a seam's ``stock``:
@@ -45,7 +49,7 @@ class Training:
     _trainer: Publishing
     _run: PlainRun | None = None  # what a tuner that chooses sees of it
 
-    def __init__(self, args: DPTrainingArguments, peft_config: Any):
+    def __init__(self, args: DPTrainingArguments, peft_config: PeftConfig | None):
         self.args = args
         tuner = tuner_for(peft_config, self.is_private)
         self._wraps = tuner is None and peft_config is not None
@@ -53,13 +57,16 @@ class Training:
 
     # -- before the first step --
 
-    def take(self, given: Given) -> None:
-        """Check and prepare what the trainer was given, before Trainer's constructor sees it."""
-        given.train_dataset = Rows.of(self.args, given.train_dataset, None).data
-        self.prepare_model(given)
+    def take(self, given: Given) -> nn.Module | None:
+        """Check and prepare what the trainer was given, before Trainer's constructor sees it.
 
-    def prepare_model(self, given: Given) -> None:
-        """Load the model, and wrap it as ``peft_config`` says, where no tuner does.
+        Returns: the model.
+        """
+        given.train_dataset = Rows.of(self.args, given.train_dataset, None).data
+        return self.prepared_model(given)
+
+    def prepared_model(self, given: Given) -> nn.Module | None:
+        """Return the model, loaded, and wrapped as ``peft_config`` says, where no tuner does that.
 
         Raises: InvalidArgumentError for ``model_init`` with what it cannot serve.
         """
@@ -71,9 +78,10 @@ class Training:
             if given.peft_config is not None:
                 expected, move = "to be None with `model_init`", "Wrap the model in model_init."
                 raise invalid("peft_config", given.peft_config, expected, move)
-        given.model = loaded(given.model)
-        if self._wraps:
-            given.model = apply_peft(given.model, given.peft_config, args.device, args.seed)
+        model = loaded(given.model)
+        if model is None or given.peft_config is None or not self._wraps:
+            return model
+        return apply_peft(model, given.peft_config, args.device, args.seed)
 
     def attach(self, trainer: Publishing) -> None:
         """Begin to serve a trainer whose constructor has run. Nothing is written yet."""
@@ -111,19 +119,19 @@ class Training:
         random = np.random.default_rng(args.seed)
         dataset, collator = trainer.columns_for_training()
 
-        def sample(rate: float) -> Iterator[Any]:
+        def sample(rate: float) -> Iterator[Batch]:
             chosen = np.flatnonzero(random.random(len(dataset)) < rate).tolist()
             size = args.per_device_train_batch_size
             for batch in DataLoader(Subset(dataset, chosen), size, collate_fn=collator):
                 yield trainer._prepare_inputs(batch)
 
-        def losses(model: nn.Module, batch: Any) -> Tensor:
+        def losses(model: nn.Module, batch: Batch) -> Tensor:
             with trainer.compute_loss_context_manager():
                 return trainer.compute_per_example_loss(model, batch)
 
         here = Processes.here()
         self._run = PlainRun(trainer.model, args.device, here, sample, losses, clock)
-        checkpoint: Any = resume_from_checkpoint or None
+        checkpoint = resume_from_checkpoint or None
         if checkpoint is True:
             checkpoint = get_last_checkpoint(trainer.folder)
         self.tuner.start(self._run, checkpoint)
@@ -154,7 +162,7 @@ class Training:
             self.tuner.before_step(self._run, self._trainer.state.global_step)
         return stock()
 
-    def prepare(self, max_steps: int, stock: Callable[[], Any]) -> Any:
+    def prepare(self, max_steps: int, stock: Callable[[], Prepared]) -> Prepared:
         """Prepare model, loader and optimizer for the steps up to ``max_steps``."""
         return stock()
 
@@ -179,7 +187,7 @@ class Training:
         if self._trainer.state.global_step:
             stamp_without_privacy(folder)
 
-    def write_card(self, options: Mapping[str, Any], stock: Callable[[], None]) -> None:
+    def write_card(self, options: Mapping[str, object], stock: Callable[[], None]) -> None:
         """Write the card. Args: options: of ``create_model_card``, by name."""
         stock()
 
@@ -189,10 +197,10 @@ class Training:
         """Return the optimizer that takes the place of one that was just made."""
         return optimizer
 
-    def evaluates(self, evaluation: Any) -> None:
+    def evaluates(self, evaluation: DataSet) -> None:
         """Note that rows are evaluated on, one data set or several by name."""
 
-    def words(self) -> dict[str, Any]:
+    def words(self) -> dict[str, object]:
         """Return what the features add to the card's table of settings."""
         return {}
 
@@ -200,10 +208,10 @@ class Training:
         """Raise UnsupportedArgumentError: there is no private run."""
         raise no_plan()
 
-    sync = statement = write_beside_weights = no_plan
+    sync = statement = no_plan
 
 
-def loaded(model: Any) -> Any:
+def loaded(model: str | nn.Module | None) -> nn.Module | None:
     """Return a model that may be given by its name."""
     return load_model(model) if isinstance(model, str) else model
 

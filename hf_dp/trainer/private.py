@@ -8,19 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 import torch
+from peft import PeftConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import TrainOutput
 
+from hf_dp.batches.structure import DataSet
 from hf_dp.cards.evidence import write_card
 from hf_dp.clipping.sharding import is_sharded
 from hf_dp.distributed.processes import others_present
 from hf_dp.features import Inside, Seen, features_of
 from hf_dp.mechanisms import mechanism_for
+from hf_dp.mechanisms.base import Batches
 from hf_dp.overlap import TrainingRows
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.checks import check_optimizer
@@ -40,7 +43,7 @@ from hf_dp.trainer.card_facts import (
 )
 from hf_dp.trainer.given import Given, Rows, refuse_search
 from hf_dp.trainer.launch import without_ddp
-from hf_dp.trainer.plain import Training, loaded
+from hf_dp.trainer.plain import Prepared, Training, loaded
 from hf_dp.trainer.privacy_arguments import plan_of
 from hf_dp.trainer.publishing import Publishing
 
@@ -61,33 +64,34 @@ class PrivateTraining(Training):
     _training_rows: TrainingRows
     _compared: bool  # whether every evaluation set could be compared with the training rows
 
-    def __init__(self, args: DPTrainingArguments, peft_config: Any):
+    def __init__(self, args: DPTrainingArguments, peft_config: PeftConfig | None):
         super().__init__(args, peft_config)
         self.features = features_of(args)
         self.inside = [each for each in self.features if isinstance(each, Inside)]
 
     # -- before the first step --
 
-    def take(self, given: Given) -> None:
-        """Check what the trainer was given, and plan the run."""
+    def take(self, given: Given) -> nn.Module | None:
+        """Check what the trainer was given, and plan the run. Returns: the model."""
         self._given, args = given, self.args
         given.check_private(args)
         self._rows = rows = Rows.of(args, given.train_dataset, given.eval_dataset)
         given.train_dataset = rows.data
-        given.model = loaded(given.model)
+        given.model = model = loaded(given.model)
         self._training_rows = known = TrainingRows(rows.data)
         for each in self.inside:
-            given.train_dataset = each.rows(given.train_dataset, given.model, known)
+            given.train_dataset = each.rows(given.train_dataset, model, known)
         num_examples = len(given.train_dataset if rows.units is None else rows.units)
         searches = args.private_selection_mean_runs is not None
         self._compared = args.evaluate_on_training_rows or (
             known.refuse(given.eval_dataset, search=searches) and rows.compared
         )
-        classes = getattr(getattr(given.model, "config", None), "num_labels", None)
+        classes = getattr(getattr(model, "config", None), "num_labels", None)
         self.plan = plan_of(args, num_examples, self.tuner, classes, rows.units)
         args.max_steps = self.plan.steps
-        self.prepare_model(given)
-        given.check_private_model(args)
+        model = self.prepared_model(given)
+        given.check_private_model(model, args)
+        return model
 
     def attach(self, trainer: Publishing) -> None:
         self._trainer, args = trainer, self.args
@@ -115,6 +119,7 @@ class PrivateTraining(Training):
         run.engine_check.has_own_examples = self._given.overrides("synthetic_batches")
         run.columns = trainer.columns_for_training
         run.book.weaken(Flags(evaluation_compared=self._compared))
+        trainer.write_beside_weights = self.write_beside_weights
         trainer.known_names = frozenset(n for each in self.features for n in each.names)
         trainer.mechanism = self.mechanism = mechanism_for(run, self.tuner)
         for inside in self.inside:  # which the statement names, whatever it overrides
@@ -159,7 +164,7 @@ class PrivateTraining(Training):
         for each in self.features:
             each.weaken(self.seen())
 
-    def prepare(self, max_steps: int, stock: Callable[[], Any]) -> Any:
+    def prepare(self, max_steps: int, stock: Callable[[], Prepared]) -> Prepared:
         trainer, run = self._trainer, self.run
         with without_ddp(trainer.accelerator):
             prepared = stock()
@@ -235,7 +240,7 @@ class PrivateTraining(Training):
             output = output._replace(training_loss=float("nan"))
         return output
 
-    def step(self, model: nn.Module, inputs: Any, stock: Callable[[], Tensor]) -> Tensor:
+    def step(self, model: nn.Module, inputs: Batches, stock: Callable[[], Tensor]) -> Tensor:
         """Make one step's gradient. ``inputs`` is a whole logical batch, a Poisson sample cut into
         physical batches."""
         trainer, run, mechanism = self._trainer, self.sync(), self.mechanism
@@ -274,12 +279,12 @@ class PrivateTraining(Training):
 
     # -- what is told and written --
 
-    def evaluates(self, evaluation: Any) -> None:
+    def evaluates(self, evaluation: DataSet) -> None:
         """Raise UnsupportedArgumentError for an evaluation set with rows of the training set, whose
         metrics are not noised."""
         self.sync().check_evaluation(evaluation)
 
-    def search(self, stock: Callable[[], Any]) -> Any:
+    def search(self, stock: Callable[[], object]) -> NoReturn:
         refuse_search()
 
     def log(self, logs: dict[str, float], stock: Callable[[dict[str, float]], None]) -> None:
@@ -300,14 +305,15 @@ class PrivateTraining(Training):
         self.sync().other.refuse(before_save=True)
         stock()
         if self.args.should_save:
-            self._trainer._write_beside_weights(folder)
+            self.write_beside_weights(folder)
 
     def write_beside_weights(self, folder: str) -> None:
+        """Write what belongs beside a run's weights: selection, ledger, statement and card."""
         self.tuner.save(folder)
         self.run.book.go_with(folder)
         self.write_files(folder)
 
-    def write_card(self, options: Mapping[str, Any], stock: Callable[[], None]) -> None:
+    def write_card(self, options: Mapping[str, object], stock: Callable[[], None]) -> None:
         """Write the card with the privacy statement, and ``privacy.json``."""
         trainer = self._trainer
         describe(trainer, in_our_names(options))
@@ -321,18 +327,11 @@ class PrivateTraining(Training):
     def write_files(self, folder: str) -> None:
         """Write the card and ``privacy.json`` into a folder, in the main process."""
         trainer = self._trainer
-        if not trainer.is_world_process_zero():
-            return
-        statement, book = self.statement(), self.run.book
-        refuse_foreign(Path(folder), book.run_id)  # whose card it would replace
-        write_card(
-            folder,
-            statement,
-            details_of(trainer, trainer.card),
-            lambda beside: book.save(folder, statement, beside),
-        )
+        if trainer.is_world_process_zero():
+            details = details_of(trainer, trainer.card)
+            write_card(folder, self.statement(), details, self.run.book)
 
-    def words(self) -> dict[str, Any]:
+    def words(self) -> dict[str, object]:
         """Return what the features add to the card's table of settings."""
         return {name: value for each in self.features for name, value in each.words().items()}
 
@@ -342,21 +341,24 @@ class OnlyEvaluates(Training):
 
     is_private = True
 
-    def take(self, given: Given) -> None:
+    def take(self, given: Given) -> nn.Module | None:
         given.check_private(self.args)
-        self.prepare_model(given)
-        given.check_private_model(self.args)
+        model = self.prepared_model(given)
+        given.check_private_model(model, self.args)
+        return model
 
     def attach(self, trainer: Publishing) -> None:
         self._trainer = trainer
 
-    def search(self, stock: Callable[[], Any]) -> Any:
+    def search(self, stock: Callable[[], object]) -> NoReturn:
         refuse_search()
 
     train = step = loader = Training.no_plan  # type: ignore[assignment]
 
 
-def training_of(args: DPTrainingArguments, train_dataset: Any, peft_config: Any) -> Training:
+def training_of(
+    args: DPTrainingArguments, train_dataset: DataSet, peft_config: PeftConfig | None
+) -> Training:
     """Return the kind of training that these arguments ask for."""
     if not args.is_private:
         return Training(args, peft_config)

@@ -233,12 +233,7 @@ def save_run(
             reader.save_pretrained(run.folder)
         mechanism.tuner.save(str(run.folder))
         run.book.go_with(run.folder)
-        write_card(
-            run.folder,
-            statement,
-            details,
-            lambda beside: run.book.save(run.folder, statement, beside),
-        )
+        write_card(run.folder, statement, details, run.book)
 
     run.processes.on_main(write)
     return statement

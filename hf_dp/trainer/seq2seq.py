@@ -94,7 +94,7 @@ class DPSeq2SeqTrainer(DPTrainer, Seq2SeqTrainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
         **gen_kwargs: Any,
-    ) -> tuple[Any, Any, Any]:
+    ) -> tuple[Any, Tensor | None, Tensor | None]:
         """Return (loss, new tokens, target tokens) of a batch, as
         :class:`transformers.Seq2SeqTrainer` does."""
         config = getattr(base_model(self.model), "config", None)
@@ -108,23 +108,23 @@ class DPSeq2SeqTrainer(DPTrainer, Seq2SeqTrainer):
         options = {name: value for name, value in given.items() if value is not None}
         pad = options.pop("pad_token_id", None)
         pad = self._pad_token_id() if pad is None else pad
-        prompts = split_rows(inputs, pad)
-        new = self._number_of_new_tokens(options, prompts.length)
+        prompts, targets = split_rows(inputs, pad)
+        new = self._number_of_new_tokens(options, prompts["input_ids"].shape[1])
         loss = None
-        if prompts.targets is not None:
+        if targets is not None:
             loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
         options |= {"pad_token_id": pad, "max_new_tokens": new}
-        return loss, self._answers(prompts, options), prompts.targets
+        return loss, self._answers(prompts, options), targets
 
-    def _answers(self, prompts: Prompts, options: dict[str, Any]) -> Tensor:
+    def _answers(self, prompts: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
         """Return new tokens, (b, max_new_tokens)."""
-        lengths = prompts.inputs["attention_mask"].sum(1)
+        lengths = prompts["attention_mask"].sum(1)
         if not padding_moves_prompts(self.model):
-            lengths = torch.full_like(lengths, prompts.length)
+            lengths = torch.full_like(lengths, prompts["attention_mask"].shape[1])
         new, places, found = options["max_new_tokens"], [], []
         for length in lengths.unique().tolist():  # of one length each where padding would matter
             own = (lengths == length).nonzero()[:, 0]
-            inputs = {name: value[own, -length:] for name, value in prompts.inputs.items()}
+            inputs = {name: value[own, -length:] for name, value in prompts.items()}
             with torch.no_grad():
                 answers = self.model.generate(**inputs, **options)[:, length:]
             places.append(own.repeat_interleave(len(answers) // len(own)))
@@ -162,26 +162,9 @@ class DPSeq2SeqTrainer(DPTrainer, Seq2SeqTrainer):
         )
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """What stands before the targets of b rows.
-
-    Attributes:
-        inputs: of ``generate``: tokens, mask and token types, (b, P), padded on the left to the
-            longest prompt.
-        targets: (b, T) tokens, padded on the right with -100; None where the rows have no labels.
-    """
-
-    inputs: dict[str, Tensor]
-    targets: Tensor | None
-
-    @property
-    def length(self) -> int:
-        """The number of tokens of the longest prompt."""
-        return self.inputs["input_ids"].shape[1]
-
-
-def split_rows(inputs: Mapping[str, Any], pad_token_id: int) -> Prompts:
+def split_rows(
+    inputs: Mapping[str, Tensor], pad_token_id: int
+) -> tuple[dict[str, Tensor], Tensor | None]:
     """Cut each row before its first label that is not -100.
 
     A row without such a label is a prompt as a whole, and its target is empty.
@@ -190,6 +173,10 @@ def split_rows(inputs: Mapping[str, Any], pad_token_id: int) -> Prompts:
         inputs: a collated batch with ``input_ids``, ``attention_mask`` and perhaps ``labels``, each
             (b, T), padded on any side.
         pad_token_id: put on the left of the shorter prompts, where nothing attends.
+
+    Returns: what stands before, for ``generate``: tokens, mask and token types, (b, P), padded on
+        the left to the longest prompt. And the targets, (b, T), padded on the right with -100; None
+        where the rows have no labels.
 
     Raises: DataError for a row without prompt, for a row with labels in several places, and for
         inputs that cannot be cut.
@@ -216,14 +203,14 @@ def split_rows(inputs: Mapping[str, Any], pad_token_id: int) -> Prompts:
         rows = [row[own] for row, own in zip(inputs[name], kept, strict=True)]
         return pad_sequence(rows, batch_first=True, padding_value=fill, padding_side=side)
 
-    return Prompts(
-        {
-            name: taken(name, is_prompt, pad_token_id if name == "input_ids" else 0, "left")
-            for name in ("input_ids", *_BESIDE_TOKENS)
-            if name in inputs
-        },
-        None if labels is None else taken("labels", is_target, IGNORED_LABEL, "right"),
-    )
+    prompts = {
+        name: taken(name, is_prompt, pad_token_id if name == "input_ids" else 0, "left")
+        for name in ("input_ids", *_BESIDE_TOKENS)
+        if name in inputs
+    }
+    if labels is None:
+        return prompts, None
+    return prompts, taken("labels", is_target, IGNORED_LABEL, "right")
 
 
 def _uncut(why: str) -> DataError:

@@ -11,14 +11,17 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
+from peft import PeftConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel
-from transformers.trainer_utils import TrainOutput
+from transformers import DataCollator, PreTrainedModel, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import BestRun, EvalPrediction, PredictionOutput, TrainOutput
 
 from hf_dp._validate import invalid
 from hf_dp.accounting import Epsilon, Ledger
+from hf_dp.batches.structure import Batch, DataSet, Example
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.losses import any_number_of_end_tokens, per_example_loss, with_labels_read
 from hf_dp.run.private_run import PrivateRun
@@ -26,12 +29,11 @@ from hf_dp.run.training_data import TrainingData
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.card_facts import describe
-from hf_dp.trainer.given import Given
+from hf_dp.trainer.given import Given, ProcessingClass
 from hf_dp.trainer.launch import without_tied_copies
-from hf_dp.trainer.plain import Training, no_plan
+from hf_dp.trainer.plain import Prepared, Training, no_plan
 from hf_dp.trainer.private import training_of
 from hf_dp.trainer.publishing import Publishing
-from hf_dp.tuners.base import Tuner
 
 
 class DPTrainer(Publishing):
@@ -57,24 +59,23 @@ class DPTrainer(Publishing):
     args: DPTrainingArguments
     arguments_class: ClassVar[type[DPTrainingArguments]] = DPTrainingArguments
     training: Training
-    tuner: Tuner
 
     def __init__(
         self,
         model: str | PreTrainedModel | nn.Module | None = None,
         args: DPTrainingArguments | None = None,
-        data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
+        data_collator: DataCollator | None = None,
+        train_dataset: DataSet = None,
+        eval_dataset: DataSet = None,
+        processing_class: ProcessingClass | None = None,
         model_init: Callable[..., PreTrainedModel] | None = None,
-        compute_loss_func: Callable[..., Any] | None = None,
-        compute_metrics: Callable[..., dict[str, float]] | None = None,
-        callbacks: list[Any] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
+        compute_loss_func: Callable[..., Tensor] | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Optimizer | None, LambdaLR | None] = (None, None),
         preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
         *,
-        peft_config: Any = None,
+        peft_config: PeftConfig | None = None,
     ):
         args = self.arguments_class.own_copy(args)
         self.training = training_of(args, train_dataset, peft_config)
@@ -84,9 +85,8 @@ class DPTrainer(Publishing):
         given = Given(
             type(self), DPTrainer, model, *rows, model_init, compute_loss_func, peft_config
         )
-        self.training.take(given)
         super().__init__(
-            given.model,
+            self.training.take(given),
             args,
             data_collator,
             given.train_dataset,
@@ -141,7 +141,7 @@ class DPTrainer(Publishing):
 
     # -- the steps --
 
-    def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    def compute_per_example_loss(self, model: nn.Module, inputs: Batch) -> Tensor:
         """Return one loss per example, (b,), each from that example alone: the point to override
         for a task of your own.
 
@@ -149,7 +149,7 @@ class DPTrainer(Publishing):
         """
         return per_example_loss(model, inputs, self.args.chunked_loss)
 
-    def synthetic_batches(self) -> list[Any]:
+    def synthetic_batches(self) -> list[Example]:
         """Return made-up examples for the self-check, each a batch of one, of different lengths and
         not sorted by them.
 
@@ -159,12 +159,11 @@ class DPTrainer(Publishing):
         run = self.training.sync()
         return run.training_data().synthetic_examples(run.model)
 
-    @property
-    def _has_own_loss(self) -> bool:
-        return type(self).compute_per_example_loss is not DPTrainer.compute_per_example_loss
-
     def train(
-        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: object = None,
+        ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """Train, as Trainer does. A resumed private run goes on with the *run's* ledger, and a run
         stops before its target is passed.
@@ -176,13 +175,11 @@ class DPTrainer(Publishing):
             SIGINT, when the step under way is finished and saved.
         """
         self._refuse_changed_arguments()
-        stock = super().train
-        return self.training.train(
-            resume_from_checkpoint, lambda checkpoint: stock(checkpoint, *args, **kwargs)
-        )
+        stock = partial(super().train, trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
+        return self.training.train(resume_from_checkpoint, stock)
 
     def training_step(
-        self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
+        self, model: nn.Module, inputs: Batch, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """Make one optimizer step's gradient. In private modes ``inputs`` is a whole logical batch,
         a Poisson sample cut into physical batches."""
@@ -193,21 +190,25 @@ class DPTrainer(Publishing):
         """Return the loader of logical batches, in private modes."""
         return self.training.loader(super().get_train_dataloader)
 
-    def _prepare_inputs(self, inputs: Any) -> Any:
+    def _prepare_inputs(self, inputs: Batch) -> Batch:
         """Return a batch on the device, with its labels as :func:`per_example_loss` reads them."""
         inputs = super()._prepare_inputs(inputs)
-        return inputs if self._has_own_loss else with_labels_read(self.model, inputs)
+        own_loss = type(self).compute_per_example_loss is not DPTrainer.compute_per_example_loss
+        return inputs if own_loss else with_labels_read(self.model, inputs)
 
-    def _prepare_for_training(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
-        stock = partial(super()._prepare_for_training, max_steps, *args, **kwargs)
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
+    ) -> Prepared:
+        prepare = super()._prepare_for_training
+        stock = partial(prepare, max_steps, train_dataloader, resume_from_checkpoint)
         return self.training.prepare(max_steps, stock)
 
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """Create Trainer's optimizer, over all that may train at some time of the run."""
         if self.optimizer is not None:
-            return super().create_optimizer(*args, **kwargs)
+            return super().create_optimizer(model)
         with self.tuner.all_that_may_train(self.model):
-            made: Optimizer = super().create_optimizer(*args, **kwargs)
+            made = super().create_optimizer(model)
         self.optimizer = self.training.optimizer(made)
         self.tuner.tune(self.optimizer)
         return self.optimizer
@@ -224,22 +225,22 @@ class DPTrainer(Publishing):
         gradients."""
         self.training.sync().check_engine()
 
-    def floating_point_ops(self, inputs: Any) -> int:
+    def floating_point_ops(self, inputs: Batch) -> int:
         """Return 0 in private modes: the sum over steps would tell the sizes of the samples."""
         return self.training.operations(partial(super().floating_point_ops, inputs))
 
-    def get_total_train_batch_size(self, args: Any) -> int:
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the expected logical batch in private modes."""
         return self.training.batch_size(partial(super().get_total_train_batch_size, args))
 
     # -- evaluation and logs --
 
-    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def evaluate(self, eval_dataset: DataSet = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate, as Trainer does.
 
         Raises: UnsupportedArgumentError for rows of the training set in private modes.
         """
-        known: Any = self.eval_dataset
+        known: DataSet = self.eval_dataset
         effective = known if eval_dataset is None else eval_dataset
         self.training.evaluates(known[effective] if isinstance(effective, str) else effective)
         with any_number_of_end_tokens(self.model):
@@ -247,7 +248,7 @@ class DPTrainer(Publishing):
         self._evaluation.update(metrics)
         return metrics
 
-    def record_evaluation(self, metrics: Mapping[str, float], eval_dataset: Any) -> None:
+    def record_evaluation(self, metrics: Mapping[str, float], eval_dataset: DataSet) -> None:
         """Log metrics that were computed outside :meth:`evaluate`; the card shows them.
 
         Args: metrics: by names that begin with ``eval_``. eval_dataset: their rows: one data set,
@@ -262,7 +263,7 @@ class DPTrainer(Publishing):
         self._evaluation.update(metrics)
         self.log(dict(metrics))
 
-    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
+    def predict(self, test_dataset: DataSet, *args: Any, **kwargs: Any) -> PredictionOutput:
         """Predict, as Trainer does. Raises: as :meth:`evaluate`."""
         self.training.evaluates(test_dataset)
         with any_number_of_end_tokens(self.model):
@@ -280,14 +281,14 @@ class DPTrainer(Publishing):
         stock = super().log
         self.training.log(logs, lambda released: stock(released, start_time))
 
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> BestRun | list[BestRun]:
         """Refuse in private modes: each trial is a release on the same rows."""
         return self.training.search(partial(super().hyperparameter_search, *args, **kwargs))
 
     # -- what is written ---
 
     def _save(
-        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+        self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None
     ) -> None:
         self._refuse_changed_arguments()
         if state_dict is not None:
@@ -295,10 +296,7 @@ class DPTrainer(Publishing):
         stock = partial(super()._save, output_dir, state_dict)
         self.training.save(output_dir or self.folder, stock)
 
-    def _write_beside_weights(self, folder: str) -> None:
-        self.training.write_beside_weights(folder)
-
-    def describe(self, **details: Any) -> None:
+    def describe(self, **details: object) -> None:
         """Say what the card of a private run should, in this and in every later save.
 
         Args: details: fields of :class:`~hf_dp.cards.details.CardDetails`: license, language,

@@ -66,7 +66,7 @@ class _InPlaceOfTrainer(Trainer):
     another function in place of the head's forward, and count metrics over batches.
     """
 
-    def __init__(self, **given: Any):
+    def __init__(self, **given: object):
         vars(self).update(given)
         raise _HandedOver
 
@@ -95,14 +95,9 @@ class Preparation(Trainer):
         prepare = super()._prepare_dataset  # type: ignore[misc]  # of TRL's trainer
         return by_row(dataset, lambda rows: prepare(rows, *others), others[-1])
 
-    def of_evaluation(self, dataset: DataSets) -> DataSets:
-        """Return an evaluation set, or a mapping of them, prepared as the training set was."""
-
-        def prepared(rows: Dataset, name: str) -> Dataset:
-            tokenizer = self.processing_class
-            return self._prepare_dataset(rows, tokenizer, self.args, *self._between, name)
-
-        return each_set(dataset, prepared)
+    def prepared(self, rows: Dataset, name: str) -> Dataset:
+        """Return an evaluation set, prepared as the training set was."""
+        return self._prepare_dataset(rows, self.processing_class, self.args, *self._between, name)
 
 
 class SFTPreparation(Preparation, SFTTrainer, _InPlaceOfTrainer):
@@ -137,7 +132,9 @@ class SFTPreparation(Preparation, SFTTrainer, _InPlaceOfTrainer):
             return False
         return ChatEncoding(tokenizer, sys.maxsize).template is None
 
-    def _prepare_dataset(self, dataset: Dataset, processing_class: Any, *others: Any) -> Dataset:
+    def _prepare_dataset(
+        self, dataset: Dataset, processing_class: PreTrainedTokenizerBase, *others: Any
+    ) -> Dataset:
         if self._by_turns and "input_ids" not in dataset.column_names:
             encoding = ChatEncoding(processing_class, sys.maxsize)
 
@@ -148,9 +145,9 @@ class SFTPreparation(Preparation, SFTTrainer, _InPlaceOfTrainer):
             dataset = dataset.map(encode, with_indices=True, remove_columns="messages")
         return super()._prepare_dataset(dataset, processing_class, *others)
 
-    def of_evaluation(self, dataset: DataSets) -> DataSets:
+    def prepared(self, rows: Dataset, name: str) -> Dataset:
         skips = (self.args.dataset_kwargs or {}).get("skip_prepare_dataset")
-        return dataset if skips else super().of_evaluation(dataset)
+        return rows if skips else super().prepared(rows, name)
 
 
 class DPOPreparation(Preparation, DPOTrainer, _InPlaceOfTrainer):
@@ -182,14 +179,14 @@ class PreparedByTRL(DPTrainer):
         check_train_dataset(train_dataset)
         check_rows(train_dataset)
         rows = Rows.of(checked, train_dataset, eval_dataset)
-        theirs: Any = copy.copy(checked)
+        theirs = copy.copy(checked)
         if checked.is_private:
             if not checked.evaluate_on_training_rows:
                 # TRL leaves out the columns that it has tokenized.
                 self._raw_rows = TrainingRows(rows.data)
                 self._raw_rows.refuse(eval_dataset)
             # Whose a row is, is known by its place; draws are random anyway.
-            theirs.shuffle_dataset = False
+            vars(theirs).update(shuffle_dataset=False)
         self._preparation = made = self.preparation(
             args=theirs, train_dataset=rows.data, eval_dataset=eval_dataset, **of_trl
         )
@@ -223,10 +220,10 @@ class PreparedByTRL(DPTrainer):
     def _prepared(self, dataset: DataSets) -> DataSets:
         if self._raw_rows is not None and not isinstance(dataset, str):
             self._raw_rows.refuse(dataset)
-        return self._of_evaluation(dataset)
+        return each_set(dataset, self._prepare)
 
-    def _of_evaluation(self, dataset: DataSets) -> DataSets:
-        return self._preparation.of_evaluation(dataset)
+    def _prepare(self, rows: Dataset, name: str) -> Dataset:
+        return self._preparation.prepared(rows, name)
 
 
 def by_row(dataset: Dataset, prepare: Callable[[Dataset], Dataset], name: str) -> Dataset:

@@ -360,20 +360,6 @@ def test_without_privacy_transformers_rules(output_dir):
     assert args.average_tokens_across_devices is True
 
 
-def test_processes_that_do_not_know_of_each_other_are_refused(output_dir, monkeypatch):
-    # Without accelerators use_cpu is set; what is left are launchers that accelerate does not know.
-    monkeypatch.setattr("hf_dp.trainer.launch.has_accelerator", lambda: True)
-    monkeypatch.setattr("torch.accelerator.device_count", lambda: 1)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(TrainingArguments, "world_size", 1)
-    with pytest.raises(
-        UnsupportedArgumentError, match=r"`\$WORLD_SIZE` to be 1.*got '2'.*set use_cpu=True"
-    ):
-        make(output_dir, use_cpu=False)
-    monkeypatch.setattr(TrainingArguments, "world_size", 2)
-    make(output_dir, use_cpu=False)
-
-
 def test_accelerate_launch_that_starts_one_process_instead_of_two_is_refused(
     output_dir, monkeypatch
 ):

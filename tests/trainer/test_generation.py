@@ -22,7 +22,7 @@ from hf_dp import DPSeq2SeqTrainer, DPSeq2SeqTrainingArguments
 from hf_dp.errors import DataError, InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.trainer import seq2seq
 from hf_dp.trainer.inherited import unknown_fields
-from hf_dp.trainer.seq2seq import Prompts, split_rows
+from hf_dp.trainer.seq2seq import split_rows
 from hf_dp.trainer.trainer import DPTrainer
 
 
@@ -72,11 +72,10 @@ def given_to_generate(tested, rows) -> list[torch.Tensor]:
     return seen
 
 
-def leaves_the_target(inputs, pad_token_id) -> Prompts:
+def leaves_the_target(inputs, pad_token_id):
     """The planted bug: the row as it is, for a prompt."""
-    right = split_rows(inputs, pad_token_id)
-    whole = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-    return Prompts(whole, right.targets)
+    _, targets = split_rows(inputs, pad_token_id)
+    return {name: inputs[name] for name in ("input_ids", "attention_mask")}, targets
 
 
 def test_no_target_reaches_generate(tmp_path, monkeypatch):
@@ -154,11 +153,11 @@ def batch(**changes: Any) -> dict[str, torch.Tensor]:
 
 
 def test_split_rows():
-    prompts = split_rows(batch(token_type_ids=torch.ones(2, 4, dtype=torch.long)), 9)
-    assert prompts.inputs["input_ids"].tolist() == [[5, 6], [9, 7]]
-    assert prompts.inputs["attention_mask"].tolist() == [[1, 1], [0, 1]]
-    assert prompts.inputs["token_type_ids"].tolist() == [[1, 1], [0, 1]]
-    assert prompts.targets.tolist() == [[40, 41], [42, -100]]
+    prompts, targets = split_rows(batch(token_type_ids=torch.ones(2, 4, dtype=torch.long)), 9)
+    assert prompts["input_ids"].tolist() == [[5, 6], [9, 7]]
+    assert prompts["attention_mask"].tolist() == [[1, 1], [0, 1]]
+    assert prompts["token_type_ids"].tolist() == [[1, 1], [0, 1]]
+    assert targets.tolist() == [[40, 41], [42, -100]]
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from hf_dp import DPTrainer
 from hf_dp.errors import ConfigError
 from hf_dp.run.witnesses import read_run
-from hf_dp.trainer.checkpointing import refuse_other_state
 from hf_dp.tuners.public_choice import BitFitConfig, RandomConfig, TopBlocksConfig
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -76,21 +76,21 @@ def test_a_resume_that_trains_other_parameters_is_refused(tmp_path, change, mode
 def test_an_adapter_and_a_whole_model_do_not_continue_each_other(tmp_path, mode):
     options = {"privacy_mode": mode}
     trainer(tmp_path / "whole", **options).train()
-    with pytest.raises(ConfigError, match="in the checkpoint .* it has None"):
+    with pytest.raises(ConfigError, match="is trained, of shape .* it is not there"):
         resume(tmp_path / "whole", lora(), **options)
     trainer(tmp_path / "adapter", lora(), **options).train()
-    with pytest.raises(ConfigError, match="of shape None, but in the checkpoint"):
+    with pytest.raises(ConfigError, match="in 'checkpoint-2' it is not there"):
         resume(tmp_path / "adapter", **options)
 
 
-def test_adapters_beside_the_first_are_compared_in_their_own_folders(tmp_path):
+def test_adapters_beside_the_first_are_compared(tmp_path):
     def two(rank):
         model = get_peft_model(tiny.model(), lora(task_type="SEQ_CLS"))
         model.add_adapter("other", lora(r=rank, task_type="SEQ_CLS"))
         return model
 
     trainer(tmp_path, model=two(3)).train()
-    with pytest.raises(ConfigError, match="in the checkpoint 'other' it has"):
+    with pytest.raises(ConfigError, match="the parameter '.*other.*' is frozen, of shape"):
         resume(tmp_path, model=two(4))
     assert resume(tmp_path, model=two(3)).state.global_step == 3
 
@@ -108,9 +108,7 @@ def test_what_was_chosen_by_another_seed_is_named_with_the_way_back(tmp_path):
 def test_another_seed_that_chooses_the_same_goes_on_and_another_model_is_told(tmp_path):
     trainer(tmp_path, BitFitConfig(), seed=3).train()
     assert resume(tmp_path, BitFitConfig(), seed=4).state.global_step == 3
-    with pytest.raises(
-        ConfigError, match="chooses other parameters than those that selection.json"
-    ):
+    with pytest.raises(ConfigError, match="the parameter '.*layer.2.*' is .*it is not there"):
         resume(tmp_path, BitFitConfig(), model=tiny.model(num_hidden_layers=3))
 
 
@@ -123,41 +121,42 @@ def frozen_but(end: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adafactor"])
-def test_the_optimizers_state_must_fit_what_trains(tmp_path, optim):
-    """Without an adapter nothing names what trained, but its shapes tell it."""
+def test_without_an_adapter_what_trains_must_be_the_same(tmp_path, optim):
     first, other = "layer.0.output.dense.weight", "layer.0.intermediate.dense.weight"
     trainer(tmp_path, model=frozen_but(first), optim=optim).train()
     ledger = read_run(tmp_path).ledger.to_list()
-    with pytest.raises(ConfigError, match=r"has the shape \(.*\), but the parameter in its place"):
+    with pytest.raises(ConfigError, match="is trained, of shape .* it is frozen, of"):
         resume(tmp_path, model=frozen_but(other), optim=optim)
     assert read_run(tmp_path).ledger.to_list() == ledger
     assert resume(tmp_path, model=frozen_but(first), optim=optim).state.global_step == 3
 
 
-def test_planted_weights_that_are_not_compared_leave_it_to_the_state(tmp_path, monkeypatch):
+def test_an_optimizer_of_ones_own_must_have_its_parameters_in_the_same_order(tmp_path):
+    """Also those of one shape, whose moments would move each other."""
+
+    def with_own(order, **options):
+        model = tiny.model()
+        named = dict(model.named_parameters())
+        optimizer = torch.optim.AdamW([named[f"bert.pooler.dense.{each}"] for each in order])
+        given = {"model": model, "optimizers": (optimizer, None)}
+        saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2, "accountant": "rdp"}
+        return tiny.trainer(tmp_path, given=given, **{**saving, **options})
+
+    with_own(["weight", "bias"]).train()
+    ledger = read_run(tmp_path).ledger.to_list()
+    checkpoint = str(tmp_path / "checkpoint-2")
+    for other in (["bias", "weight"], ["weight"]):
+        with pytest.raises(ConfigError, match="Cannot resume: the optimizer has other parameters"):
+            with_own(other, max_steps=3).train(resume_from_checkpoint=checkpoint)
+    assert read_run(tmp_path).ledger.to_list() == ledger
+    with_own(["weight", "bias"], max_steps=3).train(resume_from_checkpoint=checkpoint)
+
+
+def test_planted_parameters_that_are_not_compared_leave_it_to_the_optimizers(tmp_path, monkeypatch):
     """The second look is independent of the first one."""
-    monkeypatch.setattr("hf_dp.trainer.checkpointing.refuse_other_adapter", lambda *a: None)
+    monkeypatch.setattr(DPTrainer, "_refuse_other_parameters", lambda *given: None)
     trainer(tmp_path, model=None, config=RandomConfig(selection_seed=0, unfreeze_ratio=0.3)).train()
     ledger = read_run(tmp_path).ledger.to_list()
     with pytest.raises((ConfigError, ValueError)):
         resume(tmp_path, RandomConfig(selection_seed=3, unfreeze_ratio=0.3))
     assert read_run(tmp_path).ledger.to_list() == ledger
-
-
-def test_states_with_shapes_of_their_own_are_passed_over():
-    weight = nn.Parameter(torch.ones(3, 2))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    optimizer.state[weight] = {
-        "step": torch.zeros(()),
-        "qmap1": torch.zeros(256),
-        "exp_avg_sq_row": torch.zeros(3),
-        "exp_avg_sq_col": torch.zeros(2),
-        "state1": torch.zeros(2, 3, 2),
-        "name": "text",
-    }
-    refuse_other_state(optimizer, "checkpoint-1")
-    optimizer.state[weight]["exp_avg"] = torch.zeros(4, 2)
-    with pytest.raises(ConfigError, match="'exp_avg' in 'checkpoint-1'"):
-        refuse_other_state(optimizer, "checkpoint-1")
-    optimizer.param_groups[0]["rank"] = 4
-    refuse_other_state(optimizer, "checkpoint-1")
