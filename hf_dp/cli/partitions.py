@@ -71,7 +71,7 @@ def _partitions(name: str, num_labels: int) -> tuple[dict[str, Any], str]:
     from hf_dp.tuners.apply import complete
     from hf_dp.tuners.frost.partition import partitions
     from hf_dp.tuners.frost.tuner import FrostConfig
-    from hf_dp.tuners.selection import always_trained, candidates
+    from hf_dp.tuners.selection import always_trained
 
     try:
         config = AutoConfig.from_pretrained(resolve_model(name), num_labels=num_labels)
@@ -87,7 +87,7 @@ def _partitions(name: str, num_labels: int) -> tuple[dict[str, Any], str]:
     model.tie_weights()
     frost = FrostConfig()
     complete(model, frost)  # which modules are its head
-    found = partitions(model, set(candidates(model, frost)))
+    found = partitions(model, frost.candidates(model).values())
     total = sum(part.size for part in found)
     always = sum(parameter.numel() for parameter in always_trained(model, frost))
     never = sum(p.numel() for p in model.parameters()) - always - total

@@ -10,7 +10,6 @@ References: Houlsby et al. 2019, arXiv 1902.00751; Pfeiffer et al. 2021, arXiv 2
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
@@ -100,16 +99,16 @@ class AdapterLayer(nn.Module, BaseTunerLayer):
         ``up`` starts at zero, so that a private run starts from the base model.
         """
         base = self.get_base_layer()
-        weight: Any = base.weight
+        weight = base.get_parameter("weight")
         width = getattr(base, "out_features", None) or getattr(base, "nf", None)
         if width is None:
             raise UnsupportedModelError(
                 f"Expected a linear layer before an adapter, got {type(base).__name__}. Name "
                 "linear layers in `target_modules`."
             )
-        where = {"device": weight.device, "dtype": weight.dtype}
-        down = nn.Linear(width, config.bottleneck_size, **where)
-        up = nn.Linear(config.bottleneck_size, width, **where)
+        device, dtype = weight.device, weight.dtype
+        down = nn.Linear(width, config.bottleneck_size, device=device, dtype=dtype)
+        up = nn.Linear(config.bottleneck_size, width, device=device, dtype=dtype)
         nn.init.zeros_(up.weight)
         nn.init.zeros_(up.bias)
         self.adapter_down[adapter_name], self.adapter_up[adapter_name] = down, up
@@ -141,7 +140,10 @@ class AdapterModel(BaseTuner):
     tuner_layer_cls = AdapterLayer
     target_module_mapping: dict[str, list[str]] = {}
 
-    def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, object]) -> Any:
+    def _prepare_adapter_config(
+        self, peft_config: PeftConfig, model_config: dict[str, object]
+    ) -> AdapterConfig:
+        assert isinstance(peft_config, AdapterConfig)
         if peft_config.target_modules is not None:
             return peft_config
         kind = str(model_config.get("model_type"))
@@ -160,7 +162,7 @@ class AdapterModel(BaseTuner):
 
     def _create_and_replace(
         self,
-        peft_config: Any,
+        peft_config: PeftConfig,
         adapter_name: str,
         target: nn.Module,
         target_name: str,
@@ -168,6 +170,7 @@ class AdapterModel(BaseTuner):
         current_key: str,
         parameter_name: str | None = None,
     ) -> None:
+        assert isinstance(peft_config, AdapterConfig)
         if isinstance(target, AdapterLayer):
             target.update_layer(adapter_name, peft_config)
         else:

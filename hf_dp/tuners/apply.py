@@ -62,10 +62,10 @@ def apply_peft(
             "Expected `peft_config` to be None for a model that is a PeftModel already. Pass the "
             "base model, or leave `peft_config` unset."
         )
-    config: Any = copy.deepcopy(peft_config)
+    config = copy.deepcopy(peft_config)
     complete(model, config)
     if getattr(config, "selection_seed", 0) is None:
-        config.selection_seed = seed
+        vars(config)["selection_seed"] = seed
     base: Any = model.to(device)  # PEFT takes more than its annotations say
     try:
         return get_peft_model(base, config)
@@ -75,7 +75,7 @@ def apply_peft(
         ) from problem
 
 
-def complete(model: nn.Module, peft_config: Any) -> None:
+def complete(model: nn.Module, peft_config: PeftConfig) -> None:
     """Set a missing ``task_type`` from the model's class, and log it.
 
     Without it PEFT would neither train nor save the head. It knows none for images: the head of an

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from peft import PeftConfig
@@ -23,10 +23,12 @@ from hf_dp.run.checks import refuse_frozen_heads
 from hf_dp.run.clock import Clock
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.tuners.apply import complete, describe_training
-from hf_dp.tuners.selection import SelectionConfig, always_trained, candidates
+from hf_dp.tuners.selection import PrivateConfig, SelectionConfig, always_trained
 
 # Without privacy no gradient is clipped: far above any norm, and a float32.
 _NO_CLIPPING = 1e30
+
+Batch = Mapping[str, object]
 
 
 @dataclass
@@ -50,8 +52,8 @@ class PlainRun:
     model: nn.Module
     device: torch.device
     processes: Processes
-    sample: Callable[[float], Iterator[Any]]
-    losses: Callable[[nn.Module, Any], Tensor]
+    sample: Callable[[float], Iterator[Batch]]
+    losses: Callable[[nn.Module, Batch], Tensor]
     clock: Clock = field(default_factory=Clock)
     selections: Sequence[object] = ()
 
@@ -63,16 +65,15 @@ class Tuner:
     """Decides what trains inside a run.
 
     This base class decides nothing: everything that is trainable trains.
+
+    Attributes: undecided: whether what trains is still to be decided, when training starts.
     """
+
+    undecided = False
 
     clips_in_its_own_way = False  # whether :meth:`engine` differs from the run's engine
     gradients_are_noised_sums = True  # and not made of several of them
     needs_whole_weights = ""  # why, where a sharded model cannot be trained
-
-    @property
-    def undecided(self) -> bool:
-        """Whether what trains is still to be decided, when training starts."""
-        return False
 
     def plan(self, clipping_norm: float) -> SelectionPlan | None:
         """Return what the selection will release, or None if there is no selection."""
@@ -122,15 +123,18 @@ class Tuner:
         return describe_training(model)
 
 
-class ConfiguredTuner(Tuner):
+Config = TypeVar("Config", bound=SelectionConfig)
+
+
+class ConfiguredTuner(Tuner, Generic[Config]):
     """The base of tuners that a :class:`SelectionConfig` describes.
 
     Args: config: a copy, into which the tuner writes what it chose.
     """
 
-    config: Any  # the method's own class of configuration
+    undecided = True
 
-    def __init__(self, config: SelectionConfig, is_private: bool = True):
+    def __init__(self, config: Config, is_private: bool = True):
         self.config, self.is_private = config, is_private
 
     def prepare(self, run: Run) -> None:
@@ -155,14 +159,28 @@ class ConfiguredTuner(Tuner):
             advice = "The method computes norms in its own way."
             raise invalid("clipping_strategy", strategy, f"to be None with {method}", advice)
 
-    def earlier(self, checkpoint: str) -> Any:
-        """Return the configuration of the run of a checkpoint, with what it chose.
+    def start(self, run: Run, checkpoint: str | None = None) -> None:
+        if self.undecided:
+            self.prepare(run)  # again: things may have changed, and what follows costs privacy
+            earlier = None
+            if checkpoint is not None:
+                earlier = type(self.config).from_pretrained(checkpoint)
+                refuse_other_options(earlier, self.config)
+            self.decide(run, checkpoint, earlier)
+            self.undecided = False
 
-        Raises: ConfigError when it was started with other options.
+    def decide(self, run: Run, checkpoint: str | None, earlier: Config | None) -> None:
+        """Select what trains, or take over what the run of a checkpoint selected.
+
+        Args: earlier: the configuration of the run of the checkpoint, with what it chose.
         """
-        found = type(self.config).from_pretrained(checkpoint)
-        refuse_other_options(found, self.config)
-        return found
+        raise NotImplementedError
+
+    def only_chosen(self, model: nn.Module, chosen: Iterable[nn.Parameter]) -> None:
+        """Freeze what is neither among these nor always trains, as an adapter would."""
+        kept = {*chosen, *always_trained(model, self.config)}
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.requires_grad and parameter in kept)
 
     def save(self, folder: str) -> None:
         self.config.write_details(folder)
@@ -181,7 +199,7 @@ def refuse_other_options(earlier: SelectionConfig, now: SelectionConfig) -> None
 
 
 # What makes the tuner of a configuration: called with a copy of it, and whether the run is private.
-MakeTuner = Callable[[Any, bool], Tuner | None]
+MakeTuner = Callable[..., Tuner | None]
 TUNERS: dict[type[PeftConfig], MakeTuner] = {}
 Maker = TypeVar("Maker", bound=MakeTuner)
 
@@ -238,15 +256,16 @@ class ExactSamples:
     Raises: UnsupportedArgumentError with several processes, which would sample different rows.
     """
 
+    plan: None = None
     margin, clipping_norm, clips_to, noise_multiplier = 0.0, _NO_CLIPPING, _NO_CLIPPING, 0.0
 
-    def __init__(self, run: PlainRun, config: SelectionConfig, sample_rate: float):
+    def __init__(self, run: PlainRun, config: PrivateConfig):
         if not run.processes.alone:
             expected = "to choose in one process with privacy_mode='non_private'"
             advice = f"There are {run.processes.count}, and each would sample rows of its own."
             name = type(config).__name__
             raise invalid("peft_config", name, expected, advice, UnsupportedArgumentError)
-        self._run, self._rate = run, sample_rate
+        self._run, self._rate = run, config.selection_sample_rate
         run.model.train()  # as in the steps to come
 
     def feed(self, engine: ClippingEngine) -> None:
@@ -255,13 +274,6 @@ class ExactSamples:
 
     def release(self, sums: Mapping[str, Tensor], sensitivity: float) -> dict[str, Tensor]:
         return dict(sums)
-
-
-def freeze_others(model: nn.Module, config: SelectionConfig) -> None:
-    """Freeze what neither may be chosen nor always trains, as an adapter would."""
-    kept = {*candidates(model, config), *always_trained(model, config)}
-    for parameter in model.parameters():
-        parameter.requires_grad_(parameter.requires_grad and parameter in kept)
 
 
 @contextmanager
@@ -283,3 +295,12 @@ def only_trains(model: nn.Module, names: set[str]) -> Iterator[Callable[[set[str
         yield restrict
     finally:
         restrict(set(trained))
+
+
+def samples_of(
+    run: Run, config: PrivateConfig, iterations: int, margin: float | None = None
+) -> Samples | ExactSamples:
+    """Return the samples that a selection looks at. Args: as of :class:`Samples`."""
+    if isinstance(run, PlainRun):
+        return ExactSamples(run, config)
+    return Samples(run, iterations, margin)

@@ -16,8 +16,7 @@ from torch import nn
 
 from hf_dp._validate import integer, invalid
 from hf_dp.errors import UnsupportedModelError
-from hf_dp.tuners.frost.partition import partitions, refuse_too_small
-from hf_dp.tuners.selection import RatioConfig, SelectionConfig, register
+from hf_dp.tuners.selection import RatioConfig, SelectionConfig, always_trained, register
 
 BLOCK = re.compile(r"^(.*?\.(?:layers?|h|blocks?))\.(\d+)\.")
 
@@ -43,8 +42,7 @@ class RandomConfig(RatioConfig):
             integer("selection_seed", self.selection_seed, 0)
 
     def choose(self, model: nn.Module) -> list[str]:
-        parts = partitions(model, set(self.candidates(model).values()))
-        refuse_too_small(parts, self.unfreeze_ratio)
+        parts = self.candidate_partitions(model)
         left = self.unfreeze_ratio * sum(part.size for part in parts)
         chosen: list[str] = []
         for part in random.Random(self.selection_seed or 0).sample(parts, len(parts)):
@@ -109,7 +107,7 @@ class HeadConfig(SelectionConfig):
     method: ClassVar[str] = "head"
 
     def choose(self, model: nn.Module) -> list[str]:
-        if len(self.candidates(model)) == sum(p.requires_grad for p in model.parameters()):
+        if not always_trained(model, self):
             raise _nothing(model, "head that PEFT knows")
         return []
 

@@ -20,7 +20,7 @@ from hf_dp.clipping.low_rank import LEFT, RIGHT, Carriers, LowRankEngine
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.tuners.apply import describe_training
 from hf_dp.tuners.base import ConfiguredTuner, Run, serves
-from hf_dp.tuners.selection import InPlace, SelectionConfig, always_trained, register
+from hf_dp.tuners.selection import InPlace, SelectionConfig, register
 
 
 @dataclass
@@ -73,13 +73,12 @@ register(RgpConfig, InPlace)
 
 
 @serves(RgpConfig)
-class Rgp(ConfiguredTuner):
+class Rgp(ConfiguredTuner[RgpConfig]):
     """Clips and noises the gradients of carriers, and makes those of the weights from them."""
 
     clips_in_its_own_way = True
     gradients_are_noised_sums = False
     needs_whole_weights = "RGP makes its carriers from whole weight matrices at every step."
-    config: RgpConfig
 
     def __init__(self, config: RgpConfig, is_private: bool = True):
         super().__init__(config, is_private)
@@ -88,25 +87,14 @@ class Rgp(ConfiguredTuner):
         self._carriers: dict[str, Carriers] = {}
         self._made_for: int | None = None  # the step
 
-    @property
-    def undecided(self) -> bool:
-        return not self._weights
-
     def prepare(self, run: Run) -> None:
         super().prepare(run)
         self.config.weights(run.model)
 
-    def start(self, run: Run, checkpoint: str | None = None) -> None:
-        if self._weights:
-            return
-        self.prepare(run)
-        if checkpoint is not None:
-            self.earlier(checkpoint)
+    def decide(self, run: Run, checkpoint: str | None, earlier: RgpConfig | None) -> None:
         self._weights = self.config.weights(run.model)
         self._start = {name: weight.detach().clone() for name, weight in self._weights.items()}
-        kept = {*self._weights.values(), *always_trained(run.model, self.config)}
-        for parameter in run.model.parameters():
-            parameter.requires_grad_(parameter.requires_grad and parameter in kept)
+        self.only_chosen(run.model, self._weights.values())
         if not self.is_private:
             for name, weight in self._weights.items():
                 weight.register_hook(partial(self._projected, name))
@@ -151,7 +139,7 @@ class Rgp(ConfiguredTuner):
                 optimizer.add_param_group({**group, "params": scaled, "lr": rate})
 
     def describe(self, model: nn.Module) -> str:
-        if not self._weights:
+        if self.undecided:
             return describe_training(model)
         seen = sum(self.config.rank * sum(weight.shape) for weight in self._weights.values())
         return (

@@ -20,8 +20,9 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
+from huggingface_hub import hf_hub_download
 from peft import LNTuningConfig, LNTuningModel, PeftConfig
 from peft.tuners.ln_tuning.layer import LNTuningLayer
 from peft.tuners.tuners_utils import BaseTuner
@@ -32,6 +33,7 @@ from hf_dp._borrowed.peft_methods import register_method
 from hf_dp._validate import in_unit_interval, invalid
 from hf_dp.errors import ConfigError, UnsupportedModelError
 from hf_dp.plans.selection import SelectionPlan
+from hf_dp.tuners.frost.partition import Partition, partitions, refuse_too_small
 
 FILE_NAME = "selection.json"
 # What PEFT itself trains in full, by task type.
@@ -76,11 +78,25 @@ class SelectionConfig(LNTuningConfig):
         raise NotImplementedError
 
     def candidates(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the parameters that may be selected, by name."""
-        allowed = set(candidates(model, self))
-        return {name: each for name, each in model.named_parameters() if each in allowed}
+        """Return the trainable parameters that may be selected, by name.
 
-    def details(self) -> dict[str, Any]:
+        Two kinds are left out. Parameters of the head and of ``modules_to_save`` always train.
+        Those that a module made of other modules owns stay frozen (ViT's class token, or the bias
+        that a masked language model's head shares with its decoder): PEFT copies layers, and a
+        whole copy of such a module would lack the attributes that other modules read.
+
+        Raises: InvalidArgumentError where there is none.
+        """
+        out = always_trained(model, self) | outside_layers(model)
+        named = model.named_parameters()
+        found = {name: each for name, each in named if each.requires_grad and each not in out}
+        if not found:
+            expected = "to find parameters that it may select"
+            advice = "Everything outside the head is frozen. Unfreeze some parameters first."
+            raise invalid("peft_config", type(self).__name__, expected, advice)
+        return found
+
+    def details(self) -> dict[str, object]:
         """Return what ``selection.json`` holds: the method, its options and what it chose."""
         own = {key: value for key, value in asdict(self).items() if key not in _STOCK}
         saved = self.modules_to_save
@@ -91,7 +107,7 @@ class SelectionConfig(LNTuningConfig):
             **own,
         }
 
-    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: str, **kwargs: object) -> None:
         """Write ``adapter_config.json``, with which stock PEFT loads the adapter, and
         ``selection.json``."""
         values = {name: getattr(self, name) for name in _STOCK if name != "peft_type"}
@@ -103,27 +119,37 @@ class SelectionConfig(LNTuningConfig):
         text = json.dumps(self.details(), indent=2) + "\n"
         Path(folder, FILE_NAME).write_text(text, encoding="utf-8")
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         """Return the user's options, without what was chosen; a resumed run must have the same."""
         made = ("parameters", "made")
         values = {name: value for name, value in self.details().items() if name not in made}
-        saved = values["modules_to_save"] or []
         heads = _HEADS.get(self.task_type or "", ())  # PEFT adds them when it wraps the model
-        saved = {saved} if isinstance(saved, str) else set(saved) - set(heads)
-        return values | {"modules_to_save": sorted(saved)}
+        return values | {"modules_to_save": sorted(_saved(self) - set(heads))}
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any
+    ) -> Self:
         """Read the selection saved beside an adapter, in a folder or a Hub repository.
 
         Raises: ConfigError when there is none, or when another method made it.
         """
-        values = read_details(pretrained_model_name_or_path, **kwargs)
+        folder = pretrained_model_name_or_path
+        path = Path(folder, FILE_NAME)
+        if not os.path.isdir(folder):
+            path = Path(hf_hub_download(folder, FILE_NAME, subfolder=subfolder, **kwargs))
+        try:
+            values = dict(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError) as problem:
+            raise ConfigError(
+                f"Expected a readable {FILE_NAME} in {folder!r}, got: {problem}. Name the folder "
+                "of an adapter that hf_dp saved."
+            ) from problem
         method = values.pop("method", None)
         unknown = sorted(set(values) - {item.name for item in fields(cls)})
         if method != cls.method or unknown:
             raise ConfigError(
-                f"Expected {FILE_NAME} in {pretrained_model_name_or_path!r} to come from the "
+                f"Expected {FILE_NAME} in {folder!r} to come from the "
                 f"method {cls.method!r}, got {method!r} (unknown: {unknown}). Read it with that "
                 "method's configuration, by the version of hf_dp that wrote it."
             )
@@ -142,6 +168,16 @@ class RatioConfig(SelectionConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         in_unit_interval("unfreeze_ratio", self.unfreeze_ratio, one=True)
+
+    def candidate_partitions(self, model: nn.Module) -> list[Partition]:
+        """Return the partitions that may be selected.
+
+        Raises: InvalidArgumentError when nothing may be selected, or when even the smallest
+            partition exceeds ``unfreeze_ratio``.
+        """
+        found = partitions(model, self.candidates(model).values())
+        refuse_too_small(found, self.unfreeze_ratio)
+        return found
 
 
 @dataclass
@@ -185,7 +221,7 @@ class PrivateConfig(RatioConfig):
 Config = TypeVar("Config", bound=SelectionConfig)
 
 
-def register(cls: type[Config], tuner: Any = None) -> type[Config]:
+def register(cls: type[Config], tuner: type[BaseTuner] | None = None) -> type[Config]:
     """Let ``get_peft_model`` and YAML find a method by its name; a class decorator.
 
     Args: tuner: the class that ``get_peft_model`` builds; by default :class:`SelectionModel`.
@@ -194,10 +230,10 @@ def register(cls: type[Config], tuner: Any = None) -> type[Config]:
     return cls
 
 
-class InPlace:
+class InPlace(LNTuningModel):
     """Stands where PEFT looks for the adapter of a method that has none."""
 
-    prefix = "mask_"
+    prefix: str = "mask_"
 
     def __init__(self, *args: object, **kwargs: object):
         raise UnsupportedModelError(
@@ -210,9 +246,15 @@ class SelectionModel(LNTuningModel):
     """Trains the selected parameters in copies of the modules that own them; PEFT makes it."""
 
     def inject_adapter(
-        self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
+        self,
+        model: nn.Module,
+        adapter_name: str,
+        autocast_adapter_dtype: bool = True,
+        low_cpu_mem_usage: bool = False,
+        state_dict: dict[str, Tensor] | None = None,
     ) -> None:
-        config: Any = self.peft_config[adapter_name]
+        config = self.peft_config[adapter_name]
+        assert isinstance(config, SelectionConfig)
         if config.parameters is None:
             config.parameters = list(config.choose(model))
         targets = target_modules(model, config.parameters) or DUMMY_TARGET_MODULES
@@ -222,7 +264,9 @@ class SelectionModel(LNTuningModel):
         with warnings.catch_warnings():
             # Copies need no in_features.
             warnings.filterwarnings("ignore", "Unsupported layer type")
-            super().inject_adapter(model, adapter_name, *args, **kwargs)
+            super().inject_adapter(
+                model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, state_dict
+            )
         # PEFT shortens long lists, and mistakes a lone "wte" for a changed vocabulary.
         config.target_modules = targets
         self._join(model, adapter_name, chosen)
@@ -334,18 +378,6 @@ def target_modules(model: nn.Module, parameters: Sequence[str]) -> list[str] | s
     return "|".join(re.escape(path) for path in owners)
 
 
-def candidates(model: nn.Module, config: SelectionConfig) -> list[nn.Parameter]:
-    """Return the trainable parameters that may be selected.
-
-    Two kinds are left out. Parameters of the head and of ``modules_to_save`` always train. Those
-    that a module made of other modules owns stay frozen (ViT's class token, or the bias that a
-    masked language model's head shares with its decoder): PEFT copies layers, and a whole copy of
-    such a module would lack the attributes that other modules read.
-    """
-    out = always_trained(model, config) | outside_layers(model)
-    return [p for p in model.parameters() if p.requires_grad and p not in out]
-
-
 def outside_layers(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters that a module with children owns, alone or together with a layer."""
     return {
@@ -358,9 +390,7 @@ def outside_layers(model: nn.Module) -> set[nn.Parameter]:
 
 def always_trained(model: nn.Module, config: SelectionConfig) -> set[nn.Parameter]:
     """Return the parameters of the modules that PEFT trains in full, whatever is selected."""
-    saved = config.modules_to_save or []
-    saved = [saved] if isinstance(saved, str) else saved
-    ends = (*saved, *_HEADS.get(config.task_type or "", ()))
+    ends = (*_saved(config), *_HEADS.get(config.task_type or "", ()))
     return {
         parameter
         for path, module in model.named_modules(remove_duplicate=False)
@@ -369,21 +399,7 @@ def always_trained(model: nn.Module, config: SelectionConfig) -> set[nn.Paramete
     }
 
 
-def read_details(name_or_path: str, **options: Any) -> dict[str, Any]:
-    """Read ``selection.json`` in a folder or a Hub repository.
-
-    Raises: ConfigError when it cannot be read.
-    """
-    path = os.path.join(name_or_path, FILE_NAME)
-    if not os.path.isdir(name_or_path):
-        from huggingface_hub import hf_hub_download
-
-        path = hf_hub_download(name_or_path, FILE_NAME, **options)
-    try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
-        raise ConfigError(
-            f"Expected a readable {FILE_NAME} in {name_or_path!r}, got: {problem}. Name the folder "
-            "of an adapter that hf_dp saved."
-        ) from problem
-    return dict(values)
+def _saved(config: SelectionConfig) -> set[str]:
+    """Return what the user names in ``modules_to_save``."""
+    saved = config.modules_to_save or ()
+    return {saved} if isinstance(saved, str) else set(saved)

@@ -28,12 +28,9 @@ from hf_dp.run.private_run import PrivateRun
 from hf_dp.tuners.apply import describe_training
 from hf_dp.tuners.base import (
     ConfiguredTuner,
-    ExactSamples,
-    PlainRun,
     Run,
-    Samples,
-    freeze_others,
     only_trains,
+    samples_of,
     serves,
 )
 from hf_dp.tuners.selection import InPlace, PrivateConfig, RatioConfig, register
@@ -69,17 +66,12 @@ register(ParamConfig, InPlace)
 
 
 @serves(PvalConfig, ParamConfig)
-class Masks(ConfiguredTuner):
+class Masks(ConfiguredTuner[PvalConfig | ParamConfig]):
     """Gives neither gradient nor noise to entries that the mask does not keep."""
 
     clips_in_its_own_way = True
     needs_whole_weights = "PARAM and PVAL apply masks to whole weight matrices at every step."
-    config: PvalConfig | ParamConfig
-    masks: Mapping[str, Tensor] | None = None
-
-    @property
-    def undecided(self) -> bool:
-        return self.masks is None
+    masks: Mapping[str, Tensor] = {}
 
     def plan(self, clipping_norm: float) -> SelectionPlan | None:
         if not isinstance(self.config, ParamConfig):
@@ -88,13 +80,7 @@ class Masks(ConfiguredTuner):
 
     def prepare(self, run: Run) -> None:
         super().prepare(run)
-        if not self.config.candidates(run.model):
-            raise invalid(
-                "peft_config",
-                type(self.config).__name__,
-                "to find parameters that it may select",
-                "Everything outside the head is frozen. Unfreeze some parameters first.",
-            )
+        self.config.candidates(run.model)  # of which there are some
 
     def check_arguments(self, args: TrainingArguments) -> None:
         if args.weight_decay:
@@ -113,19 +99,18 @@ class Masks(ConfiguredTuner):
                 "Other optimizers may move entries that received no gradient.",
             )
 
-    def start(self, run: Run, checkpoint: str | None = None) -> None:
-        if self.masks is not None:
-            return
-        self.prepare(run)
-        freeze_others(run.model, self.config)
+    def decide(
+        self, run: Run, checkpoint: str | None, earlier: PvalConfig | ParamConfig | None
+    ) -> None:
+        candidates = self.config.candidates(run.model)
+        self.only_chosen(run.model, candidates.values())
         if checkpoint is not None:
-            self.earlier(checkpoint)
             self.masks = unpacked(safetensors.torch.load_file(Path(checkpoint, _MASKS)), run.model)
         elif isinstance(self.config, ParamConfig):
             with run.clock.part(SELECTION):
                 self.masks = select_entries(run, self.config)
         else:
-            self.masks = largest(self.config.candidates(run.model), self.config.unfreeze_ratio)
+            self.masks = largest(candidates, self.config.unfreeze_ratio)
         if not self.is_private:
             for name, mask in self.masks.items():
                 parameter = run.model.get_parameter(name)
@@ -133,21 +118,21 @@ class Masks(ConfiguredTuner):
 
     def engine(self, run: PrivateRun) -> MaskedEngine:
         plan = run.plan
-        return MaskedEngine(run.model, self.masks or {}, plan.clips_to, plan.clipping)
+        return MaskedEngine(run.model, self.masks, plan.clips_to, plan.clipping)
 
     def finish(self, noised: dict[str, Tensor]) -> dict[str, Tensor]:
         """Remove the noise on entries that do not train."""
-        for name, mask in (self.masks or {}).items():
+        for name, mask in self.masks.items():
             noised[name].mul_(mask)
         return noised
 
     def save(self, folder: str) -> None:
-        if self.masks is not None:
+        if not self.undecided:
             super().save(folder)
             safetensors.torch.save_file(packed(self.masks), Path(folder, _MASKS))
 
     def describe(self, model: nn.Module) -> str:
-        if self.masks is None:
+        if self.undecided:
             return describe_training(model)
         named = model.named_parameters()
         whole = [p for name, p in named if p.requires_grad and name not in self.masks]
@@ -166,11 +151,7 @@ def select_entries(run: Run, config: ParamConfig) -> dict[str, Tensor]:
     """Return masks of the single parameters with the largest noisy gradient, from one sample; in a
     run without privacy of the gradient itself."""
     with only_trains(run.model, set(config.candidates(run.model))):
-        samples = (
-            ExactSamples(run, config, config.selection_sample_rate)
-            if isinstance(run, PlainRun)
-            else Samples(run, iterations=1)
-        )
+        samples = samples_of(run, config, iterations=1)
         with ClippingEngine(run.model, samples.clips_to) as engine:
             samples.feed(engine)
             sums = engine.collect()

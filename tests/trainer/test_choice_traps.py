@@ -24,7 +24,7 @@ from hf_dp.errors import (
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.selection import SelectionPlan
 from hf_dp.run.ledger import RunLedger
-from hf_dp.tuners.base import freeze_others
+from hf_dp.tuners.base import ConfiguredTuner
 from hf_dp.tuners.frost.magnitude import MagnitudeEngine, representable, sensitivity
 from hf_dp.tuners.frost.partition import partitions
 from hf_dp.tuners.frost.tuner import FrostConfig
@@ -226,7 +226,7 @@ def test_the_statement_counts_no_releases_that_the_ledger_does_not(tmp_path):
 )
 def test_in_place_what_is_no_layers_stays_frozen(config):
     model = vit()
-    freeze_others(model, config)
+    ConfiguredTuner(config).only_chosen(model, config.candidates(model).values())
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert {"vit.embeddings.cls_token", "vit.embeddings.position_embeddings"}.isdisjoint(trained)
     assert "classifier.weight" in trained and "vit.layernorm.weight" in trained

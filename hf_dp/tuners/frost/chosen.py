@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from hf_dp.errors import ConfigError
 from hf_dp.tuners.frost.select import estimate
+from hf_dp.tuners.frost.tuner import FrostConfig, Made
 from hf_dp.tuners.public_choice import BLOCK
-from hf_dp.tuners.selection import FILE_NAME, read_details
+from hf_dp.tuners.selection import FILE_NAME
 
 # What a matrix does, by the end of its name, in the order in which a block computes; the names of
 # BERT, RoBERTa, MPNet, DistilBERT, ViT, DINOv2, GPT-2, OPT, Llama and ModernBERT.
@@ -61,14 +61,14 @@ def read_chosen(folder: str) -> list[Chosen]:
 
     Raises: ConfigError for a folder without one, or with that of another method.
     """
-    details = read_details(folder)
-    if details.get("method") != "frost" or not details.get("made"):
+    config = FrostConfig.from_pretrained(folder)
+    if not config.made:
         raise ConfigError(
-            f"Expected {FILE_NAME} in {folder!r} to hold a selection of DP-FROST, got one of "
-            f"{details.get('method')!r}. Name the output folder of a run with peft_type: frost."
+            f"Expected {FILE_NAME} in {folder!r} to hold a selection, got none. Name the output "
+            "folder of a run with peft_type: frost that has ended."
         )
     try:
-        return [_chosen(made, details) for made in details["made"]]
+        return [_chosen(made, config) for made in config.made]
     except (KeyError, TypeError) as problem:
         raise ConfigError(
             f"{FILE_NAME} in {folder!r} lacks {problem}: another version of hf_dp wrote it. Use "
@@ -76,19 +76,19 @@ def read_chosen(folder: str) -> list[Chosen]:
         ) from problem
 
 
-def _chosen(made: Mapping[str, Any], details: Mapping[str, Any]) -> Chosen:
+def _chosen(made: Made, config: FrostConfig) -> Chosen:
     noised = "noisy_magnitudes" in made
-    observed = made["noisy_magnitudes" if noised else "magnitudes_without_noise"]
+    observed = made["noisy_magnitudes"] if noised else made["magnitudes_without_noise"]
     names = list(observed[0])
     table = np.array([[row.get(name, np.nan) for name in names] for row in observed])
     scales = made["sensitivities"] if noised else [1.0] * len(observed)
-    magnitudes = estimate(table, scales, details["selection_sample_rate"])
+    magnitudes = estimate(table, scales, config.selection_sample_rate)
     orders = {name: place + 1 for place, name in enumerate(made["partitions"])}
     parts = [
         Part(name, block, kind, float(magnitude), orders.get(name))
         for (name, block, kind), magnitude in zip(_placed(names), magnitudes, strict=True)
     ]
-    return Chosen(tuple(parts), details["magnitude"], details["norm_order"], noised)
+    return Chosen(tuple(parts), config.magnitude, config.norm_order, noised)
 
 
 def _placed(names: Sequence[str]) -> list[tuple[str, str, str]]:

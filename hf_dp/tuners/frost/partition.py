@@ -6,7 +6,7 @@ By default a partition is one weight matrix with its bias.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -26,7 +26,7 @@ class Partition:
     size: int  # how many numbers they hold, |P|
 
 
-def partitions(model: nn.Module, among: Collection[nn.Parameter] | None = None) -> list[Partition]:
+def partitions(model: nn.Module, among: Iterable[nn.Parameter] | None = None) -> list[Partition]:
     """Return the trainable parameters of ``model`` as disjoint partitions.
 
     Partitions come in the order of their first parameters. Tied parameters count as one, and what
@@ -35,8 +35,10 @@ def partitions(model: nn.Module, among: Collection[nn.Parameter] | None = None) 
     Args: among: only these parameters; by default the trainable ones.
     """
     if among is None:
-        among = {parameter for parameter in model.parameters() if parameter.requires_grad}
-    first = {parameter: name for name, parameter in model.named_parameters() if parameter in among}
+        among = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    allowed = set(among)
+    named = model.named_parameters()
+    first = {parameter: name for name, parameter in named if parameter in allowed}
     keys: dict[str, str] = {}  # parameter -> the key of its partition
     owners: dict[str, list[str]] = {name: [] for name in first.values()}
     seen: dict[str, int] = {}  # keys, in the order in which they came

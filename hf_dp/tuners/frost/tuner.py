@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar, TypedDict
 
 from torch import nn
 from transformers.utils import logging
@@ -22,21 +22,31 @@ from hf_dp.run.private_run import PrivateRun
 from hf_dp.tuners.apply import apply_peft, describe_training
 from hf_dp.tuners.base import (
     ConfiguredTuner,
-    ExactSamples,
-    PlainRun,
     Run,
-    Samples,
     Tuner,
-    freeze_others,
     only_trains,
+    samples_of,
     serves,
 )
 from hf_dp.tuners.frost.magnitude import MagnitudeEngine, sensitivity
-from hf_dp.tuners.frost.partition import Partition, partitions, refuse_too_small
+from hf_dp.tuners.frost.partition import Partition
 from hf_dp.tuners.frost.select import select
-from hf_dp.tuners.selection import PrivateConfig, candidates, register
+from hf_dp.tuners.selection import PrivateConfig, register
 
 logger = logging.get_logger(__name__)
+
+
+class Made(TypedDict, total=False):
+    """A selection as ``selection.json`` keeps it; of a private run nothing that was not noised."""
+
+    partitions: list[str]  # that were chosen, in this order
+    parameters: list[str]  # theirs
+    candidates: int
+    noisy_magnitudes: list[dict[str, float]]  # of the partitions that remained, by iteration
+    sensitivities: list[float]
+    plan: dict[str, object]
+    events: list[dict[str, object]]
+    magnitudes_without_noise: list[dict[str, float]]  # of a run without privacy
 
 
 @register
@@ -65,7 +75,7 @@ class FrostConfig(PrivateConfig):
     magnitude: str = field(default="mgna")
     norm_order: int = field(default=1)
     num_selections: int = field(default=1)
-    made: list[dict[str, Any]] = field(default_factory=list)
+    made: list[Made] = field(default_factory=list)
 
     method: ClassVar[str] = "frost"
 
@@ -84,30 +94,9 @@ class FrostConfig(PrivateConfig):
             "PeftModel.from_pretrained(model, folder)."
         )
 
-    def candidate_partitions(self, model: nn.Module) -> list[Partition]:
-        """Return the partitions that may be selected.
 
-        Raises: InvalidArgumentError when nothing may be selected, or when even the smallest
-            partition exceeds ``unfreeze_ratio``.
-        """
-        found = partitions(model, set(self.candidates(model).values()))
-        if not found:
-            expected = "to find parameters that it may select"
-            advice = "Everything outside the head is frozen. Unfreeze some parameters first."
-            raise invalid("peft_config", "FrostConfig", expected, advice)
-        refuse_too_small(found, self.unfreeze_ratio)
-        return found
-
-
-class SelectOnce(ConfiguredTuner):
+class SelectOnce(ConfiguredTuner[FrostConfig]):
     """K = 1: an adapter of the selected weights takes the place of the model."""
-
-    config: FrostConfig
-    _applied = False
-
-    @property
-    def undecided(self) -> bool:
-        return not self._applied
 
     def plan(self, clipping_norm: float) -> SelectionPlan:
         config = self.config
@@ -118,17 +107,13 @@ class SelectOnce(ConfiguredTuner):
         super().prepare(run)
         self.config.candidate_partitions(run.model)
 
-    def start(self, run: Run, checkpoint: str | None = None) -> None:
-        if self._applied:
-            return
-        self.prepare(run)  # again: things may have changed, and what follows costs privacy
-        if checkpoint is not None:
-            self.config.made = self.earlier(checkpoint).made  # instead of paying for it again
+    def decide(self, run: Run, checkpoint: str | None, earlier: FrostConfig | None) -> None:
+        if earlier is not None:
+            self.config.made = earlier.made  # instead of paying for it again
         elif not self.config.made:
             self._select(run)
         run.selections = self.config.made
         self._apply(run)
-        self._applied = True
 
     def _select(self, run: Run) -> None:
         with run.clock.part(SELECTION):
@@ -180,8 +165,8 @@ class Reselect(SelectOnce):
             )
 
     def _apply(self, run: Run) -> None:
-        freeze_others(run.model, self.config)
-        self._may_train = [*candidates(run.model, self.config)]
+        self._may_train = [*self.config.candidates(run.model).values()]
+        self.only_chosen(run.model, self._may_train)
         self._switch(run.model)
 
     def _switch(self, model: nn.Module) -> None:
@@ -244,23 +229,16 @@ def tuner(config: FrostConfig, is_private: bool) -> Tuner | None:
     return (Reselect if config.num_selections > 1 else SelectOnce)(config, is_private)
 
 
-def select_partitions(run: Run, config: FrostConfig) -> dict[str, Any]:
+def select_partitions(run: Run, config: FrostConfig) -> Made:
     """Run PSEL (DP-FROST, Algorithm 4) on the run's model and rows.
 
     In each iteration only the remaining partitions are trainable, so the gradient is clipped over
     these alone. In a run without privacy the magnitudes are those of definition 6, neither clipped
     nor noised.
-
-    Returns: the selection as ``selection.json`` keeps it: names, noisy magnitudes and
-        sensitivities, and of a private run nothing that was not noised.
     """
     parts, kind = config.candidate_partitions(run.model), (config.magnitude, config.norm_order)
     with only_trains(run.model, {name for part in parts for name in part.parameters}) as restrict:
-        samples = (
-            ExactSamples(run, config, config.selection_sample_rate)
-            if isinstance(run, PlainRun)
-            else Samples(run, config.selection_iterations, ROUNDING_MARGIN)
-        )
+        samples = samples_of(run, config, config.selection_iterations, ROUNDING_MARGIN)
 
         def observe(remaining: Sequence[Partition]) -> tuple[list[float], float]:
             restrict({name for part in remaining for name in part.parameters})
@@ -283,13 +261,13 @@ def select_partitions(run: Run, config: FrostConfig) -> dict[str, Any]:
             noise_multiplier=samples.noise_multiplier,
         )
     by_name = {part.name: part for part in parts}
-    chosen = {
+    chosen: Made = {
         "partitions": list(selection.names),
         "parameters": [p for name in selection.names for p in by_name[name].parameters],
         "candidates": len(parts),
     }
     observed = list(selection.observed)
-    if isinstance(samples, ExactSamples):
+    if samples.plan is None:
         return {**chosen, "magnitudes_without_noise": observed}
     return {
         **chosen,
