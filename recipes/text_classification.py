@@ -2,7 +2,7 @@
 
     accelerate launch recipes/text_classification.py --config recipes/demo/minilm_dp_adam.yaml
 
-This script runs the same main as `hf-dp train`. Read hf_dp/cli/tasks/text_classification.py to see
+This script runs the same main as `hf-dp train`. Read hf_dp/cli/tasks/classification.py to see
 each step.
 """
 

@@ -8,7 +8,7 @@ its runs.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,7 +45,7 @@ PRINTED = {
 # Where the work of a command begins that its own parser does not lead to.
 WORK = (
     "hf_dp.cli.tasks.classification.Classification.build_trainer",
-    "hf_dp.cli.tasks.masked_lm.build_trainer", "hf_dp.cli.tasks.generation.build_trainer",
+    "hf_dp.cli.tasks.masked_lm.build_trainer", "hf_dp.cli.tasks.generation.Writing.build_trainer",
     "hf_dp.cli.tasks.generation.load_evaluation",
     "hf_dp.cli.tasks.classification.load_evaluation", "hf_dp.cli.generate._written",
     "hf_dp.cli.train.launch", "hf_dp.cli.plan.Planned.plan",
@@ -165,7 +165,7 @@ def goes_through_its_runs(
 ) -> None:
     """Run a sweep whose runs are taken up to their work, in this process.
 
-    Of its combinations, those that differ from the first in one setting are run.
+    Of its combinations, so many are run that each value occurs.
     """
     assert main([*words, "--dry-run"]) == 0, words
     # A search draws how many runs it makes. Each of them is one of the grid all the same.
@@ -182,7 +182,7 @@ def goes_through_its_runs(
     every = sweep.grid
     with monkeypatch.context() as patched:
         patched.setattr("hf_dp.cli.cells.subprocess.run", child)
-        patched.setattr(sweep, "grid", lambda *args: one_at_a_time(list(every(*args))))
+        patched.setattr(sweep, "grid", lambda *args: covering(list(every(*args))))
         assert main(words) == 1 and reached
 
 
@@ -240,12 +240,14 @@ def draws(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert found == [FIGURES.get(words[place], found[0])], words
 
 
-def one_at_a_time(cells: list[Cell]) -> Iterator[Cell]:
-    first = cells[0]
-    for cell in cells:
-        other = [key for key, value in cell.settings.items() if value != first.settings.get(key)]
-        if len(other) <= 1 and cell.seed == first.seed:
-            yield cell
+def covering(cells: list[Cell]) -> list[Cell]:
+    """A few of the cells, in which each value of each setting occurs."""
+    values = {cell: {(key, str(value)) for key, value in cell.settings.items()} for cell in cells}
+    chosen, missing = [cells[0]], set().union(*values.values()) - values[cells[0]]
+    while missing:
+        chosen.append(max(cells, key=lambda cell: len(values[cell] & missing)))
+        missing -= values[chosen[-1]]
+    return chosen
 
 
 def names_what_is_measured(words: list[str]) -> None:

@@ -51,8 +51,8 @@ RECIPES = {name: path for name, path in RECIPES.items() if "accelerate" not in n
 GIVEN_BY_THE_USER = {"text_files": ["a.parquet"]}
 ARGUMENTS: dict[str, list[type]] = {
     "text_classification": [ModelArguments, DataArguments, DPTrainingArguments],
-    "causal_lm": [*generation.ARGUMENTS, DPTrainingArguments],
-    "seq2seq": [*generation.ARGUMENTS, DPTrainingArguments],
+    "causal_lm": [*generation.CAUSAL.ARGUMENTS, DPTrainingArguments],
+    "seq2seq": [*generation.CAUSAL.ARGUMENTS, DPTrainingArguments],
     "image_classification": [ImageModelArguments, ImageArguments, DPTrainingArguments],
     "masked_lm": [PretrainingArguments, TrainingArguments],
 }

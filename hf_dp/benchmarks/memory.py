@@ -21,7 +21,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -30,6 +29,8 @@ from hf_dp.benchmarks.modes import (
     FORWARD,
     NON_PRIVATE,
     Refused,
+    Report,
+    Row,
     build_mode,
     check_modes,
     refusals,
@@ -39,7 +40,7 @@ from hf_dp.benchmarks.workload import Workload, environment, make_batch
 from hf_dp.errors import HfDpError
 
 MIB = 2**20
-Probe = Callable[[Workload, str, int], dict[str, Any]]
+Probe = Callable[[Workload, str, int], Row]
 
 # These are the same for every mode. What is freed goes back to the system at once, so that resident
 # memory is memory in use. Otherwise glibc keeps freed tensors in its arenas and MKL its scratch
@@ -65,7 +66,7 @@ def _resident(field: str) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes
 
 
-def probe(workload: Workload, mode: str, steps: int) -> dict[str, Any]:
+def probe(workload: Workload, mode: str, steps: int) -> Row:
     """Measure one mode in a new process.
 
     Returns: what :func:`measure_here` does, or ``{"refused": reason}``."""
@@ -81,7 +82,7 @@ def probe(workload: Workload, mode: str, steps: int) -> dict[str, Any]:
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise HfDpError(f"The memory probe of mode {mode!r} failed: {last}")
-    answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    answer: Row = json.loads(done.stdout.strip().splitlines()[-1])
     return answer
 
 
@@ -91,13 +92,13 @@ def measure_memory(
     steps: int = 3,
     run: Probe = probe,
     log: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
+) -> Report:
     """Return the peak of each mode, and its ratio to non-private, as ``--json`` prints it.
 
     Args: steps: of each process; the peak is taken from the second on. run: the probe, for tests.
     """
     names, steps = check_modes(modes), _validate.integer("steps", steps, 2)
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, Row] = {}
     for name in names:
         log(name)
         rows[name] = run(workload, name, steps)
@@ -114,7 +115,7 @@ def measure_memory(
     }
 
 
-def measure_here(workload: Workload, name: str, steps: int) -> dict[str, Any]:
+def measure_here(workload: Workload, name: str, steps: int) -> Row:
     """Return, in the new process, the peak bytes of steps 2 to ``steps`` above what was in use
     before the model was built, how they were measured, and the mode's note."""
     torch.set_num_threads(workload.threads or 1)

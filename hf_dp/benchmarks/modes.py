@@ -40,6 +40,9 @@ CLIPPING_NORM = 0.1  # the library's default; its value changes no operation
 NON_PRIVATE, FORWARD = "non_private", "dp_fp"
 OPACUS = ("opacus_hooks", "opacus_ghost")
 MODES = (NON_PRIVATE, *STRATEGIES, FORWARD, *OPACUS)
+# What --json prints: of a mode, and of a whole measurement.
+Row = dict[str, Any]
+Report = dict[str, Any]
 
 
 class Refused(HfDpError):
@@ -204,16 +207,11 @@ def _explicit(model: nn.Module, batch: Batch) -> Batch:
     return {**batch, **extra}
 
 
-def installed_modes() -> tuple[str, ...]:
-    """Return the modes that can be tried here."""
-    has_opacus = importlib.util.find_spec("opacus") is not None
-    return tuple(name for name in MODES if has_opacus or name not in OPACUS)
-
-
 def check_modes(names: Sequence[str]) -> tuple[str, ...]:
     """Return the modes to run, without repeats, with non_private first, which every ratio needs."""
+    has_opacus = importlib.util.find_spec("opacus") is not None
     for name in names:
-        if _validate.one_of("modes", name, MODES) not in installed_modes():
+        if _validate.one_of("modes", name, MODES) in OPACUS and not has_opacus:
             advice = "Run `pip install hf-dp[bench]`, or leave this mode out."
             raise _validate.invalid("modes", name, "to be installed", advice)
     return tuple(dict.fromkeys([NON_PRIVATE, *names]))
@@ -254,7 +252,7 @@ def refusals(name: str) -> Iterator[None]:
         raise
 
 
-def refuse_without_yardstick(workload: Workload, row: dict[str, Any]) -> None:
+def refuse_without_yardstick(workload: Workload, row: Row) -> None:
     """Raise HfDpError for work that non-private training, whose row it is, cannot do."""
     if "refused" in row:
         raise HfDpError(

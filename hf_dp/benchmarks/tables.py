@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hf_dp.benchmarks.modes import Report, Row
 
 
 def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -23,7 +26,7 @@ def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def table(report: Mapping[str, Any]) -> str:
+def table(report: Report) -> str:
     """Return a report of throughput or memory: what was measured and where, and a row a mode."""
     w, e = report["workload"], report["environment"]
     load = "" if e["load_average"] is None else f", load before {e['load_average']:.1f}"
@@ -37,7 +40,7 @@ def table(report: Mapping[str, Any]) -> str:
     ) + (_memory(report) if report["benchmark"] == "memory" else _throughput(report))
 
 
-def _throughput(report: Mapping[str, Any]) -> str:
+def _throughput(report: Report) -> str:
     protocol = report["protocol"]
     how = (
         f"forward + backward; median of {protocol['rounds']} interleaved rounds of "
@@ -48,7 +51,7 @@ def _throughput(report: Mapping[str, Any]) -> str:
     return how + aligned(header, [_speed(*item) for item in report["modes"].items()])
 
 
-def _speed(mode: str, row: Mapping[str, Any]) -> list[str]:
+def _speed(mode: str, row: Row) -> list[str]:
     if "refused" in row:
         return [mode, *["-"] * 4, f"refused: {row['refused']}"]
     shown = [mode, f"{row['examples_per_second']:.2f}", f"{row['ratio']:.3f}"]
@@ -60,7 +63,7 @@ def _speed(mode: str, row: Mapping[str, Any]) -> list[str]:
     return [*shown, f"{spread:.3f}", row["verdict"], "; ".join(filter(None, [runs, row["note"]]))]
 
 
-def _memory(report: Mapping[str, Any]) -> str:
+def _memory(report: Report) -> str:
     rows = report["modes"]
     cells = [
         [mode, "-", "-", f"refused: {row['refused']}"]

@@ -17,11 +17,12 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from hf_dp.benchmarks.modes import (
     NON_PRIVATE,
     Refused,
+    Report,
+    Row,
     build_mode,
     check_modes,
     refusals,
@@ -51,7 +52,7 @@ def measure_throughput(
     modes: Sequence[str],
     protocol: Protocol | None = None,
     log: Log = lambda line: None,
-) -> dict[str, Any]:
+) -> Report:
     """Time modes of :data:`hf_dp.benchmarks.modes.MODES`, and non_private in any case.
 
     Modes that leave the model as it was share one, so that no difference is due to memory layout.
@@ -59,7 +60,7 @@ def measure_throughput(
     Returns: what ``--json`` prints: environment, workload, one row a mode, and all raw rounds."""
     protocol, names = protocol or Protocol(), check_modes(modes)
     timers: dict[str, Callable[[], float]] = {}
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, Row] = {}
     with threads_of(workload):
         shared = build_model(workload)
         batches = [make_batch(workload, shared)]

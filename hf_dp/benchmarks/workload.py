@@ -43,7 +43,6 @@ class Shape:
         sizes: of its configuration, where they are not the default.
         tied: whether output head and input embedding are one trainable parameter.
         lora: arguments of PEFT's ``LoraConfig``; none trains everything.
-        infilling: whether a word of the vocabulary is the class, instead of a head.
     """
 
     model: str
@@ -51,7 +50,6 @@ class Shape:
     sizes: Mapping[str, int]
     tied: bool = False
     lora: Mapping[str, Any] = field(default_factory=dict)
-    infilling: bool = False
 
     def build(self, dropout: float, tied: bool = True) -> nn.Module:
         """Return the model; ``tied=False`` gives a tied head a weight of its own."""
@@ -63,13 +61,6 @@ class Shape:
         for name in _DROPOUTS:
             if hasattr(config, name):
                 setattr(config, name, dropout)
-        if self.infilling:
-            from hf_dp.tasks.infilling import InfillingForSequenceClassification as Infilling
-            from hf_dp.tasks.infilling_config import InfillingConfig
-
-            words: dict[str, Any] = {"label_word_ids": [10, 11], "mask_token_id": 4}
-            words |= {"attn_implementation": "sdpa"}
-            return Infilling(InfillingConfig(base_config=config, **words))
         model: nn.Module = cls(config)
         if self.lora:
             from peft import LoraConfig, get_peft_model
@@ -96,8 +87,6 @@ _BERT, _ROBERTA = "BertForSequenceClassification", "RobertaForSequenceClassifica
 _OF_ROBERTA = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}
 _GPT2 = _gpt2(12, 768, 12)
 _LLAMA = _layers("LlamaForCausalLM", 4096, 12, 768, 12, 2048, vocab_size=32000)
-_BASE = _layers(_ROBERTA, 512, 12, 768, 12, 3072, **_OF_ROBERTA)
-_MINILM = _layers(_BERT, 512, 6, 384, 12, 1536)
 _LORA = {"r": 8, "target_modules": ["c_attn"], "fan_in_fan_out": True}
 
 SHAPES: Mapping[str, Shape] = {
@@ -107,11 +96,8 @@ SHAPES: Mapping[str, Shape] = {
     "gpt2-lora": replace(_GPT2, tied=False, lora=_LORA),  # the tied weight is frozen
     "llama-small": _LLAMA,
     "llama-small-lora": replace(_LLAMA, lora={"r": 16, "target_modules": ["q_proj", "v_proj"]}),
-    "roberta-base": _BASE,
-    "roberta-large": _layers(_ROBERTA, 512, 24, 1024, 16, 4096, **_OF_ROBERTA),
-    "roberta-base-infilling": replace(_BASE, infilling=True, tied=True),
-    "minilm": _MINILM,
-    "minilm-infilling": replace(_MINILM, infilling=True, tied=True),
+    "roberta-base": _layers(_ROBERTA, 512, 12, 768, 12, 3072, **_OF_ROBERTA),
+    "minilm": _layers(_BERT, 512, 6, 384, 12, 1536),
     # for tests
     "tiny": _gpt2(2, 16, 2, 32, vocab_size=64, bos_token_id=0, eos_token_id=0),
     "tiny-bert": _layers(_BERT, 32, 2, 16, 2, 32, vocab_size=64),
@@ -232,11 +218,11 @@ def threads_of(workload: Workload) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def environment(workload: Workload) -> dict[str, Any]:
+def environment(workload: Workload) -> dict[str, object]:
     """Return versions of what is installed, device, and load; no path, user or host name."""
     import torch
 
-    found: dict[str, Any] = {"hf_dp": __version__, "python": platform.python_version()}
+    found: dict[str, object] = {"hf_dp": __version__, "python": platform.python_version()}
     for name in ("torch", "transformers", "peft", "opacus"):
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)

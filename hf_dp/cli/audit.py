@@ -12,18 +12,32 @@ from typing import TYPE_CHECKING, Any
 
 from hf_dp._arguments import argument, own_fields
 from hf_dp._validate import integer, one_of
-from hf_dp.cli.config import PRIVACY, CommandParser, card_block, parse, peft_config, read_yaml
+from hf_dp.cli.config import (
+    DEFAULT_TASK,
+    PRIVACY,
+    CommandParser,
+    Recipe,
+    card_block,
+    parse,
+    peft_config,
+    read_yaml,
+)
 from hf_dp.cli.launch import refuse_several
 from hf_dp.cli.non_private import NON_PRIVATE, without_privacy
 from hf_dp.cli.options import Parser, add_fields
-from hf_dp.cli.tasks import DEFAULT_TASK, generation, private_module
+from hf_dp.cli.tasks import generation, private_task
 from hf_dp.errors import AuditError, ConfigError
 from hf_dp.tasks.generation.language_models import CAUSAL
 from hf_dp.trainer.row_arguments import AuditArguments
 
 if TYPE_CHECKING:
-    from hf_dp.statement.audited import AuditResult
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
 
+    from hf_dp.statement.audited import AuditResult
+    from hf_dp.tasks.generation.encoding import CausalEncoding
+
+Report = dict[str, Any]  # what exposure.json says of a model
 LEFT_OUT = "leave_one_out.json"
 RUN = """\
 Train a recipe as `hf-dp train` does, with canaries among its rows, and try to refute its claim
@@ -88,8 +102,8 @@ def _parser(name: str, description: str, words: str) -> Parser:
 
 
 def _read(
-    parser: Parser, argv: list[str], ending: str, only: Sequence[str], **defaults: Any
-) -> tuple[int | None, dict[str, Any], list[str]]:
+    parser: Parser, argv: list[str], ending: str, only: Sequence[str], **defaults: object
+) -> tuple[int | None, Recipe, list[str]]:
     """Return the number of runs, the keys of a recipe for an audit, and the other words."""
     parser.option("--config", "the recipe, as `hf-dp train` reads it", "FILE", required=True)
     beside = "default: that of the recipe, with the audit's name after it"
@@ -116,7 +130,7 @@ def _run(argv: list[str]) -> int:
     parser = _parser("run", RUN, words)
     only = ("audit_canaries", "audit_scores")
     _, values, others = _read(parser, argv, "audit", only, audit_canaries=1000)
-    return private_module(values["task"]).train(values, others)
+    return private_task(values["task"]).train(values, others)
 
 
 def _leave_one_out(argv: list[str]) -> int:
@@ -148,7 +162,7 @@ def _leave_one_out(argv: list[str]) -> int:
 
 
 def audit(
-    values: dict[str, Any], words: Sequence[str], runs: int, folder: Path
+    values: Recipe, words: Sequence[str], runs: int, folder: Path
 ) -> tuple[AuditResult, float, str]:
     """Return what many runs tell of one canary, the epsilon that each claims, and, if the guesses
     refute it, why."""
@@ -156,7 +170,7 @@ def audit(
 
     from hf_dp.features.canaries import audit_of, guess
 
-    module = private_module(values["task"])
+    module = private_task(values["task"])
     outcomes, claims = [], []
     for number in range(runs):
         trainer = module.trainer_of(
@@ -208,7 +222,7 @@ class ExposureArguments:
         integer("candidates", self.candidates, 100)
 
 
-EXPOSED = (ExposureArguments, *generation.ARGUMENTS)
+EXPOSED = (ExposureArguments, *generation.CAUSAL.ARGUMENTS)
 
 
 def _exposure(argv: Sequence[str]) -> int:
@@ -254,14 +268,14 @@ def _exposure(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parsed(values: dict[str, Any], words: Sequence[str]) -> tuple[Any, ...]:
+def _parsed(values: Recipe, words: Sequence[str]) -> tuple[Any, ...]:
     from hf_dp.trainer.arguments import DPTrainingArguments
 
     return parse([*EXPOSED, DPTrainingArguments], values, words, prog="hf-dp audit exposure")
 
 
 def train_with_canaries(
-    values: dict[str, Any], words: Sequence[str], repetitions: int, folder: Path
+    values: Recipe, words: Sequence[str], repetitions: int, folder: Path
 ) -> None:
     """Train one model with canaries among its rows, into a folder that says so."""
     from hf_dp.audit import canaries as made
@@ -277,14 +291,16 @@ def train_with_canaries(
     card, adapter = card_block(values.get("card")), peft_config(values.get("peft"))
     inserted: list[made.Canaries] = []
 
-    def change_rows(rows: Any, tokenizer: Any, encoding: Any) -> Any:
+    def change_rows(
+        rows: Dataset, tokenizer: PreTrainedTokenizerBase, encoding: CausalEncoding
+    ) -> Dataset:
         how = {"count": asked.canaries, "repetitions": repetitions, "seed": asked.canary_seed}
         inserted.append(made.make(tokenizer, data, **how))
         made.check_encoding(inserted[0], data, encoding)
         return made.insert(rows, data, inserted[0])
 
-    trainer, _ = generation.build_trainer(
-        CAUSAL, model_args, data, decoding, args, adapter, change_rows
+    trainer, _ = generation.CAUSAL.build_trainer(
+        model_args, data, decoding, args, adapter, change_rows
     )
     (canaries,) = inserted
     if args.is_private:
@@ -297,7 +313,7 @@ def train_with_canaries(
     trainer.save_model()
 
 
-def measure(values: dict[str, Any], words: Sequence[str], folder: Path) -> dict[str, Any]:
+def measure(values: Recipe, words: Sequence[str], folder: Path) -> Report:
     """Return what a trained folder tells of its canaries; write it to ``exposure.json`` there."""
     import numpy as np
 
@@ -367,7 +383,7 @@ def _summary(found: list[dict[str, Any] | None]) -> dict[str, float | None] | No
     return {"mean": statistics.mean(bits), "standard_deviation": spread}
 
 
-def table(reports: Sequence[dict[str, Any]]) -> str:
+def table(reports: Sequence[Report]) -> str:
     """Return a line for each model."""
     from hf_dp.audit.exposure import AT_RANDOM
     from hf_dp.benchmarks.tables import aligned

@@ -19,7 +19,7 @@ NOTE = (
 )
 MODES = (
     "comma-separated: non_private, the engine's clipping strategies (book_keeping, two_pass, "
-    "per_example), dp_fp (noise on the representation), opacus_hooks, opacus_ghost; or all "
+    "per_example), dp_fp (noise on the representation), opacus_hooks, opacus_ghost "
     "(default: non_private,book_keeping)"
 )
 COMMANDS = {
@@ -84,10 +84,6 @@ def main(argv: Sequence[str]) -> int:
 
 def chosen_modes(words: str | None) -> list[str]:
     """Return the modes that ``--modes`` names."""
-    from hf_dp.benchmarks.modes import installed_modes
-
-    if words == "all":
-        return list(installed_modes())
     return [word.strip() for word in (words or "non_private,book_keeping").split(",")]
 
 

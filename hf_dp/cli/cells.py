@@ -17,9 +17,9 @@ from typing import Any
 
 import yaml
 
-from hf_dp.cli.config import load_yaml, read_yaml
+from hf_dp.cli.config import DEFAULT_TASK, Recipe, load_yaml, read_yaml
 from hf_dp.cli.non_private import AS_BASELINE, BATCH, NON_PRIVATE, private_keys
-from hf_dp.cli.tasks import DEFAULT_TASK, private_module
+from hf_dp.cli.tasks import private_task
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.run.clock import VARIABLE
 
@@ -35,7 +35,7 @@ _OWN = {"seed": "--seeds", "output_dir": "--output-dir", RECIPE: "--config A.yam
 class Cell:
     """One run: what it sets beside the recipe, and where it writes."""
 
-    settings: dict[str, Any]
+    settings: Recipe
     seed: int
     folder: Path
 
@@ -55,7 +55,7 @@ class Cell:
         return " ".join(f"{key}={in_words(value)}" for key, value in self.settings.items())
 
 
-def in_words(value: Any) -> str:
+def in_words(value: object) -> str:
     """Return a value in words; an infilling block as its label words and its template."""
     if isinstance(value, dict) and isinstance(value.get("label_words"), dict):
         return f"{'/'.join(map(str, value['label_words'].values()))} in {value.get('template')!r}"
@@ -90,7 +90,7 @@ def grid(
 ) -> Iterator[Cell]:
     """Yield all combinations of KEY=A,B, each with each seed; of several recipes, each cell names
     its own."""
-    axes: dict[str, list[Any]] = {RECIPE: list(recipes)} if len(recipes) > 1 else {}
+    axes: dict[str, list[object]] = {RECIPE: list(recipes)} if len(recipes) > 1 else {}
     for word in words:
         key, values = setting(word, "--grid")
         if key in axes:
@@ -111,11 +111,11 @@ def grid(
             yield Cell(settings, seed, folder / f"{plain}-{mark}-seed{seed}")
 
 
-def _combinations(axes: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
+def _combinations(axes: dict[str, list[object]]) -> Iterator[Recipe]:
     """Yield each combination once. Beside private runs, one without privacy is one, whatever the
     values of the grid's privacy arguments."""
     several = len(axes.get("privacy_mode", [])) > 1
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Recipe] = {}
     for values in itertools.product(*axes.values()):
         settings = dict(zip(axes, values, strict=True))
         if several and settings["privacy_mode"] == NON_PRIVATE:
@@ -125,7 +125,7 @@ def _combinations(axes: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
     yield from found.values()
 
 
-def with_settings(recipe: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+def with_settings(recipe: Recipe, settings: Recipe) -> Recipe:
     """Return the recipe with these settings; ``peft.r`` is the key ``r`` of the block ``peft``."""
     values = copy.deepcopy(dict(recipe))
     for key, value in settings.items():
@@ -147,7 +147,7 @@ def with_settings(recipe: Mapping[str, Any], settings: Mapping[str, Any]) -> dic
 
 
 def run_cell(
-    recipe: dict[str, Any], cell: Cell, which: str, launched: Sequence[str], timed: bool = True
+    recipe: Recipe, cell: Cell, which: str, launched: Sequence[str], timed: bool = True
 ) -> bool:
     """Train one cell, unless its result is there already; return whether it is there.
 
@@ -193,7 +193,7 @@ def why_it_failed(cell: Cell) -> str:
     return " ".join([f"see {log}.", *last])
 
 
-def result(cell: Cell, *, untrained: bool = False, logs: bool = False) -> dict[str, Any]:
+def result(cell: Cell, *, untrained: bool = False, logs: bool = False) -> Recipe:
     """Return what a run that is done was and found, as ``hf-dp sweep --json`` prints it: also the
     metrics of its untrained base, or what it logged over its steps, where asked. Epsilon and status
     are None for a run that is not private."""
@@ -243,34 +243,31 @@ def _zero_shot(cell: Cell) -> dict[str, float]:
     if not values.get("infilling"):
         return {}
     if not kept.exists():
-        module = private_module(values.get("task", DEFAULT_TASK))
+        module = private_task(values.get("task", DEFAULT_TASK))
         metrics, _ = module.evaluate(values, (), zero_shot=True)
         kept.write_text(json.dumps(metrics), encoding="utf-8")
     return {name.removeprefix("eval_"): value for name, value in _read(kept).items()}
 
 
-def model_size(name: str) -> dict[str, Any]:
+def model_size(name: str) -> dict[str, object]:
     """Return the family of a base model, and its millions of parameters outside embeddings, which
     Li et al. count (figures 1 and 6); nothing for a model whose configuration is not here.
 
     A distilled model is of its teacher's family.
     """
-    import torch
     from torch import nn
-    from transformers import AutoConfig, AutoModel
+    from transformers import AutoModel
 
-    from hf_dp.tasks.sources import resolve_model
+    from hf_dp.tasks.models import architecture
 
     try:
-        config = AutoConfig.from_pretrained(resolve_model(name))
-        with torch.device("meta"):  # shapes; no weights are needed
-            model = AutoModel.from_config(config)
-    except (OSError, ValueError, DataError):
+        model = architecture(name, lambda config: AutoModel)
+    except DataError:
         return {}
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     embedded = {parameter for table in tables for parameter in table.parameters()}
     others = sum(each.numel() for each in model.parameters() if each not in embedded)
-    return {"family": config.model_type.removeprefix("distil"), "parameters": others / 1e6}
+    return {"family": model.config.model_type.removeprefix("distil"), "parameters": others / 1e6}
 
 
 # -- all runs together ---

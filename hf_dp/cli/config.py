@@ -12,14 +12,13 @@ import re
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import yaml
 
 from hf_dp._arguments import argument
 from hf_dp._validate import one_of
 from hf_dp.cli.options import Parser, add_fields, check_names, given_options
-from hf_dp.cli.tasks import DEFAULT_TASK, training_module
 from hf_dp.errors import ConfigError, HfDpError
 from hf_dp.trainer.forward_arguments import ForwardArguments
 from hf_dp.trainer.privacy_arguments import (
@@ -33,6 +32,8 @@ from hf_dp.trainer.row_arguments import AuditArguments, RowArguments, UnitArgume
 if typing.TYPE_CHECKING:
     from peft import PeftConfig
 
+Recipe = dict[str, Any]  # keys of a configuration, as YAML has them
+DEFAULT_TASK = "text_classification"
 BLOCKS = ("task", "peft", "card")  # keys of a recipe that are no dataclass's
 
 
@@ -74,7 +75,7 @@ def load_yaml(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
 
 
-def read_yaml(path: str) -> dict[str, Any]:
+def read_yaml(path: str) -> Recipe:
     """Return the keys of one configuration file."""
     try:
         values = load_yaml(Path(path).read_text(encoding="utf-8"))
@@ -113,7 +114,7 @@ class CommandParser(Parser):
         argv: Sequence[str],
         described: Callable[[str], tuple[str, str, Iterable[type]]],
         task: str = DEFAULT_TASK,
-    ) -> tuple[argparse.Namespace, dict[str, Any], list[str]]:
+    ) -> tuple[argparse.Namespace, Recipe, list[str]]:
         """Return the command's own options, the keys of its file, among them the task, and the
         other words.
 
@@ -133,7 +134,7 @@ class CommandParser(Parser):
 
 def parse(
     kinds: Sequence[type],
-    values: dict[str, Any],
+    values: Recipe,
     words: Sequence[str],
     *,
     prog: str,
@@ -146,15 +147,15 @@ def parse(
         kinds: the dataclasses.
         prog: the command's name, for its usage line.
     """
-    from transformers import HfArgumentParser
+    from transformers.hf_argparser import DataClassType, HfArgumentParser
 
-    hints: dict[str, Any] = {}
+    hints: dict[str, object] = {}
     for cls in kinds:
         names = {field.name for field in dataclasses.fields(cls) if field.init}
         hints |= {name: hint for name, hint in typing.get_type_hints(cls).items() if name in names}
     check_names(values, {*hints, *BLOCKS}, "configuration key")
     _check_words(words, set(hints))
-    parser = HfArgumentParser(cast(Any, kinds), prog=prog, allow_abbrev=False)
+    parser = HfArgumentParser(map(DataClassType, kinds), prog=prog, allow_abbrev=False)
     parser.error = _refuse  # type: ignore[method-assign]
     for action in parser._actions:
         name, hint = action.dest, hints.get(action.dest)
@@ -175,7 +176,7 @@ def _refuse(message: str) -> NoReturn:
     raise ConfigError(f"{message}. See --help for all names.")
 
 
-def _as_default(name: str, value: Any, hint: Any) -> Any:
+def _as_default(name: str, value: object, hint: object) -> object:
     """Return a YAML value as a default of argparse, which converts and checks what is text."""
     if isinstance(value, str) and str(hint).startswith("list"):
         return [value]  # one value of a list need not be written as one
@@ -185,7 +186,7 @@ def _as_default(name: str, value: Any, hint: Any) -> Any:
     return str(value) if isinstance(value, (int, float)) and not known else value
 
 
-def _block_or_text(word: str) -> Any:
+def _block_or_text(word: str) -> object:
     """Return the block that a word like ``{template: ...}`` writes in YAML, or the word."""
     try:
         return load_yaml(word) if word.startswith("{") else word
@@ -237,7 +238,7 @@ def training_arguments() -> frozenset[str]:
 
 
 def check_early(
-    values: dict[str, Any], words: Sequence[str], arguments: Iterable[type], training: bool = True
+    values: Recipe, words: Sequence[str], arguments: Iterable[type], training: bool = True
 ) -> None:
     """Raise ConfigError for keys and options that no argument of a task has, before transformers is
     imported. Args: training: whether the words may train."""
@@ -247,19 +248,14 @@ def check_early(
     _check_words(words, known if training else own)
 
 
-def check_recipe(values: dict[str, Any]) -> None:
-    """Raise ConfigError for keys of a recipe that its task does not have."""
-    check_early(values, (), training_module(values.get("task", DEFAULT_TASK)).ARGUMENTS)
-
-
-def _block(name: str, values: Any, example: str) -> dict[str, Any]:
+def _block(name: str, values: object, example: str) -> Recipe:
     """Return a copy of a block of a recipe, empty where there is none."""
     if values and not isinstance(values, dict):
         raise ConfigError(f"Expected `{name}` to be a block like {example}, got {values!r}.")
-    return dict(values or {})
+    return dict(values) if isinstance(values, dict) else {}
 
 
-def peft_config(values: Any) -> PeftConfig | None:
+def peft_config(values: object) -> PeftConfig | None:
     """Return a PEFT config from a YAML block ``{peft_type: lora, r: 8, ...}``, or None."""
     options = _block("peft", values, "{peft_type: lora, r: 8}")
     if not options:
@@ -290,7 +286,7 @@ def peft_config(values: Any) -> PeftConfig | None:
         ) from problem
 
 
-def card_block(values: Any) -> dict[str, Any]:
+def card_block(values: object) -> Recipe:
     """Return what the YAML block ``card: {license: mit, language: en, ...}`` says of the card."""
     found = _block("card", values, "{license: mit, language: en}")
     if found:

@@ -9,7 +9,7 @@ from hf_dp._validate import one_of
 from hf_dp.cli.config import CommandParser, check_early
 from hf_dp.cli.launch import refuse_several
 from hf_dp.cli.non_private import NON_PRIVATE, folder_of
-from hf_dp.cli.tasks import list_tasks, private_module, private_tasks
+from hf_dp.cli.tasks import list_tasks, private_task, private_tasks
 from hf_dp.cli.tasks.shared import EvalArguments
 
 DESCRIPTION = """\
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     parser.option("--privacy-mode", mode, "NAME")
     parser.switch("--json", 'print one JSON object: {"eval_accuracy": ...}')
     args, values, words = parser.read(argv, _described)
-    module = private_module(values["task"])
+    module = private_task(values["task"])
     check_early(values, words, (EvalArguments, *module.ARGUMENTS), training=False)
     refuse_several("hf-dp eval")
     if args.privacy_mode is not None:
@@ -52,5 +52,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _described(task: str) -> tuple[str, str, Sequence[type]]:
-    arguments = (EvalArguments, *private_module(task).ARGUMENTS)
+    arguments = (EvalArguments, *private_task(task).ARGUMENTS)
     return DESCRIPTION + list_tasks(private_tasks()), EXAMPLE, arguments

@@ -14,9 +14,9 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from hf_dp import _validate
 from hf_dp.cli.cells import in_words
@@ -24,6 +24,7 @@ from hf_dp.cli.options import Parser
 from hf_dp.errors import ConfigError
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 EXAMPLES = """examples:
@@ -40,6 +41,9 @@ A point is the mean over the seeds, with bars (or a band) from the smallest to t
 Record = Mapping[str, Any]
 Records = Sequence[Record]
 Names = Sequence[str]
+Place = float | str  # on an axis
+Cells = dict[tuple[Place, Place], float | None]  # of a heat map
+T = TypeVar("T", bound=Hashable)
 LABEL = "label"
 _SCORES = ("metrics", "zero_shot")  # seeds differ in them, on whichever axis they stand
 _LINEAR = (*_SCORES, "logs")  # never on a logarithmic axis
@@ -85,7 +89,8 @@ def main(argv: Sequence[str]) -> int:
     if len(shown) < len(records):
         lacking = f"{len(records) - len(shown)} of {len(records)} records"
         print(f"{lacking} have no number for {' or '.join(numbers)}", file=sys.stderr)
-    beside, title = [], ""
+    beside: Records = ()
+    title = ""
     if args.beside is not None:
         beside = read_beside(args.beside, not args.color, [_short(key) for key in axes])
         title = Path(args.beside).stem
@@ -116,8 +121,8 @@ def read_records(path: str, names: Names) -> list[Record]:
     return [record for row in rows for record in _flat(row, names)]
 
 
-def _flat(row: Mapping[str, Any], names: Names) -> Iterator[Record]:
-    plain: dict[str, Any] = {}
+def _flat(row: Record, names: Names) -> Iterator[Record]:
+    plain: dict[str, object] = {}
     asked = []
     for key, value in row.items():
         if isinstance(value, dict):
@@ -172,16 +177,16 @@ def _label(record: Record, by: Names) -> str:
     return " ".join(said)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def read_beside(path: str, labelled: bool, numbers: Names) -> list[dict[str, Any]]:
+def read_beside(path: str, labelled: bool, numbers: Names) -> Records:
     """Return the rows of a CSV file with these columns of numbers, and `label` if ``labelled``."""
     try:
         with open(path, encoding="utf-8", newline="") as file:
-            rows: list[dict[str, Any]] = list(csv.DictReader(file))
-        found = [{**row, **{name: float(row[name]) for name in numbers}} for row in rows]
+            rows = list(csv.DictReader(file))
+        found: Records = [{**row, **{n: float(row[n]) for n in numbers}} for row in rows]
         complete = all(math.isfinite(row[name]) for row in found for name in numbers)
     except (OSError, ValueError, TypeError, KeyError, csv.Error) as problem:
         raise ConfigError(
@@ -200,10 +205,10 @@ def read_beside(path: str, labelled: bool, numbers: Names) -> list[dict[str, Any
 
 
 def _groups(
-    records: Records, by: Names, place_of: Callable[[Record], Any]
-) -> dict[str, dict[Any, list[Record]]]:
+    records: Records, by: Names, place_of: Callable[[Record], T]
+) -> dict[str, dict[T, list[Record]]]:
     """Return the records of each label by their place, where they differ in their seeds alone."""
-    found: dict[str, dict[Any, list[Record]]] = {}
+    found: dict[str, dict[T, list[Record]]] = {}
     for one in records:
         label = _label(one, by)
         seeds = found.setdefault(label, {}).setdefault(place_of(one), [])
@@ -240,19 +245,19 @@ def curves(records: Records, axes: Names, by: Names, beside: Records, title: str
             xs, ys = ([point[axis] for point in points] for axis in (0, 1))
             seen[0].update(*xs)
             seen[1].update(*ys)
-            means = [[statistics.mean(each) for each in values] for values in (xs, ys)]
-            style: dict[str, Any] = {"color": f"C{order.index(label)}", "label": label or _short(y)}
+            at, high = ([statistics.mean(each) for each in values] for values in (xs, ys))
+            color, said = f"C{order.index(label)}", label or _short(y)
             if source is theirs:
-                style |= {"label": f"{title}: {label}", "marker": "o", "markerfacecolor": "white"}
-                place.plot(*means, linestyle="--", **style)
+                said = f"{title}: {label}"
+                place.plot(at, high, "o--", color=color, label=said, markerfacecolor="white")
             elif len(xs) > _MANY:
-                place.plot(*means, **style)
+                place.plot(at, high, color=color, label=said)
                 edges = [min(each) for each in ys], [max(each) for each in ys]
-                place.fill_between(means[0], *edges, color=style["color"], alpha=0.2, linewidth=0)
+                place.fill_between(at, *edges, color=color, alpha=0.2, linewidth=0)
             else:
                 across = _spread(xs) if x.startswith(_SCORES) else None
                 place.errorbar(
-                    *means, xerr=across, yerr=_spread(ys), marker="o", capsize=3, **style
+                    at, high, _spread(ys), across, marker="o", capsize=3, color=color, label=said
                 )
     for axis, key, values in zip("xy", axes, seen, strict=True):
         place.set(**{f"{axis}label": _short(key)})
@@ -260,7 +265,8 @@ def curves(records: Records, axes: Names, by: Names, beside: Records, title: str
             marked = sorted(values)[:: len(values) // 9 + 1]
             place.set(**{f"{axis}scale": "log"})
             place.set(**{f"{axis}ticks": marked, f"{axis}ticklabels": [f"{v:.5g}" for v in marked]})
-            place.tick_params(axis=axis, which="minor", labelleft=False, labelbottom=False)
+            hidden = {"which": "minor", "labelleft": False, "labelbottom": False}
+            getattr(place, f"{axis}axis").set_tick_params(**hidden)
     if len(ours) + len(theirs) > 1:
         place.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
@@ -312,13 +318,12 @@ def heat_maps(records: Records, axes: Names, by: Names, beside: Records, title: 
     return figure
 
 
-def _means(records: Records, axes: Names, by: Names) -> dict[str, dict[Any, float | None]]:
+def _means(records: Records, axes: Names, by: Names) -> dict[str, Cells]:
     """Return the mean of each cell of each heat map, None for one without a number."""
     x, y, color = axes
 
-    def place_of(one: Record) -> tuple[Any, ...]:
-        found = (one.get(x), one.get(y))
-        return tuple(value if _is_number(value) else in_words(value) for value in found)
+    def place_of(one: Record) -> tuple[Place, Place]:
+        return _place(one.get(x)), _place(one.get(y))
 
     def mean(seeds: Records) -> float | None:
         values = [one[color] for one in seeds if _is_number(one.get(color))]
@@ -331,17 +336,21 @@ def _means(records: Records, axes: Names, by: Names) -> dict[str, dict[Any, floa
     }
 
 
-def _in_order(values: Sequence[Any]) -> list[Any]:
+def _in_order(values: Sequence[Place]) -> list[Place]:
     """Return each once: numbers rising, words in their order."""
     found = list(dict.fromkeys(values))
     return sorted(found) if all(_is_number(value) for value in found) else found
 
 
-def _tick(value: Any) -> str:
-    return f"{value:g}" if _is_number(value) else value or "-"
+def _place(value: object) -> Place:
+    return value if _is_number(value) else in_words(value)
 
 
-def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Any]]:
+def _tick(value: Place) -> str:
+    return (value or "-") if isinstance(value, str) else f"{value:g}"
+
+
+def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
     """Return a figure and its ``count`` axes side by side, without upper and right edges."""
     from matplotlib.figure import Figure  # not pyplot: no display is touched
 

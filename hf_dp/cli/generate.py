@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_dp._arguments import argument
 from hf_dp._validate import integer
@@ -18,6 +18,9 @@ from hf_dp.errors import ConfigError
 from hf_dp.tasks.generation.arguments import NUCLEUS, DecodingArguments, TextArguments
 from hf_dp.tasks.generation.language_models import CAUSAL
 from hf_dp.tasks.models import StartArguments
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 DESCRIPTION = """\
 Let a trained model write rows in the columns of its training rows. What a private model writes is
@@ -84,7 +87,7 @@ def _written(
     model_args: StartArguments,
     data: TextArguments,
     decoding: DecodingArguments,
-) -> tuple[Any, dict[str, Any]]:
+) -> tuple[Dataset, dict[str, object]]:
     """Return the rows, and what is to stand in the file's metadata."""
     import torch
 

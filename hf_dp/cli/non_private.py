@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from hf_dp.cli.config import private_keys
+from hf_dp.cli.config import Recipe, private_keys
 from hf_dp.cli.launch import launched_processes
 from hf_dp.cli.options import given_options
 from hf_dp.plans.dp_fp import FROZEN, PUBLISHED
@@ -27,7 +26,7 @@ BATCH, PHYSICAL, ACCUMULATION = (
 )
 
 
-def as_asked(values: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
+def as_asked(values: Recipe, words: Sequence[str]) -> Recipe:
     """Return a file's keys as the command line wants them: without privacy where it says so."""
     asked = given_options(words)
     if asked.get("privacy_mode") != NON_PRIVATE:
@@ -39,7 +38,7 @@ def as_asked(values: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
     return kept
 
 
-def folder_of(values: Mapping[str, Any]) -> str | None:
+def folder_of(values: Recipe) -> str | None:
     """Return where a recipe's run without privacy goes: a private run's folder holds its claim."""
     folder = values.get("output_dir")
     if folder is None or values.get("privacy_mode") == NON_PRIVATE:
@@ -47,7 +46,7 @@ def folder_of(values: Mapping[str, Any]) -> str | None:
     return f"{str(folder).rstrip('/')}_{NON_PRIVATE}"
 
 
-def without_privacy(values: dict[str, Any], words: Sequence[str] = ()) -> dict[str, Any]:
+def without_privacy(values: Recipe, words: Sequence[str] = ()) -> Recipe:
     """Return a recipe's keys without those that only a private run reads; name these on stderr.
 
     A batch has as many examples as the private run expects in one, and what trains is the same.

@@ -9,11 +9,15 @@ import inspect
 import types
 import typing
 from collections.abc import Container, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from hf_dp._dataclasses import default_of
 from hf_dp.errors import ConfigError
 
+if typing.TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 _METAVARS = {int: "N", float: "X", bool: "True|False"}
 
 
@@ -32,7 +36,9 @@ class Parser(argparse.ArgumentParser):
         """Add an option without a value."""
         self.add_argument(name, help=text, action="store_true")
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
         """Parse the words; values stay as they are, and so do options that it does not know."""
         known = self._names()
         return super().parse_known_args([_spelled(word, known) for word in args or ()], namespace)
@@ -102,12 +108,10 @@ def add_fields(
         if only is not None and field.name not in only:
             continue
         kind, default, text = _kind(hints[field.name]), default_of(field), field.metadata["help"]
-        options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": field.name}
+        nargs = "?" if kind is bool else None  # as HfArgumentParser: the name alone means True
         if typing.get_origin(kind) is list:
-            options["nargs"], kind = "+", typing.get_args(kind)[0]
+            nargs, kind = "+", typing.get_args(kind)[0]
             default = " ".join(map(str, default if isinstance(default, list) else ()))
-        if kind is bool:  # as HfArgumentParser: the name alone means True
-            options |= {"nargs": "?", "const": True}
         if default not in (None, "", False, dataclasses.MISSING) and default != {}:
             text = f"{text.rstrip('.')} (default: {default})"
         add(
@@ -115,11 +119,14 @@ def add_fields(
             type=_truth if kind is bool else kind if kind in (int, float) else str,
             metavar=_METAVARS.get(kind, "TEXT"),
             help=text.replace("%", "%%"),
-            **options,
+            nargs=nargs,
+            const=True if kind is bool else None,
+            default=argparse.SUPPRESS,
+            dest=field.name,
         )
 
 
-def _kind(hint: Any) -> Any:
+def _kind(hint: type) -> type:
     """Return the type of a field on the command line: text if text is allowed, and never None."""
     if not isinstance(hint, types.UnionType):
         return hint
@@ -133,7 +140,7 @@ def _truth(word: str) -> bool:
     return word.lower() == "true"
 
 
-def taken(cls: type, given: argparse.Namespace) -> Any:
+def taken(cls: type[T], given: argparse.Namespace) -> T:
     """Return an instance of a dataclass from the options that were given."""
     names = {field.name for field in dataclasses.fields(cls)}
     return cls(**{name: value for name, value in vars(given).items() if name in names})

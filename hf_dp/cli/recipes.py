@@ -6,14 +6,14 @@ torch and transformers are imported only where a model, an adapter or users are 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from hf_dp._arguments import ArgumentGroup, check_groups, numbers_from_text
 from hf_dp._validate import one_of
-from hf_dp.cli.config import PLANNED, LengthArguments, peft_config
-from hf_dp.errors import ConfigError, DataError
+from hf_dp.cli.config import DEFAULT_TASK, PLANNED, LengthArguments, Recipe, peft_config
+from hf_dp.errors import ConfigError
 from hf_dp.plans.dp_fp import DP_FP
 from hf_dp.trainer.forward_arguments import ForwardArguments, resolve_forward
 from hf_dp.trainer.privacy_arguments import (
@@ -26,7 +26,10 @@ from hf_dp.trainer.privacy_arguments import (
 from hf_dp.trainer.row_arguments import AuditArguments, RowArguments, UnitArguments
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from hf_dp.batches.units import UnitTable
+    from hf_dp.plans.units import Users
     from hf_dp.tuners.base import Tuner
 
 
@@ -63,13 +66,13 @@ class PlannedArguments(
         found.raise_all()
 
     @classmethod
-    def of(cls, values: Mapping[str, Any], **changes: Any) -> Self:
+    def of(cls, values: Recipe, **changes: object) -> Self:
         """Return those of a recipe, with some changed."""
         known = cls.__dataclass_fields__
         return cls(**{key: value for key, value in values.items() if key in known} | changes)
 
 
-def tuner_of(recipe: Mapping[str, Any]) -> Tuner | None:
+def tuner_of(recipe: Recipe) -> Tuner | None:
     """Return what a recipe trains with, None without a `peft` block, which takes torch to read."""
     config = peft_config(recipe.get("peft"))
     if config is None:
@@ -93,7 +96,7 @@ def refuse_other_modes(mode: str, command: str, planned: Sequence[str] = ("dp_sg
 
 
 def rows_of(
-    recipe: dict[str, Any], num_examples: int | None, users: Any
+    recipe: Recipe, num_examples: int | None, users: Users | None
 ) -> tuple[int, UnitTable | None]:
     """Return the number of rows or users, and whose the rows are, where users are protected and the
     rows are here.
@@ -130,7 +133,7 @@ def _whose(file: str, split: str, most: int | None, column: str) -> UnitTable:
     return split_off_units(rows if most is None else rows.select(range(most)), column)[0]
 
 
-def _count(recipe: dict[str, Any]) -> int:
+def _count(recipe: Recipe) -> int:
     demo = recipe.get("dataset_name") == "demo"
     if (recipe.get("train_file") or demo) and recipe.get("data_format"):
         from hf_dp.tasks.generation.encoding import count_examples
@@ -152,14 +155,12 @@ def _count(recipe: dict[str, Any]) -> int:
     )
 
 
-def trained_numbers(recipe: dict[str, Any], peft: dict[str, Any] | None) -> int:
+def trained_numbers(recipe: Recipe, peft: object) -> int:
     """Return how many numbers of the recipe's model train. No weights are made."""
     import torch
     import transformers
 
-    from hf_dp.cli.tasks import DEFAULT_TASK
-    from hf_dp.tasks.models import freeze
-    from hf_dp.tasks.sources import resolve_model
+    from hf_dp.tasks.models import architecture, freeze
     from hf_dp.tuners.apply import apply_peft
 
     task = recipe.get("task", DEFAULT_TASK)
@@ -172,17 +173,9 @@ def trained_numbers(recipe: dict[str, Any], peft: dict[str, Any] | None) -> int:
     if task not in classes:
         raise ConfigError(f"The task {task!r} trains without privacy: nothing to plan.")
     kind = "AutoModelForMaskedLM" if recipe.get("infilling") else classes[task]
-    name = recipe["model_name_or_path"]
-    try:
-        config = transformers.AutoConfig.from_pretrained(resolve_model(name))
-        with torch.device("meta"):
-            model = getattr(transformers, kind).from_config(config)
-        model.tie_weights()
-    except (OSError, ValueError) as problem:
-        raise DataError(
-            f"The model {name!r} could not be loaded: {str(problem).splitlines()[0]} Give "
-            "--num-examples, --target-epsilon and --parameters instead of --config."
-        ) from problem
+    advice = "Give --num-examples, --target-epsilon and --parameters instead of --config."
+    auto = getattr(transformers, kind)
+    model: nn.Module = architecture(recipe["model_name_or_path"], lambda config: auto, advice)
     freeze(model, recipe.get("freeze", ()))
     adapter = peft_config(peft)
     if adapter is not None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from hf_dp._arguments import argument
-from hf_dp.cli.config import LengthArguments, check_recipe, read_yaml
+from hf_dp.cli.config import LengthArguments, read_yaml
 from hf_dp.cli.options import Parser, add_fields, taken
 from hf_dp.cli.recipes import (
     PlannedArguments,
@@ -22,6 +22,7 @@ from hf_dp.cli.recipes import (
     trained_numbers,
     tuner_of,
 )
+from hf_dp.cli.tasks import check_recipe
 from hf_dp.errors import ConfigError
 from hf_dp.planning import forecast
 from hf_dp.trainer.privacy_arguments import BudgetArguments

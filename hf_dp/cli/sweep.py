@@ -25,10 +25,11 @@ from hf_dp.cli.cells import (
     why_it_failed,
     with_settings,
 )
-from hf_dp.cli.config import check_recipe, read_yaml
+from hf_dp.cli.config import Recipe, read_yaml
 from hf_dp.cli.launch import add_launch_options, launch_words, refuse_several
 from hf_dp.cli.non_private import AS_BASELINE, NON_PRIVATE, private_keys
 from hf_dp.cli.options import Parser
+from hf_dp.cli.tasks import check_recipe
 from hf_dp.cli.train import with_recipe
 from hf_dp.errors import ConfigError
 from hf_dp.statement.wording import NOT_PRIVATE, PROVEN_WEIGHTS_ONLY, STATUSES
@@ -129,12 +130,12 @@ def main(argv: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def _read_recipes(paths: Sequence[str], fixed: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _read_recipes(paths: Sequence[str], fixed: Recipe) -> dict[str, Recipe]:
     """Return the recipes by name, which is the path below the folder that they share, without its
     ending; ``fixed`` is set in all, and the cards of their runs name the file."""
     files = [Path(path).resolve() for path in paths]
     shared = os.path.commonpath([file.parent for file in files])
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Recipe] = {}
     for path, file in zip(paths, files, strict=True):
         name = file.relative_to(shared).with_suffix("").as_posix()
         if name in found:
@@ -147,7 +148,7 @@ def _read_recipes(paths: Sequence[str], fixed: dict[str, Any]) -> dict[str, dict
     return found
 
 
-def _check(args: argparse.Namespace, fixed: dict[str, Any], cells: Sequence[Cell]) -> None:
+def _check(args: argparse.Namespace, fixed: Recipe, cells: Sequence[Cell]) -> None:
     """Raise ConfigError for options that do not go together, and for privacy arguments of a sweep
     in which no run is private."""
     if Path(args.output_dir).is_file():

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from hf_dp.cli.config import PRIVACY, CommandParser, check_early
+from hf_dp.cli.config import DEFAULT_TASK, PRIVACY, CommandParser, Recipe, check_early
 from hf_dp.cli.launch import (
     add_launch_options,
     launch,
@@ -16,7 +15,7 @@ from hf_dp.cli.launch import (
     show_progress_once,
 )
 from hf_dp.cli.non_private import as_asked
-from hf_dp.cli.tasks import DEFAULT_TASK, TASKS, list_tasks, training_module
+from hf_dp.cli.tasks import TASKS, list_tasks, training_module
 from hf_dp.errors import ConfigError
 
 DESCRIPTION = """\
@@ -73,7 +72,7 @@ def _described(task: str) -> tuple[str, str, Sequence[type]]:
     return DESCRIPTION + list_tasks(TASKS), f"example:\n  {TASKS[task].example}", arguments
 
 
-def with_recipe(values: dict[str, Any], path: str | None) -> dict[str, Any]:
+def with_recipe(values: Recipe, path: str | None) -> Recipe:
     """Return the values of a recipe whose card names its file, unless the card says another."""
     card = values.get("card") or {}
     task = TASKS.get(values.get("task", DEFAULT_TASK))

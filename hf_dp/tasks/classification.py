@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from hf_dp._arguments import argument
 from hf_dp._validate import invalid, one_of
-from hf_dp.errors import ConfigError, DataError
+from hf_dp.errors import ConfigError
 from hf_dp.tasks.labels import checked_names, label_ids
 from hf_dp.tasks.sources import SourceArguments
 
@@ -42,12 +42,6 @@ class DataArguments(ClassificationArguments):
         from hf_dp.tasks.demo_sentences import demo_dataset
 
         return demo_dataset()
-
-    def columns(
-        self, tokenizer: PreTrainedTokenizerBase, names: Sequence[str], keep: str | None = None
-    ) -> tuple[Any, ...]:
-        """Return the arguments of :func:`encode` after the rows."""
-        return tokenizer, self.text_columns, self.label_column, names, self.max_length, keep
 
 
 @dataclass
@@ -119,18 +113,6 @@ def encode(
     return dataset.map(
         encode_rows, batched=True, with_indices=True, remove_columns=others, desc="Tokenizing"
     )
-
-
-def encode_all(sets: Mapping[str, Dataset], columns: Sequence[Any]) -> Dataset | dict[str, Dataset]:
-    """Return the evaluation sets encoded, as the Trainer takes them. Raises: as :func:`encode`,
-    naming the set."""
-    encoded = {}
-    for name, rows in sets.items():
-        try:
-            encoded[name] = encode(rows, *columns)
-        except DataError as problem:
-            raise DataError(f"Evaluation set {name!r}: {problem}") from problem
-    return one_or_all(encoded)
 
 
 def one_or_all(sets: dict[str, Dataset]) -> Dataset | dict[str, Dataset]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,12 @@ from hf_dp.tasks.templates import Infilling
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import (
+        BaseImageProcessor,
+        PretrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+    )
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +113,26 @@ def without_weights(auto: Any, path: str, **options: Any) -> PreTrainedModel:
 
     model = auto.from_config(AutoConfig.from_pretrained(path, **options))
     model.config.name_or_path = ""  # the card must not name the path as the base of this model
+    return model
+
+
+def architecture(
+    name: str, auto: Callable[[PretrainedConfig], Any], advice: str = "", **options: object
+) -> PreTrainedModel:
+    """Return a model by its name as it would be built, on the meta device: it has no weights.
+
+    Args: auto: which class of transformers makes it, by its configuration.
+
+    Raises: DataError, with this advice.
+    """
+    import torch
+    from transformers import AutoConfig
+
+    with loading(f"The model {name!r}", advice):
+        config = AutoConfig.from_pretrained(resolve_model(name), **options)
+        with torch.device("meta"):
+            model = auto(config).from_config(config)
+    model.tie_weights()
     return model
 
 

@@ -149,11 +149,10 @@ def test_opacus_is_named_with_its_extra_where_it_is_missing(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(HfDpError, match=r"`modes`.*'opacus_ghost'.*pip install hf-dp\[bench\]"):
         check_modes(["opacus_ghost"])
-    assert modes.installed_modes() == (NON_PRIVATE, *STRATEGIES, FORWARD)
 
 
 PARAMETERS = {  # published, in millions; a classifier's head included
-    "gpt2": 124.4, "gpt2-medium": 354.8, "gpt2-large": 774.0, "roberta-base": 124.6, "roberta-large": 355.4, "minilm": 22.7,
+    "gpt2": 124.4, "gpt2-medium": 354.8, "gpt2-large": 774.0, "roberta-base": 124.6, "minilm": 22.7,
 }  # fmt: skip
 
 

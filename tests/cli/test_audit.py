@@ -5,61 +5,54 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
+from recipe import Recipe
 
 from hf_dp.cli.main import main
 
 
 @pytest.fixture
-def task(of_tables) -> Path:
+def task(of_tables) -> Recipe:
     steady = {"lr_scheduler_type": "constant", "logging_strategy": "no"}
     return of_tables(24, target_epsilon=2, expected_batch_size=12, **steady)
 
 
-def audit(task: Path, *words: str) -> int:
-    return main(["audit", "exposure", "--config", str(task), *words])
+def exposure(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "exposure.json").read_text())
 
 
-def test_a_private_model_says_what_is_in_it_and_is_measured_again_alike(task, capsys):
+def test_a_private_model_says_what_is_in_it_and_is_measured_again_alike(task):
     words = ["--candidates", "200"]
-    assert audit(task, *words, "--repetitions", "2", "--canaries", "2") == 0
-    folder = task.parent / "out_exposure" / "dp_sgd_r2"
-    printed = capsys.readouterr().out
+    printed = task.run("audit exposure", *words, "--repetitions", "2", "--canaries", "2")
+    folder = task.folder / "out_exposure" / "dp_sgd_r2"
     assert printed.strip().splitlines()[-1] == str(folder / "exposure.json")
     assert "A canary of r rows has r times as much" in printed
 
     inserted = json.loads((folder / "canaries.json").read_text())
     assert inserted["repetitions"] == 2 and len(inserted["canaries"]) == 2
-    stated = json.loads((folder / "privacy.json").read_text())
-    assert stated["statement"]["num_examples"] == 24 + 4
-    assert stated["statement"]["status"] == "proven"
+    stated = json.loads((folder / "privacy.json").read_text())["statement"]
+    assert (stated["num_examples"], stated["status"]) == (24 + 4, "proven")
     card = (folder / "README.md").read_text()
     assert "canaries-inserted" in card and "with 4 inserted rows of canaries" in card
 
-    found = json.loads((folder / "exposure.json").read_text())
-    assert found["exact"] is None and found["epsilon"] == stated["statement"]["epsilon"]
+    found = exposure(folder)
+    assert found["exact"] is None and found["epsilon"] == stated["epsilon"]
     assert found["skew_normal"]["mean"] < found["mean_exposure_that_epsilon_allows"]
-    assert audit(task, *words, "--trained", str(folder), "--exact") == 0
-    again = json.loads((folder / "exposure.json").read_text())
-    for one, other in zip(found["canaries"], again["canaries"], strict=True):
-        assert one["skew_normal"]["exposure"] == pytest.approx(
-            other["skew_normal"]["exposure"], rel=1e-4
-        )
-        assert other["exact"]["size"] == 100_000
-
-    assert audit(task, "--repetitions", "2") == 2
-    assert f"--trained {folder}" in capsys.readouterr().err
+    task.run("audit exposure", *words, "--trained", str(folder), "--exact")
+    for one, other in zip(found["canaries"], exposure(folder)["canaries"], strict=True):
+        before, after = (each["skew_normal"]["exposure"] for each in (one, other))
+        assert after == pytest.approx(before, rel=1e-4) and other["exact"]["size"] == 100_000
+    task.refused(f"--trained {folder}", "audit exposure", "--repetitions", "2")
 
 
-def test_without_privacy_a_repeated_canary_is_learned_by_heart(task, capsys):
-    words = ["--privacy_mode", "non_private", "--max_steps", "40", "--canaries", "1"]
-    words += ["--max_train_rows", "4", "--candidates", "200", "--exact"]
-    assert audit(task, *words, "--repetitions", "20") == 0
-    said = capsys.readouterr()
-    assert "without" in said.err and "target_epsilon 2" in said.err
-    folder = task.parent / "out_exposure" / "non_private_r20"
-    found = json.loads((folder / "exposure.json").read_text())
+def test_without_privacy_a_repeated_canary_is_learned_by_heart(task):
+    words = "--privacy_mode non_private --max_steps 40 --canaries 1 --max_train_rows 4"
+    words += " --candidates 200 --exact --repetitions 20"
+    task.run("audit exposure", *words.split())
+    assert "without" in task.said and "target_epsilon 2" in task.said
+    found = exposure(task.folder / "out_exposure" / "non_private_r20")
     assert found["epsilon"] is None and "states no privacy" in found["claim"]
     assert found["exact"]["mean"] > math.log2(100_000) - 4
     assert found["exact"]["standard_deviation"] is None
@@ -80,15 +73,14 @@ def test_without_privacy_a_repeated_canary_is_learned_by_heart(task, capsys):
         (["--trained", "{model}"], "no canaries.json"),
     ],
 )
-def test_what_cannot_be_audited_is_named_before_anything_is_written(task, capsys, words, message):
-    given = [word.format(model=task.parent / "model") for word in words]
-    assert audit(task, *given) == 2
-    assert message in capsys.readouterr().err
-    assert not (task.parent / "out_exposure").exists()
+def test_what_cannot_be_audited_is_named_before_anything_is_written(task, words, message):
+    given = [word.format(model=task.folder / "model") for word in words]
+    task.refused(message, "audit exposure", *given)
+    assert not (task.folder / "out_exposure").exists()
 
 
-def test_an_unknown_audit_is_named(task, capsys, refused):
-    refused(["audit", "exposre", "--config", str(task)], "Did you mean 'exposure'")
+def test_an_unknown_audit_is_named(task, capsys):
+    task.refused("Did you mean 'exposure'", "audit exposre")
     with pytest.raises(SystemExit):
         main(["audit", "--help"])
     assert "--repetitions" in capsys.readouterr().out

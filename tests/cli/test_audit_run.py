@@ -15,10 +15,9 @@ from hf_dp.features.canaries import Canaries
 from hf_dp.statement.record import read
 
 
-def test_a_recipe_is_audited_beside_its_own_folder(task, capsys):
-    assert main(["audit", "run", "--config", str(task), "--audit_canaries", "40"]) == 0
-    folder = task.parent / "out_audit"
-    printed = capsys.readouterr().out
+def test_a_recipe_is_audited_beside_its_own_folder(task):
+    printed = task.run("audit run", "--audit_canaries", "40")
+    folder = task.folder / "out_audit"
     assert printed.strip().splitlines()[-1] == str(folder)
     assert "guesses about 40 canaries were right" in printed and "never proves one" in printed
     record = read(folder)
@@ -27,31 +26,28 @@ def test_a_recipe_is_audited_beside_its_own_folder(task, capsys):
     assert main(["verify", str(folder)]) == 0
 
 
-def test_other_scores_and_folder(task, capsys):
-    words = [
-        "--audit_scores", "losses", "--audit_canaries", "20", "--output-dir",
-        str(task.parent / "other"),
-    ]  # fmt: skip
-    assert main(["audit", "run", "--config", str(task), *words, "--max_steps", "2"]) == 0
-    assert read(task.parent / "other").facts.audit.scores == "losses"
+def test_other_scores_and_folder(task):
+    folder = task.folder / "other"
+    words = f"--audit_scores losses --audit_canaries 20 --output-dir {folder} --max_steps 2"
+    task.run("audit run", *words.split())
+    assert read(folder).facts.audit.scores == "losses"
 
 
-def test_leave_one_out_reports_what_its_runs_tell(task, capsys, refused):
+def test_leave_one_out_reports_what_its_runs_tell(task):
     words = ["--runs", "10", "--max_steps", "1"]
-    assert main(["audit", "leave-one-out", "--config", str(task), *words]) == 0
-    folder = task.parent / "out_leave_one_out"
+    assert "in each of 10 runs" in task.run("audit leave-one-out", *words)
+    folder = task.folder / "out_leave_one_out"
     report = json.loads((folder / audit.LEFT_OUT).read_text())
     assert (report["runs"], report["canaries"], report["scores"]) == (10, 10, "directions")
     assert 0 <= report["correct"] <= report["guesses"] <= 10
     assert read(folder / "run_9").plan.num_examples == 41
-    assert "in each of 10 runs" in capsys.readouterr().out
-    refused(["audit", "leave-one-out", "--config", str(task), *words], "is not empty")
+    task.refused("is not empty", "audit leave-one-out", *words)
 
 
-def test_planted_missing_clipping_is_an_error_of_leave_one_out(task, refused, monkeypatch):
+def test_planted_missing_clipping_is_an_error_of_leave_one_out(task, monkeypatch):
     """Each row's gradient enters with its whole length, thousands of times C. (All rows are in
     each step, so that the others differ little between runs; and coins fall evenly, since luck with
-    24 coins is not what is tested.)"""
+    16 coins is not what is tested.)"""
     coins, made = itertools.cycle([True, False]), Canaries.enter
 
     def with_coin(self, *args):
@@ -65,11 +61,9 @@ def test_planted_missing_clipping_is_an_error_of_leave_one_out(task, refused, mo
     )
     for check in ("self_check", "refuse_notice_of_length"):
         monkeypatch.setattr(f"hf_dp.run.engine_check.{check}", lambda *args, **kwargs: None)
-    words = ["--runs", "24", "--max_steps", "1", "--per_example_max_grad_norm", "1e-4"]
-    words += ["--target_epsilon", "0.2", "--target_delta", "1e-6", "--expected_batch_size", "41"]
-    refused(
-        ["audit", "leave-one-out", "--config", str(task), *words], "not as private as it claims"
-    )
+    words = "--runs 16 --max_steps 1 --per_example_max_grad_norm 1e-4 --target_epsilon 0.2"
+    words += " --target_delta 1e-6 --expected_batch_size 41"
+    task.refused("not as private as it claims", "audit leave-one-out", *words.split())
 
 
 @pytest.mark.parametrize(
@@ -83,9 +77,9 @@ def test_planted_missing_clipping_is_an_error_of_leave_one_out(task, refused, mo
     ],
     ids=str,
 )
-def test_what_cannot_be_audited_is_one_line(words, message, task, refused):
-    refused(["audit", words[0], "--config", str(task), *words[1:]], message)
-    assert not (task.parent / "out_audit").exists()
+def test_what_cannot_be_audited_is_one_line(words, message, task):
+    task.refused(message, f"audit {words[0]}", *words[1:])
+    assert not (task.folder / "out_audit").exists()
 
 
 @pytest.mark.parametrize("command", ["run", "leave-one-out"])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 
 import pytest
 from quick import run_quickly
 
-from hf_dp.benchmarks import memory
 from hf_dp.benchmarks.workload import SHAPES
 from hf_dp.cli.main import main
 from hf_dp.clipping.engine import STRATEGIES
@@ -52,18 +50,6 @@ def test_memory_end_to_end(capsys):
     output = capsys.readouterr().out
     assert "MiB" in output and "gradient checkpointing" in output
     assert float(output.splitlines()[-1].split()[1]) > 0
-
-
-def test_all_modes_that_are_installed(monkeypatch, capsys):
-    def run(workload, mode, steps):
-        return {"bytes": 2**20, "measured": "invented", "note": ""}
-
-    monkeypatch.setattr(memory.measure_memory, "__defaults__", (3, run, lambda line: None))
-    assert main([*MEMORY, "--modes", "all"]) == 0
-    output = capsys.readouterr().out
-    opacus = importlib.util.find_spec("opacus") is not None
-    assert all(name in output for name in STRATEGIES)
-    assert ("opacus_ghost" in output) == opacus
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import fnmatch
 import importlib
+import io
+import logging
 import os
 import re
 import shlex
@@ -16,17 +18,23 @@ import sys
 import tomllib
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
-import yaml
 from accelerate.commands.launch import launch_command_parser
+from processes import results
+from recipe import Recipe
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from hf_dp.cli import launch, train
 from hf_dp.cli.main import main
+from hf_dp.cli.tasks import classification
+from hf_dp.cli.tasks.classification import TEXTS
 from hf_dp.errors import ConfigError
 from hf_dp.statement.record import disagreements, read
+from hf_dp.trainer.arguments import DPTrainingArguments
 
 ROOT = Path(__file__).parent.parent.parent
 FILES = {path.stem: path for path in sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))}
@@ -45,24 +53,25 @@ PROGRAMS = {
 
 
 @pytest.fixture
-def recipe(task) -> Path:
+def recipe(task) -> Recipe:
     """The tiny recipe with given noise, for no processor in particular."""
-    values = yaml.safe_load(task.read_text())
-    del values["target_epsilon"], values["use_cpu"]
-    task.write_text(yaml.safe_dump({**values, "noise_multiplier": 1.0}))
+    task.change(target_epsilon=None, accountant=None, use_cpu=None, noise_multiplier=1.0)
     return task
 
 
 def start(words: list[str]) -> subprocess.Popen[str]:
     """Start a command in the root of the project."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(
-        [*PROGRAMS[words[0]], *words[1:]],
-        cwd=ROOT,
-        env=OFFLINE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [*PROGRAMS[words[0]], *words[1:]], cwd=ROOT, env=OFFLINE, **pipes, text=True
     )
+
+
+def started(words: list[str], recipe: Recipe) -> tuple[int, str, str]:
+    """Run a command on the recipe (RECIPE); return its exit code and what it wrote."""
+    child = start([str(recipe) if word == "RECIPE" else word for word in words])
+    stdout, stderr = child.communicate(timeout=600)
+    return child.returncode, stdout, stderr
 
 
 def commands(name: str, **values: str) -> list[list[str]]:
@@ -76,31 +85,51 @@ def commands(name: str, **values: str) -> list[list[str]]:
     return found
 
 
-def check_run(recipe: Path, stdout: str, *, processes: int = 2) -> None:
+def check_run(recipe: Recipe, stdout: str) -> None:
     """The run is there, once: its folder is verified, and it was printed by one process."""
     lines = stdout.strip().splitlines()
-    assert lines[-1] == str(recipe.parent / "out")
+    assert lines[-1] == str(recipe.out)
     for printed in ("Privacy: ", "accuracy on the 20 evaluation rows", "  pld ", lines[-1]):
         assert len([line for line in lines if line.startswith(printed)]) == 1, stdout
-    record = read(recipe.parent / "out")
+    record = read(recipe.out)
     assert disagreements(record) == []
     assert [(event.steps, event.sample_rate) for event in record.ledger.events] == [(3, 0.2)]
     assert record.statement["epsilon"] == pytest.approx(0.957, abs=1e-3)
-    assert {"README.md", "model.safetensors", "eval_results.json"} <= {
-        path.name for path in (recipe.parent / "out").iterdir()
-    }
+    files = {path.name for path in recipe.out.iterdir()}
+    assert {"README.md", "model.safetensors", "eval_results.json"} <= files
+
+
+def test_hf_dp_train_starts_two_processes(recipe, tmp_path, monkeypatch):
+    """By accelerate's own launcher; what each of them is told is written down, and the second one
+    fails."""
+    program = tmp_path / "python"
+    said = f'echo "$WORLD_SIZE $ACCELERATE_USE_CPU $@" > {tmp_path}/rank$RANK'
+    program.write_text(f"#!/bin/sh\n{said}\nexit $((3 * RANK))\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PYTHON_EXEC", str(program))  # in torch's launcher
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    recipe.run("train --num_processes 2", code=3)
+    assert "rank 1 failed first, with exit code 3" in recipe.said
+    told = f"2 true -u -m hf_dp.cli.main train --config {recipe}"
+    assert [(tmp_path / f"rank{rank}").read_text().strip() for rank in (0, 1)] == [told] * 2
+
+
+def test_two_processes_are_one_run(recipe):
+    def rank() -> tuple[int, str, str]:
+        out, err = io.StringIO(), io.StringIO()
+        logging.getLogger("hf_dp").addHandler(logging.StreamHandler(err))
+        with redirect_stdout(out), redirect_stderr(err):
+            code = main(["train", "--config", str(recipe)])
+        return code, out.getvalue(), err.getvalue()
+
+    codes, stdout, stderr = zip(*results(2, rank), strict=True)
+    assert codes == (0, 0)
+    check_run(recipe, "".join(reversed(stdout)))
+    assert "".join(stderr).count("the 2 processes train on the CPU") == 1
+    assert "".join(stderr).count("Loading weights: 100%") == 1
 
 
 # -- real runs: about 20 s of processor time each ---
-
-
-def test_hf_dp_train_starts_two_processes(recipe):
-    child = start(["hf-dp", "train", "--num_processes", "2", "--config", str(recipe)])
-    stdout, stderr = child.communicate(timeout=600)
-    assert child.returncode == 0, stderr[-3000:]
-    check_run(recipe, stdout)
-    assert stderr.count("the 2 processes train on the CPU") == 1
-    assert stderr.count("Loading weights: 100%") == 1
 
 
 @pytest.mark.slow
@@ -115,13 +144,13 @@ def test_hf_dp_train_starts_two_processes(recipe):
             "recipes/text_classification.py --config RECIPE"
         ),
         shlex.split("hf-dp train --accelerate_config cpu_2_processes --config RECIPE"),
+        shlex.split("hf-dp train --num_processes 2 --config RECIPE"),
     ],
     ids=lambda words: " ".join(words[:4]),
 )  # fmt: skip
 def test_other_launchers_start_the_same_run(words, recipe):
-    child = start([str(recipe) if word == "RECIPE" else word for word in words])
-    stdout, stderr = child.communicate(timeout=600)
-    assert child.returncode == 0, stderr[-3000:]
+    code, stdout, stderr = started(words, recipe)
+    assert code == 0, stderr[-3000:]
     check_run(recipe, stdout)
 
 
@@ -151,19 +180,17 @@ def test_two_launchers_on_one_machine_are_two_machines(launcher, recipe, tmp_pat
 @pytest.mark.slow
 def test_accelerate_launch_that_starts_one_process_says_so(recipe):
     words = "accelerate launch --cpu --num_processes 2 recipes/text_classification.py --config"
-    child = start([*words.split(), str(recipe)])
-    _, stderr = child.communicate(timeout=600)
-    assert child.returncode != 0
+    code, _, stderr = started([*words.split(), "RECIPE"], recipe)
+    assert code != 0
     assert "`accelerate launch --cpu` starts one process whatever `--num_processes` says" in stderr
-    assert not (recipe.parent / "out").exists()
+    assert not recipe.out.exists()
 
 
 @pytest.mark.slow
 def test_the_exit_code_is_that_of_the_process_that_failed_first(recipe):
-    words = ["hf-dp", "train", "--num_processes", "2", "--max_length", "0", "--config", str(recipe)]
-    child = start(words)
-    _, stderr = child.communicate(timeout=600)
-    assert child.returncode == 2
+    words = "hf-dp train --num_processes 2 --max_length 0 --config RECIPE"
+    code, _, stderr = started(words.split(), recipe)
+    assert code == 2
     assert "Expected `max_length` to be no more tokens" in stderr
     assert re.search(r"hf-dp train: rank [01] failed first, with exit code 2", stderr)
 
@@ -173,15 +200,14 @@ def test_the_exit_code_is_that_of_the_process_that_failed_first(recipe):
 def test_the_configurations_for_gpus_run_as_their_first_line_says(name, recipe):
     import torch
 
-    (words,) = commands(name, **{"RECIPE.yaml": str(recipe)})
+    (words,) = commands(name, **{"RECIPE.yaml": "RECIPE"})
     if name != "one_gpu":
         count = min(8, torch.cuda.device_count())
         if count < 2:
             pytest.skip("needs two GPUs")
         words[2:2] = ["--num_processes", str(count)]
-    child = start(words)
-    stdout, stderr = child.communicate(timeout=600)
-    assert child.returncode == 0, stderr[-3000:]
+    code, stdout, stderr = started(words, recipe)
+    assert code == 0, stderr[-3000:]
     check_run(recipe, stdout)
 
 
@@ -268,7 +294,7 @@ def launched(monkeypatch) -> list[Namespace]:
 def test_other_words_are_passed_on(accelerator, words, file, count, launched, recipe, monkeypatch):
     monkeypatch.setattr("hf_dp.trainer.launch.has_accelerator", lambda: accelerator)
     rest = ["--max_steps", "2", "--learning_rate=3"]
-    assert main(["train", *words, "--config", str(recipe), *rest]) == 0
+    recipe.run("train", *words, *rest)
     (args,) = launched
     assert (args.module, args.training_script) == (True, "hf_dp.cli.main")
     assert args.training_script_args == ["train", "--config", str(recipe), *rest]
@@ -281,7 +307,7 @@ def test_one_process_is_this_one(launched, recipe, monkeypatch):
     known = train.training_module("text_classification").ARGUMENTS
     module = Namespace(train=lambda values, words: ran.append(words) or 0, ARGUMENTS=known)
     monkeypatch.setattr(train, "training_module", lambda name: module)
-    assert main(["train", "--num_processes", "1", "--config", str(recipe)]) == 0
+    recipe.run("train --num_processes 1")
     assert ran == [[]] and not launched
 
 
@@ -297,25 +323,23 @@ def test_one_process_is_this_one(launched, recipe, monkeypatch):
         (["--task", "masked_lm"], {"WORLD_SIZE": "2"}, "runs in one process, and a launcher star"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_launched_is_refused(words, environment, message, launched, recipe, monkeypatch, capsys):  # fmt: skip
+def test_what_cannot_be_launched_is_refused(
+    words, environment, message, launched, recipe, monkeypatch
+):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    words = [str(recipe) if word == "RECIPE" else word for word in words]
-    assert main(["train", "--config", str(recipe), *words]) == 2
-    assert re.search(message, capsys.readouterr().err) and not launched
+    recipe.refused(message, "train", *(str(recipe) if w == "RECIPE" else w for w in words))
+    assert not launched
 
 
 @pytest.mark.parametrize("command", ["eval", "sweep"])
-def test_commands_of_one_process_refuse_a_launcher(command, recipe, monkeypatch, refused):
+def test_commands_of_one_process_refuse_a_launcher(command, recipe, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     words = {"eval": [], "sweep": ["--output-dir", "nowhere"]}[command]
-    refused(
-        [command, "--config", str(recipe), *words],
-        f"`hf-dp {command}` runs in one process, and a launcher",
-    )
+    recipe.refused(f"`hf-dp {command}` runs in one process, and a launcher", command, *words)
 
 
-def test_each_run_of_a_sweep_is_divided(recipe, tmp_path, monkeypatch, capsys):
+def test_each_run_of_a_sweep_is_divided(recipe, tmp_path, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     ran: list[list[str]] = []
 
@@ -324,8 +348,8 @@ def test_each_run_of_a_sweep_is_divided(recipe, tmp_path, monkeypatch, capsys):
         return Namespace(returncode=1)
 
     monkeypatch.setattr("hf_dp.cli.cells.subprocess.run", run)
-    words = ["--config", str(recipe), "--output-dir", str(tmp_path / "sweep")]
-    assert main(["sweep", *words, "--num-processes", "2"]) == 1
+    words = ["--output-dir", str(tmp_path / "sweep"), "--num-processes", "2"]
+    recipe.run("sweep", *words, code=1)
     ((*_, name, count),) = ran
     assert (name, count) == ("--num_processes", "2")
 
@@ -346,9 +370,6 @@ def test_an_error_names_its_rank(recipe, monkeypatch, capsys):
 
 def test_the_main_process_prepares_rows_before_the_others(recipe, monkeypatch):
     """They go into a cache that all processes of a machine share."""
-    from hf_dp.cli.tasks import classification
-    from hf_dp.trainer.arguments import DPTrainingArguments
-
     inside: list[str] = []
 
     @contextmanager
@@ -364,17 +385,16 @@ def test_the_main_process_prepares_rows_before_the_others(recipe, monkeypatch):
         )
 
     seen: list[tuple[str, ...]] = []
-    for name in ("load_train", "load_evaluation", "encode_all", "load_classifier"):
+    for name in ("load_train", "load_evaluation", "encode", "load_classifier"):
         watched(name)
     monkeypatch.setattr(DPTrainingArguments, "main_process_first", first)
-    monkeypatch.setattr("hf_dp.trainer.trainer.DPTrainer.train", lambda *a, **k: sys.exit(0))
-    with pytest.raises(SystemExit):
-        main(["train", "--config", str(recipe), "--use_cpu", "True"])
+    TEXTS.trainer_of({**recipe.values, "use_cpu": True}, [])
     assert seen == [
         ("load_train", "loading the rows"),
         ("load_evaluation", "loading the rows"),
         ("load_classifier",),
-        ("encode_all", "encoding the rows"),
+        ("encode", "encoding the rows"),
+        ("encode", "encoding the rows"),
     ]
 
 
@@ -397,35 +417,29 @@ def test_only_the_first_process_of_a_machine_prepares_a_folder_anew(
 # -- exit codes ---
 
 
-def ended(error: Exception, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How ``hf-dp train`` ends when accelerate's launcher raises this."""
+def ends(recipe: Recipe, error: Exception, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``hf-dp train`` ends so when accelerate's launcher raises this."""
 
     def launch_command(args: Namespace) -> None:
         raise error
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr("accelerate.commands.launch.launch_command", launch_command)
-    return main(["train", "--num_processes", "2", "--config", str(recipe)])
+    recipe.run("train --num_processes 2", code=code)
 
 
 @pytest.mark.parametrize(("code", "expected"), [(2, 2), (1, 1), (-9, 137), (-15, 143)])
-def test_exit_codes_pass_through(code, expected, recipe, monkeypatch, capsys):
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-
+def test_exit_codes_pass_through(code, expected, recipe, monkeypatch):
     failure = ProcessFailure(local_rank=1, pid=1, exitcode=code, error_file="none")
-    assert ended(ChildFailedError("hf_dp", {1: failure}), recipe, monkeypatch) == expected
-    assert f"rank 1 failed first, with exit code {expected}" in capsys.readouterr().err
-    alone = subprocess.CalledProcessError(code, "python")
-    assert ended(alone, recipe, monkeypatch) == expected
+    ends(recipe, ChildFailedError("hf_dp", {1: failure}), expected, monkeypatch)
+    assert f"rank 1 failed first, with exit code {expected}" in recipe.said
+    ends(recipe, subprocess.CalledProcessError(code, "python"), expected, monkeypatch)
 
 
 def test_a_signal_to_the_launcher_is_its_exit_code(recipe, monkeypatch):
-    from torch.distributed.elastic.multiprocessing import SignalException
-
-    stopped = SignalException("stopped", signal.SIGINT)
-    assert ended(stopped, recipe, monkeypatch) == 130
+    ends(recipe, SignalException("stopped", signal.SIGINT), 130, monkeypatch)
 
 
-def test_what_accelerate_refuses_is_a_refusal(recipe, monkeypatch, capsys):
-    assert ended(ValueError("Less than two GPU ids"), recipe, monkeypatch) == 2
-    assert "refuses the configuration" in capsys.readouterr().err
+def test_what_accelerate_refuses_is_a_refusal(recipe, monkeypatch):
+    ends(recipe, ValueError("Less than two GPU ids"), 2, monkeypatch)
+    assert "refuses the configuration" in recipe.said

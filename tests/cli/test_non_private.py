@@ -8,11 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
 
 from hf_dp.cli import cells
 from hf_dp.cli.config import parse, peft_config, private_keys, read_yaml
-from hf_dp.cli.main import main
 from hf_dp.cli.non_private import as_asked, without_privacy
 from hf_dp.cli.tasks import TASKS, training_module
 from hf_dp.trainer.arguments import DPTrainingArguments
@@ -117,26 +115,19 @@ def test_dp_fp_trains_what_it_trained(capsys):
     assert kept["per_device_train_batch_size"] * kept["gradient_accumulation_steps"] == 32
 
 
-def test_one_tiny_training_beside_the_private_one(task, capsys):
+def test_one_tiny_training_beside_the_private_one(task):
     """(And each is evaluated where it lies.)"""
-    values = {**yaml.safe_load(task.read_text()), "per_example_max_grad_norm": 0.2}
-    values |= {"noised_loss_budget_ratio": 0.01, "noised_loss_bound": 2.0, "sampling": "poisson"}
-    task.write_text(yaml.safe_dump(values))
-    assert main(["train", "--config", str(task)]) == 0
-    capsys.readouterr()
-    assert main(["train", "--config", str(task), *WORDS]) == 0
-    said = capsys.readouterr()
-    folder = task.parent / "out_non_private"
-    assert said.out.splitlines()[-1] == str(folder) and "epsilon" not in said.out
-    assert (
-        "noised_loss_bound 2.0" in said.err
-        and "batches of 8 x 1 x 1 processes = 8 rows" in said.err
-    )
-    assert (task.parent / "out" / "privacy.json").exists()
+    more = {"noised_loss_budget_ratio": 0.01, "noised_loss_bound": 2.0, "sampling": "poisson"}
+    task.run(per_example_max_grad_norm=0.2, **more)
+    printed = task.run("train", *WORDS)
+    folder = task.folder / "out_non_private"
+    assert printed.splitlines()[-1] == str(folder) and "epsilon" not in printed
+    for said in ("noised_loss_bound 2.0", "batches of 8 x 1 x 1 processes = 8 rows"):
+        assert said in task.said
+    assert (task.out / "privacy.json").exists()
     assert (folder / "model.safetensors").exists() and not (folder / "privacy.json").exists()
-    (trained,) = re.findall(r"accuracy .*", said.out)
-    assert main(["eval", "--config", str(task), *WORDS]) == 0
-    assert trained in capsys.readouterr().out
+    (trained,) = re.findall(r"accuracy .*", printed)
+    assert trained in task.run("eval", *WORDS)
 
 
 @pytest.mark.parametrize(
@@ -146,35 +137,32 @@ def test_one_tiny_training_beside_the_private_one(task, capsys):
         ([*WORDS, "--expected_batch_size", "8"], "batch is `per_device_train_batch_size`"),
     ],
 )
-def test_a_privacy_argument_of_the_command_line_is_still_an_error(task, refused, words, message):
-    refused(["train", "--config", str(task), *words], message)
-    assert not (task.parent / "out_non_private").exists()
+def test_a_privacy_argument_of_the_command_line_is_still_an_error(task, words, message):
+    task.refused(message, "train", *words)
+    assert not (task.folder / "out_non_private").exists()
 
 
-def test_a_file_that_contradicts_itself_is_still_an_error(task, refused):
-    values = {**yaml.safe_load(task.read_text()), "privacy_mode": "non_private"}
-    task.write_text(yaml.safe_dump(values))
-    refused(["train", "--config", str(task)], "`target_epsilon` to be left at None")
+def test_a_file_that_contradicts_itself_is_still_an_error(task):
+    task.refused("`target_epsilon` to be left at None", privacy_mode="non_private")
 
 
-def test_eval_names_a_mode_that_does_not_exist(task, refused):
-    refused(
-        ["eval", "--config", str(task), "--privacy_mode", "nonprivate"],
-        "Did you mean 'non_private'",
-    )
+def test_eval_names_a_mode_that_does_not_exist(task):
+    task.refused("Did you mean 'non_private'", "eval", "--privacy_mode", "nonprivate")
 
 
 # -- sweeps ---
 
 
-def sweep(task, *words):
-    return main(["sweep", "--config", str(task), "--output-dir", str(task.parent / "s"), *words])
+@pytest.fixture
+def sweep(task) -> list[str]:
+    """The command and its folder."""
+    return ["sweep", "--output-dir", str(task.folder / "s")]
 
 
-def test_a_sweep_has_one_run_without_privacy_beside_the_private_ones(task, capsys):
+def test_a_sweep_has_one_run_without_privacy_beside_the_private_ones(task, sweep):
     grid = ["--grid", "privacy_mode=dp_sgd,non_private", "target_epsilon=3,8", "learning_rate=1,2"]
-    assert sweep(task, *grid, "--dry-run") == 0
-    labels = [line.rpartition(" seed=")[0] for line in capsys.readouterr().out.splitlines()]
+    printed = task.run(*sweep, *grid, "--dry-run")
+    labels = [line.rpartition(" seed=")[0] for line in printed.splitlines()]
     private = [
         f"privacy_mode=dp_sgd target_epsilon={e} learning_rate={r}" for e in (3, 8) for r in (1, 2)
     ]
@@ -190,13 +178,12 @@ def test_a_sweep_has_one_run_without_privacy_beside_the_private_ones(task, capsy
         ["--grid", "privacy_mode=non_private", "expected_batch_size=8,16"],
     ],
 )
-def test_a_sweep_without_privacy_takes_no_privacy_arguments(task, capsys, words):
-    assert sweep(task, *words, "--dry-run") == 2
-    assert "beside privacy_mode=non_private" in capsys.readouterr().err
+def test_a_sweep_without_privacy_takes_no_privacy_arguments(task, sweep, words):
+    task.refused("beside privacy_mode=non_private", *sweep, *words, "--dry-run")
 
 
 @pytest.mark.parametrize("how", ["--grid", "--set"])
-def test_runs_of_a_sweep_are_told_on_their_command_line(task, how, monkeypatch):
+def test_runs_of_a_sweep_are_told_on_their_command_line(task, sweep, how, monkeypatch):
     """A file that says non_private beside private keys would be refused."""
     commands = []
 
@@ -207,7 +194,7 @@ def test_runs_of_a_sweep_are_told_on_their_command_line(task, how, monkeypatch):
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(cells.subprocess, "run", run)
-    assert sweep(task, how, "privacy_mode=non_private") == 0
+    task.run(*sweep, how, "privacy_mode=non_private")
     (command,) = commands
     config = read_yaml(command[command.index("--config") + 1])
     assert config["privacy_mode"] == "non_private" and config["target_epsilon"] == 8

@@ -67,7 +67,7 @@ def test_the_searches_of_tables_5_and_6_are_grids(tmp_path):
 # -- one real sweep: models, logs and times ---
 
 
-def test_a_sweep_over_models_without_and_with_privacy(task, capsys, monkeypatch):
+def test_a_sweep_over_models_without_and_with_privacy(task, monkeypatch):
     """In this process, where hf_dp is imported already."""
 
     def run(command, stdout, env, **options):
@@ -78,19 +78,18 @@ def test_a_sweep_over_models_without_and_with_privacy(task, capsys, monkeypatch)
         return subprocess.CompletedProcess(command, code)
 
     monkeypatch.setattr(cells.subprocess, "run", run)
-    other = task.parent / "larger"
+    other = task.folder / "larger"
     tiny.model(num_labels=2).save_pretrained(other)
     tiny.tokenizer().save_pretrained(other)
-    words = ["sweep", "--config", str(task), "--output-dir", str(task.parent / "s")]
+    words = ["sweep", "--output-dir", str(task.folder / "s")]
     words += ["--grid", "privacy_mode=dp_sgd,non_private", "target_epsilon=3,8"]
-    words += [f"model_name_or_path={task.parent / 'model'},{other}", "--set", "logging_steps=1"]
-    assert main(words) == 0
-    said = capsys.readouterr().out
+    words += [f"model_name_or_path={task.folder / 'model'},{other}", "--set", "logging_steps=1"]
+    said = task.run(*words)
     assert said.count("M parameters without embeddings") == 6
     rows = re.findall(r"; training [\d.]+ s \(processor [\d.]+ s\)", said)
     assert len(rows) == 6 and "epsilon does not cover them" in said
     assert "all 4 private runs together" in said
-    run_folders = [path.parent for path in (task.parent / "s").glob("*/run1/config.json")]
+    run_folders = [path.parent for path in (task.folder / "s").glob("*/run1/config.json")]
     assert len(run_folders) == 6
     for folder in run_folders:
         times = json.loads((folder.parent / "times.json").read_text())
@@ -99,8 +98,7 @@ def test_a_sweep_over_models_without_and_with_privacy(task, capsys, monkeypatch)
     assert VARIABLE not in os.environ
     # Again as JSON: nothing runs, and a row has what the table says, and the logs.
     monkeypatch.setattr(cells.subprocess, "run", None)
-    assert main([*words, "--json", "--logs"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(task.run(*words, "--json", "--logs"))
     assert found["together"] in said and "all 4 private runs" in found["together"]
     rows = found["rows"]
     assert [row["settings"].get("target_epsilon") for row in rows] == [3, 3, 8, 8, None, None]
@@ -113,9 +111,8 @@ def test_a_sweep_over_models_without_and_with_privacy(task, capsys, monkeypatch)
         assert row["times"]["training"]["wall"] > 0
 
 
-def test_logs_belong_to_the_json(task, refused):
-    words = ["sweep", "--config", str(task), "--output-dir", str(task.parent / "s"), "--logs"]
-    refused(words, "Add --json")
+def test_logs_belong_to_the_json(task):
+    task.refused("Add --json", "sweep", "--output-dir", str(task.folder / "s"), "--logs")
 
 
 def test_a_run_without_logs_is_named(tmp_path):
@@ -189,13 +186,11 @@ def test_dp_fp_among_the_runs(tmp_path):
 @pytest.fixture
 def recipes(task) -> dict[str, Path]:
     """Two recipes in one folder, the second with LoRA and a rate of its own."""
-    values = yaml.safe_load(task.read_text())
-    lora = {"peft_type": "lora", "r": 2, "lora_alpha": 2}
-    found = {"full": values, "lora": {**values, "peft": lora, "learning_rate": 6e-3}}
-    paths = {name: task.parent / f"{name}.yaml" for name in found}
-    for name, path in paths.items():
-        path.write_text(yaml.safe_dump(found[name]))
-    return paths
+    full, lora = task.folder / "full.yaml", task.folder / "lora.yaml"
+    full.write_bytes(task.file.read_bytes())
+    task.change(peft={"peft_type": "lora", "r": 2, "lora_alpha": 2}, learning_rate=6e-3)
+    lora.write_bytes(task.file.read_bytes())
+    return {"full": full, "lora": lora}
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ import pytest
 
 import hf_dp
 from hf_dp.cli import config, main
-from hf_dp.cli.config import check_early, check_recipe, training_arguments
+from hf_dp.cli.config import check_early, training_arguments
+from hf_dp.cli.tasks import check_recipe
 from hf_dp.cli.tasks.classification import TEXTS
 from hf_dp.errors import ConfigError
 from hf_dp.trainer.arguments import DPTrainingArguments

@@ -1,6 +1,7 @@
 """The registry of tasks: one row for each task that the command line knows.
 
-To add a task, write a module with the names of :class:`TaskModule` and add a row to TASKS.
+To add a task, write a module with a :class:`~hf_dp.cli.tasks.shared.PrivateTask`, or with the names
+of :class:`TaskModule` where it is not private, and add a row to TASKS.
 ``hf-dp train``, ``hf-dp eval`` and their ``--help`` read the row. The module is imported only when
 its task is asked for, also by ``--help``, so import heavy things inside its functions.
 """
@@ -10,12 +11,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from hf_dp._validate import one_of
+from hf_dp.cli.config import DEFAULT_TASK, Recipe, check_early
 
 if TYPE_CHECKING:
-    from hf_dp.trainer.trainer import DPTrainer
+    from hf_dp.cli.tasks.shared import PrivateTask
 
 
 class TaskModule(Protocol):
@@ -25,18 +27,7 @@ class TaskModule(Protocol):
 
     ARGUMENTS: Sequence[type]
 
-    def train(self, values: dict[str, Any], words: Sequence[str]) -> int: ...
-
-
-class PrivateTaskModule(TaskModule, Protocol):
-    """What the module of a private task provides beside: its trainer for a configuration, and the
-    metrics, by the Trainer's names and as lines to read, of what was trained or of its base."""
-
-    def trainer_of(self, values: dict[str, Any], words: Sequence[str]) -> DPTrainer: ...
-
-    def evaluate(
-        self, values: dict[str, Any], words: Sequence[str], *, zero_shot: bool
-    ) -> tuple[dict[str, float], list[str]]: ...
+    def train(self, values: Recipe, words: Sequence[str]) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -45,8 +36,7 @@ class Task:
 
     Attributes:
         help: one line for ``hf-dp train --help``.
-        module: the name of its module, or of an object in one (``module:name``), a
-            :class:`PrivateTaskModule` where it is private.
+        module: the name of its module, or of the object in one (``module:name``).
         example: a command that trains, for ``--help``.
         private: whether it trains with differential privacy, so that the privacy arguments apply.
         one_process: whether it cannot be divided among processes.
@@ -59,7 +49,6 @@ class Task:
     one_process: bool = False
 
 
-DEFAULT_TASK = "text_classification"
 TASKS: dict[str, Task] = {
     "text_classification": Task(
         "fine-tune an encoder to classify texts",
@@ -75,13 +64,13 @@ TASKS: dict[str, Task] = {
     ),
     "causal_lm": Task(
         "fine-tune a decoder to write: tables to text, dialog, chat, free text",
-        "hf_dp.cli.tasks.generation",
+        "hf_dp.cli.tasks.generation:CAUSAL",
         "hf-dp train --config recipes/e2e/gpt2_full_eps8.yaml --train_file train.parquet \\\n"
         "      --validation_file test.parquet",
     ),
     "seq2seq": Task(
         "fine-tune an encoder-decoder to write",
-        "hf_dp.cli.tasks.generation",
+        "hf_dp.cli.tasks.generation:SEQ2SEQ",
         "hf-dp train --task seq2seq --model_name_or_path google-t5/t5-small --data_format e2e \\\n"
         "      --train_file train.parquet --validation_file test.parquet --output_dir out \\\n"
         "      --target_epsilon 8 --expected_batch_size 1024 --learning_rate 1e-3",
@@ -109,12 +98,17 @@ def private_tasks() -> list[str]:
 
 
 def training_module(name: str) -> TaskModule:
-    """Import the module that trains a task."""
+    """Import what trains a task."""
     module, _, part = TASKS[one_of("task", name, TASKS)].module.partition(":")
     found = importlib.import_module(module)
     return cast(TaskModule, getattr(found, part) if part else found)
 
 
-def private_module(name: str) -> PrivateTaskModule:
-    """Import the module of a task that trains privately. Raises: InvalidArgumentError."""
-    return cast(PrivateTaskModule, training_module(one_of("task", name, private_tasks())))
+def private_task(name: str) -> PrivateTask:
+    """Import a task that trains privately. Raises: InvalidArgumentError."""
+    return cast("PrivateTask", training_module(one_of("task", name, private_tasks())))
+
+
+def check_recipe(values: Recipe) -> None:
+    """Raise ConfigError for keys of a recipe that its task does not have."""
+    check_early(values, (), training_module(values.get("task", DEFAULT_TASK)).ARGUMENTS)

@@ -11,12 +11,17 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_dp._arguments import argument
 from hf_dp._validate import in_unit_interval, positive
-from hf_dp.cli.config import parse
+from hf_dp.cli.config import Recipe, parse
 from hf_dp.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+    from hf_dp.tasks.masked_lm_trainer import MaskedLMTrainer
 
 
 @dataclass
@@ -54,7 +59,7 @@ class PretrainingArguments:
 ARGUMENTS = (PretrainingArguments,)
 
 
-def train(values: dict[str, Any], words: Sequence[str]) -> int:
+def train(values: Recipe, words: Sequence[str]) -> int:
     """Run the task; print each accuracy, why training stopped, and last the folder."""
     from transformers import TrainingArguments
 
@@ -80,7 +85,7 @@ def train(values: dict[str, Any], words: Sequence[str]) -> int:
     return 0
 
 
-def build_trainer(task: PretrainingArguments, args: Any) -> Any:
+def build_trainer(task: PretrainingArguments, args: TrainingArguments) -> MaskedLMTrainer:
     """Return a Trainer that computes vocabulary logits only where a token is predicted."""
     import datasets
     from transformers import AutoModelForMaskedLM, AutoTokenizer, DataCollatorForLanguageModeling

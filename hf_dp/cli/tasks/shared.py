@@ -1,15 +1,24 @@
-"""What the tasks share: how a configuration is read, how a run ends, and how it is evaluated."""
+"""What the private tasks share: the way from a configuration to a trainer and its results."""
 
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_dp._arguments import argument
 from hf_dp._validate import integer
-from hf_dp.cli.config import BLOCKS, card_block, check_names, parse, peft_config, training_arguments
+from hf_dp.cli.config import (
+    BLOCKS,
+    Recipe,
+    card_block,
+    check_names,
+    parse,
+    peft_config,
+    training_arguments,
+)
 from hf_dp.errors import ConfigError
 from hf_dp.tasks.models import freeze, turn_off_dropout, warn_of_new_weights
 
@@ -22,6 +31,7 @@ if TYPE_CHECKING:
     from hf_dp.trainer.arguments import DPTrainingArguments
     from hf_dp.trainer.trainer import DPTrainer
 
+Evaluate = Callable[[], list[str]]
 # As many first steps as Li et al. average over (figure 3, right).
 SIGNAL_STEPS = 30
 # What stands beside the metrics of the evaluation rows, and is no score.
@@ -44,7 +54,7 @@ class EvalArguments:
 
 
 def parse_evaluation(
-    kinds: Sequence[type], values: dict[str, Any], words: Sequence[str], prog: str = "hf-dp eval"
+    kinds: Sequence[type], values: Recipe, words: Sequence[str], prog: str = "hf-dp eval"
 ) -> tuple[Any, ...]:
     """Return instances of the dataclasses of a command; leave out the keys that only concern
     training."""
@@ -53,34 +63,63 @@ def parse_evaluation(
     return parse(kinds, {k: v for k, v in values.items() if k in ours}, words, prog=prog)
 
 
-# -- training ---
+class PrivateTask(ABC):
+    """A task that trains privately, as ``hf-dp train`` and ``hf-dp eval`` know it.
 
-
-def configured(
-    kinds: Sequence[type],
-    build: Callable[..., DPTrainer],
-    values: dict[str, Any],
-    words: Sequence[str],
-) -> DPTrainer:
-    """Return the trainer of a configuration.
-
-    Args:
-        kinds: the dataclasses of the task; the first is that of its model, the second of its rows.
-        build: makes the trainer of them, the training arguments and the adapter.
+    Attributes:
+        ARGUMENTS: the dataclasses of its own arguments; the first is that of its model.
+        build_trainer: makes, of instances of these, the training arguments and the adapter, the
+            trainer, and what evaluates its model: a function that notes the metrics in the trainer
+            and returns them as lines to read.
     """
-    from hf_dp.trainer.arguments import DPTrainingArguments
 
-    *own, args = parse([*kinds, DPTrainingArguments], values, words, prog="hf-dp train")
-    card, adapter = card_block(values.get("card")), peft_config(values.get("peft"))
-    if own[0].from_scratch and adapter is not None:
-        raise ConfigError(
-            "`from_scratch` does not go with `peft`: the random base of the adapter would not be "
-            "saved. Leave one of them out."
-        )
-    trainer = build(*own, args, adapter)
-    if args.is_private:
-        trainer.describe(**card)
-    return trainer
+    ARGUMENTS: Sequence[type]
+    build_trainer: Callable[..., tuple[DPTrainer, Evaluate]]
+
+    @abstractmethod
+    def evaluate(
+        self, values: Recipe, words: Sequence[str], *, zero_shot: bool
+    ) -> tuple[dict[str, float], list[str]]:
+        """Return the metrics, by the Trainer's names and as lines to read, of what ``hf-dp train``
+        wrote with these keys of a configuration and words, or of its untrained base."""
+
+    def train(self, values: Recipe, words: Sequence[str]) -> int:
+        """Train, evaluate and save; print metrics, epsilon, and last the output folder."""
+        trainer, evaluate = self._configured(values, words)
+        trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+        try:
+            lines = evaluate()
+        finally:  # what was trained is kept, whatever becomes of the scores
+            trainer.save_model()  # and with push_to_hub also publish it
+        found = {**trainer.evaluation_metrics(), **signal_to_noise(trainer.state.log_history)}
+        trainer.save_metrics("eval", found, combined=False)
+        trainer.save_state()  # the log; it is never published
+        if trainer.is_world_process_zero():
+            said = [trainer.privacy_statement()] if trainer.args.is_private else []
+            print("", *lines, *said, trainer.args.output_dir, sep="\n")
+        # Otherwise a process of several may abort at its exit; Trainer.end() does no more.
+        trainer.accelerator.end_training()
+        return 0
+
+    def trainer_of(self, values: Recipe, words: Sequence[str]) -> DPTrainer:
+        """Return the trainer of a configuration."""
+        return self._configured(values, words)[0]
+
+    def _configured(self, values: Recipe, words: Sequence[str]) -> tuple[DPTrainer, Evaluate]:
+        from hf_dp.trainer.arguments import DPTrainingArguments
+
+        kinds = [*self.ARGUMENTS, DPTrainingArguments]
+        *own, args = parse(kinds, values, words, prog="hf-dp train")
+        card, adapter = card_block(values.get("card")), peft_config(values.get("peft"))
+        if own[0].from_scratch and adapter is not None:
+            raise ConfigError(
+                "`from_scratch` does not go with `peft`: the random base of the adapter would not "
+                "be saved. Leave one of them out."
+            )
+        trainer, evaluate = self.build_trainer(*own, args, adapter)
+        if args.is_private:
+            trainer.describe(**card)
+        return trainer, evaluate
 
 
 def prepare(
@@ -127,27 +166,6 @@ def describe_sources(
         seen = getattr(config, "pretraining_sources", None) or []
         config.pretraining_sources = list(dict.fromkeys([*seen, data.public_name]))
     return trainer
-
-
-def run(trainer: DPTrainer, evaluate: Callable[[], list[str]]) -> int:
-    """Train, evaluate and save; print metrics, epsilon, and last the output folder.
-
-    Args: evaluate: computes the metrics and notes them in the trainer; returns lines to read.
-    """
-    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
-    try:
-        lines = evaluate()
-    finally:  # what was trained is kept, whatever becomes of the scores
-        trainer.save_model()  # and with push_to_hub also publish it
-    found = {**trainer.evaluation_metrics(), **signal_to_noise(trainer.state.log_history)}
-    trainer.save_metrics("eval", found, combined=False)
-    trainer.save_state()  # the log; it is never published
-    if trainer.is_world_process_zero():
-        said = [trainer.privacy_statement()] if trainer.args.is_private else []
-        print("", *lines, *said, trainer.args.output_dir, sep="\n")
-    # Otherwise a process of several may abort at its exit; Trainer.end() does no more.
-    trainer.accelerator.end_training()
-    return 0
 
 
 def metric_lines(
