@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from hf_dp.clipping.draws import Batch, PerExampleLoss, refuse_shared_draws
 from hf_dp.clipping.dropout import no_dropout
@@ -25,6 +24,7 @@ from hf_dp.clipping.rounding import squared_norms
 from hf_dp.clipping.sharding import (
     averaged_gradients,
     computing_dtypes,
+    held,
     is_sharded,
     of_all_shards,
     of_one_process,
@@ -149,8 +149,8 @@ def refuse_notice_of_length(
     ):
         one, other = (_alone(model, loss, each, trainable) for each in (alone, beside))
         rtol = _tolerance(model, trainable) if rtol is None else rtol
-    pairs = ((other.gradients[name], gradient) for name, gradient in one.gradients.items())
-    apart = float(torch.stack([_squared_norm(a - b) for a, b in pairs]).sum().sqrt())
+    differences = (held(other.gradients[name]) - held(g) for name, g in one.gradients.items())
+    apart = float(_squared_norms(differences, [*one.gradients.values()]).sum().sqrt())
     alike = abs(other.loss - one.loss) <= rtol * max(abs(one.loss), 1.0)
     if not (alike and apart <= rtol * one.norm):
         raise SelfCheckError(
@@ -240,7 +240,7 @@ def _moved(model: nn.Module, trainable: Mapping[str, nn.Parameter]) -> Iterator[
 
     Autocast around the check keeps 16-bit copies of them, which would not have moved.
     """
-    values = {name: parameter.detach().clone() for name, parameter in trainable.items()}
+    values = {name: held(parameter.detach()).clone() for name, parameter in trainable.items()}
     torch.clear_autocast_cache()
     try:
         with torch.no_grad():
@@ -248,23 +248,25 @@ def _moved(model: nn.Module, trainable: Mapping[str, nn.Parameter]) -> Iterator[
                 generator = torch.Generator(parameter.device).manual_seed(0)
                 noise = torch.randn(parameter.shape, generator=generator, device=parameter.device)
                 noise = placed_as(parameter, noise.to(parameter.dtype))
-                parameter.add_(noise, alpha=_MOVE)
+                held(parameter).add_(held(noise), alpha=_MOVE)
         yield
     finally:
         reshard(model)
         with torch.no_grad():
             for name, parameter in trainable.items():
-                parameter.copy_(values[name])
+                held(parameter).copy_(values[name])
         torch.clear_autocast_cache()
 
 
 @dataclass
 class _Expected:
-    """The loss, gradient norm and gradients of one example, unpadded, by plain autograd."""
+    """The loss, gradient norm and gradients of one example, unpadded, by plain autograd, and the
+    squared norm of each gradient."""
 
     loss: float
     norm: float
     gradients: dict[str, Tensor]
+    squares: list[float]
 
 
 def _alone(
@@ -279,8 +281,10 @@ def _alone(
         if is_sharded(model)
         else next(per_example_gradients(loss, trainable))
     )
-    norm = torch.stack([_squared_norm(g) for g in gradients.values()]).sum().sqrt()
-    expected = _Expected(float(loss.detach()[0]), float(norm), gradients)
+    squares = _squared_norms(map(held, gradients.values()), [*gradients.values()])
+    expected = _Expected(
+        float(loss.detach()[0]), float(squares.sum().sqrt()), gradients, squares.tolist()
+    )
     if not (math.isfinite(expected.loss) and math.isfinite(expected.norm)):
         raise SelfCheckError(
             "On synthetic examples the model's losses or gradients are not finite, so no private "
@@ -290,10 +294,13 @@ def _alone(
     return expected
 
 
-def _squared_norm(gradient: Tensor) -> Tensor:
-    """Return the squared norm in float64, without a float64 copy of the gradient."""
-    shard = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    return of_all_shards(squared_norms(shard.reshape(1, -1))[0].double(), gradient)
+def _squared_norms(parts: Iterable[Tensor], of: Sequence[Tensor]) -> Tensor:
+    """Return squared norms (n,) in float64, without float64 copies.
+
+    Args: parts: what this process holds of each tensor. of: tensors that are placed as these are.
+    """
+    own = [squared_norms(part.reshape(1, -1))[0].double() for part in parts]
+    return of_all_shards(torch.stack(own), of)
 
 
 def _compare_losses(losses: Tensor, expected: Sequence[_Expected], rtol: float) -> None:
@@ -324,17 +331,24 @@ def _compare_sums(
     groups, clipping_norm = engine.groups, engine.clipping_norm
     norms = torch.zeros(len(set(groups.values())), len(expected), dtype=torch.float64)
     for column, example in enumerate(expected):
-        for name, gradient in example.gradients.items():
-            norms[groups[name], column] += _squared_norm(gradient).cpu()
+        for name, square in zip(example.gradients, example.squares, strict=True):
+            norms[groups[name], column] += square
     weights = clipping_weights(engine.clipping, norms.sqrt(), clipping_norm)
-    for name, total in sums.items():
-        exact = torch.zeros_like(total)
-        for column, example in enumerate(expected):
-            exact.add_(example.gradients[name], alpha=float(weights[groups[name], column]))
-        error = float(_squared_norm(of_one_process(total) - exact).sqrt())
+
+    def errors_and_sums() -> Iterator[Tensor]:
+        for name, total in sums.items():
+            exact = torch.zeros_like(held(total))
+            for column, example in enumerate(expected):
+                weight = float(weights[groups[name], column])
+                exact.add_(held(example.gradients[name]), alpha=weight)
+            yield held(of_one_process(total)) - exact
+            yield exact
+
+    of = [total for total in sums.values() for _ in ("error", "sum")]
+    found = _squared_norms(errors_and_sums(), of).sqrt().tolist()
+    for name, error, size in zip(sums, found[::2], found[1::2], strict=True):
         # Relative to this parameter's own sum: a small one must not hide behind the others.
-        size = min(float(_squared_norm(exact).sqrt()), clipping_norm)
-        if not error <= rtol * len(expected) * max(size, 1e-2 * clipping_norm):
+        if not error <= rtol * len(expected) * max(min(size, clipping_norm), 1e-2 * clipping_norm):
             raise SelfCheckError(
                 f"The clipped sum of {name!r} differs from the sum of clipped one-by-one gradients "
                 f"by {error:.3g} (clipping norm {clipping_norm:.3g}). Freeze this parameter, or "

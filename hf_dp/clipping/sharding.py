@@ -16,8 +16,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from hf_dp.errors import SelfCheckError, UnsupportedModelError
 
@@ -184,12 +185,23 @@ def averaged_gradients(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> 
     return gradients
 
 
-def of_all_shards(part: Tensor, tensor: Tensor) -> Tensor:
-    """Return the sum over the shards of ``tensor`` of ``part``, a number computed from each."""
-    if not isinstance(tensor, DTensor):
-        return part
-    placements = [Partial() if each.is_shard() else Replicate() for each in tensor.placements]
-    return DTensor.from_local(part, tensor.device_mesh, placements, run_check=False).full_tensor()
+def held(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this process holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def of_all_shards(parts: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sums (n,) over the shards of each of n ``tensors`` of ``parts``, (n,), a number
+    computed from each shard. What is placed alike travels together."""
+    found, alike = parts.clone(), dict[tuple[DeviceMesh, tuple[Placement, ...]], list[int]]()
+    for place, tensor in enumerate(tensors):
+        if isinstance(tensor, DTensor):
+            alike.setdefault((tensor.device_mesh, tensor.placements), []).append(place)
+    for (mesh, placements), places in alike.items():
+        partial = [Partial() if each.is_shard() else Replicate() for each in placements]
+        one = DTensor.from_local(parts[places], mesh, partial, run_check=False)
+        found[places] = one.full_tensor()
+    return found
 
 
 def placed_as(parameter: nn.Parameter, whole: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.utils import logging
 
+from hf_dp.clipping.sharding import held
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.losses import base_model
 from hf_dp.run.ledger_file import LEDGER
@@ -65,7 +66,7 @@ def _note_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -
             if _paid.pop(parameter, False) or parameter.grad is None:
                 continue
             # torch makes the state of an optimizer whose shards it loads by zeros at rate 0.
-            if group.get("lr") != 0 or bool(_held(parameter.grad).any()):
+            if group.get("lr") != 0 or bool(held(parameter.grad).any()):
                 _unpaid[parameter] = True
 
 
@@ -277,18 +278,13 @@ def _plain_name(name: str) -> str:
     return name
 
 
-def _held(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this process holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _parts(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the numbers of each weight that this process holds, (n,), by the weight's name."""
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:
             # Its name tells a shard from the same weight when gathered.
             shard = " (a shard)" if isinstance(parameter, DTensor) else ""
-            yield name + shard, _held(parameter).detach().flatten()
+            yield name + shard, held(parameter).detach().flatten()
 
 
 def _digests(numbers: Tensor, dtypes: Sequence[torch.dtype]) -> list[int]:
