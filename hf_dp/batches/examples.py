@@ -54,7 +54,7 @@ class Examples(Dataset[Example]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Example]:
         with self._private():
-            return [self._example(index) for index in indices]
+            return [self._collated(self._row(i), f"Row {i} of the training set") for i in indices]
 
     def row(self, index: int) -> Row:
         """Return a row of the data set, as the collator gets it."""
@@ -80,13 +80,6 @@ class Examples(Dataset[Example]):
                 yield
                 self.randomness.reseed()  # do not continue where the last example stopped
 
-    def refuse_labels_in_words(self, index: int) -> None:
-        """Raise DataError if the label of a row is text, which some collators drop."""
-        self._refuse_words_as_label(self.row(index), f"Row {index} of the training set")
-
-    def _example(self, index: int) -> Example:
-        return self._collated(self._row(index), f"Row {index} of the training set")
-
     def _row(self, index: int) -> Row:
         # If rows shared a generator, one row could shift what later rows get, and a collator that
         # seeds the global generators would determine what its neighbors get.
@@ -110,7 +103,7 @@ class Examples(Dataset[Example]):
             with self.collates.fresh() as collator:
                 example = own(collator([row]))
         except Exception as problem:
-            self._refuse_words_as_label(row, which)
+            refuse_words_as_label(row, which)
             pictures = [name for name, value in _columns(row).items() if is_picture(value)]
             of_pictures = (
                 f"It cannot take the images in {pictures}: let a transform make `pixel_values` "
@@ -133,14 +126,16 @@ class Examples(Dataset[Example]):
                 )
         return example
 
-    def _refuse_words_as_label(self, row: Row, which: str) -> None:
-        for name in LABELS:
-            if isinstance(value := _columns(row).get(name), str):
-                raise DataError(
-                    f"{which} has the text {value!r} as `{name}`, and models take class ids. Use "
-                    f"dataset.cast_column({name!r}, datasets.ClassLabel(names=[...])) (with hf-dp, "
-                    "set class_names), or let the transform that makes it return class ids."
-                )
+
+def refuse_words_as_label(row: Row, which: str) -> None:
+    """Raise DataError if the label of a row is text, which some collators drop."""
+    for name in LABELS:
+        if isinstance(value := _columns(row).get(name), str):
+            raise DataError(
+                f"{which} has the text {value!r} as `{name}`, and models take class ids. Use "
+                f"dataset.cast_column({name!r}, datasets.ClassLabel(names=[...])) (with hf-dp, "
+                "set class_names), or let the transform that makes it return class ids."
+            )
 
 
 def _columns(row: Row) -> dict[str, object]:

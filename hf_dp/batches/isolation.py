@@ -14,7 +14,7 @@ import pickle
 import random
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -53,6 +53,8 @@ _LIBRARIES = (sys.stdlib_module_names - {"__main__"}) | {
 _LONG = 64  # a longer container in a data set holds its rows
 _NONE = object()  # no value; in a snapshot, a seed that is drawn when it is loaded
 
+Space = dict[str, object] | type  # where names are bound to values
+
 
 class Isolated(pickle.Pickler):
     """A data collator, or a data set (``has_rows``), in which no row leaves a trace.
@@ -61,12 +63,18 @@ class Isolated(pickle.Pickler):
     and for what cannot be copied (an open file).
     """
 
-    def __init__(self, root: Any, has_rows: bool = False, _steps: bool = True):
+    def __init__(self, root: object, has_rows: bool = False, _steps: bool = True):
         super().__init__(file := io.BytesIO())
-        self.data, self._root, self._rows, self._steps = list[Any](), root, has_rows, _steps
-        self._shared, self._spaces, self._objects = dict[int, Any](), dict[int, Any](), list[Any]()
-        self._generators, self._tokenizers, self._seeds = list[Any](), list[Any](), list[Any]()
-        self._todo, self._named, self._made_of = list[Any](), set[str](), (root, has_rows)
+        self.data, self._root, self._rows, self._steps = list[object](), root, has_rows, _steps
+        self._shared, self._spaces, self._objects = (
+            dict[int, object](),
+            dict[int, Space](),
+            list[object](),
+        )
+        self._generators, self._seeds = list[object](), list[tuple[Space, str]]()
+        self._tokenizers = list[hf.PreTrainedTokenizerBase]()
+        self._todo, self._named = list[tuple[Space, str, bool, bool]](), set[str]()
+        self._made_of = root, has_rows
         name = getattr(root, "__qualname__", type(root).__qualname__)
         self._add({name: root}, name, copied=True)
         for space, key, rows, copied in self._todo:  # grows
@@ -89,7 +97,7 @@ class Isolated(pickle.Pickler):
         self._rows, self._copied = False, True
         self.dump(self._objects)
         self._fresh = [(space, key) for space, key, _, copied in self._todo if copied]
-        self._snapshot, self._late = file.getvalue(), [dict[str, Any]() for _ in self._objects]
+        self._snapshot, self._late = file.getvalue(), [dict[str, object]() for _ in self._objects]
         self._set = [{n for n, v in vars(each).items() if v is not None} for each in self._objects]
         if has_rows and _steps:  # what a data set holds beside its steps are its own rows
             own = Isolated(root, has_rows, _steps=False).data
@@ -101,7 +109,7 @@ class Isolated(pickle.Pickler):
                 "them attributes or defaults, which are fresh for each row. If not, ignore this."
             )
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return Isolated, self._made_of
 
     @contextmanager
@@ -123,7 +131,7 @@ class Isolated(pickle.Pickler):
             for each, late in zip(objects := load.load(), self._late):
                 vars(each).update(late)
             root, name = self._fresh[0]
-            yield root[name]
+            yield _vars(root)[name]
         finally:
             for space, old in before:
                 new = _vars(space)
@@ -144,10 +152,10 @@ class Isolated(pickle.Pickler):
                 if isinstance(value, _MODEL) and name not in known:  # loaded when first needed
                     self.persistent_id(late.setdefault(name, value))
 
-    def _get(self, key: int) -> Any:
+    def _get(self, key: int) -> object:
         return self._shared[key] if key else random.getrandbits(31)
 
-    def persistent_id(self, value: Any) -> int | None:
+    def persistent_id(self, value: object) -> int | None:
         """Return the key of what all rows share, None for what is copied."""
         if type(value) in _ATOMS or value is _NONE or id(value) in self._shared:
             return None if type(value) in _ATOMS else 0 if value is _NONE else id(value)
@@ -168,7 +176,8 @@ class Isolated(pickle.Pickler):
         if isinstance(value, _MODEL) and hasattr(value, "__dict__"):
             self._spaces[id(vars(value))] = vars(value)
             words = getattr(value, "tokenizer", value)  # of a processor
-            self._tokenizers += [words] * isinstance(words, hf.PreTrainedTokenizerBase)
+            if isinstance(words, hf.PreTrainedTokenizerBase):
+                self._tokenizers.append(words)
         rows = [*vars(value).values()] if isinstance(value, Dataset) else []
         for each in filter(self._is_row, rows + [value] * (self._rows or not self._copied)):
             self._shared[id(each)] = each
@@ -182,7 +191,7 @@ class Isolated(pickle.Pickler):
             self._look_up(value)
         return id(value) if id(value) in self._shared else None
 
-    def _is_row(self, value: Any) -> bool:
+    def _is_row(self, value: object) -> bool:
         """Return whether rows of a data set share a value: arrays, files and long containers."""
         if isinstance(value, (list, tuple, dict, set, frozenset)):
             return value is self._root or len(value) > _LONG
@@ -190,7 +199,7 @@ class Isolated(pickle.Pickler):
         kept = isinstance(value, taken_apart) or value is self._root or _is_shared(value)
         return not kept and _is_whole(value)
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         """Take functions apart, and let seeds be drawn when objects are loaded."""
         if isinstance(value, types.CellType):
             state = {} if value == types.CellType() else {"cell_contents": value.cell_contents}
@@ -205,8 +214,11 @@ class Isolated(pickle.Pickler):
         if isinstance(value, functools.partial) or not hasattr(value, "__dict__"):
             return NotImplemented
         own = value is self._root or isinstance(value, Dataset)
-        made: Any = (object.__new__, (type(value),), vars(value))
-        made = made if own and _is_whole(value) else value.__reduce_ex__(4)
+        made = (
+            value.__reduce_ex__(4)
+            if not (own and _is_whole(value))
+            else (object.__new__, (type(value),), vars(value))
+        )
         if len(made) > 2 and isinstance(made[2], dict):
             seeds = [k for k, each in made[2].items() if k.endswith("seed") and type(each) is int]
             made = (*made[:2], made[2] | dict.fromkeys(seeds, _NONE), *made[3:])
@@ -217,12 +229,12 @@ class Isolated(pickle.Pickler):
                 self._seeds += [(vars(value), key) for key in seeds]
         return made
 
-    def _look_up(self, code: Any) -> None:
+    def _look_up(self, code: type | types.FunctionType) -> None:
         """Look up what the code of a function or class of the user's own names."""
         own = [each for each in getattr(code, "__mro__", [code]) if _is_own(each, each)]
         names = set[str]().union(*map(_names, own))
-        imported = {name: sys.modules[name] for name in names & sys.modules.keys()}
-        spaces: list[Any] = [*(getattr(each, "__globals__", each) for each in own), imported]
+        imported: Space = {name: sys.modules[name] for name in names & sys.modules.keys()}
+        spaces: list[Space] = [*(getattr(each, "__globals__", each) for each in own), imported]
         for space in spaces:  # grows
             if space is not imported:
                 self._spaces[id(space)] = space
@@ -236,7 +248,7 @@ class Isolated(pickle.Pickler):
                     spaces += [beyond] * all(beyond is not other for other in spaces)
                 self._add(space, name)
 
-    def _add(self, space: Any, name: str, copied: bool = False) -> None:
+    def _add(self, space: Space, name: str, copied: bool = False) -> None:
         """Let a value be looked at, or be a copy for each row."""
         if any(space is other and name == key for other, key, *_ in self._todo):
             return
@@ -251,7 +263,7 @@ class Isolated(pickle.Pickler):
             self._named.add(name)
 
 
-def _is_shared(value: Any) -> bool:
+def _is_shared(value: object) -> bool:
     """Return whether nothing in a value could change that would have to be fresh."""
     if isinstance(value, types.FunctionType):
         held = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
@@ -266,7 +278,7 @@ def _is_shared(value: Any) -> bool:
     return type(value) is object or isinstance(value, (*_CONSTANT, *_MODEL, *GENERATORS, _CACHED))
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> bool:
     """Return whether an object has a way of its own to be copied, or none."""
     ways = ("__reduce__", "__reduce_ex__", "__getstate__")
     try:
@@ -276,7 +288,7 @@ def _is_whole(value: Any) -> bool:
         return True
 
 
-def _names(value: Any) -> set[str]:
+def _names(value: type | types.FunctionType) -> set[str]:
     """Return the names in the code of a function or class, and those of a class's functions."""
     members = vars(value) if isinstance(value, type) else {value.__name__: value}
     names = {name for name, each in members.items() if isinstance(each, (*_FUNCTIONS, _CACHED))}
@@ -288,7 +300,7 @@ def _names(value: Any) -> set[str]:
     return names - {*dir(type)} | names & {"__call__"}
 
 
-def _module(value: Any) -> str:
+def _module(value: object) -> str:
     value = getattr(value, "func", value)  # of a partial
     if isinstance(value, types.FunctionType):
         return str(value.__globals__.get("__name__"))
@@ -297,7 +309,7 @@ def _module(value: Any) -> str:
     )
 
 
-def _is_own(value: Any, beside: Any) -> bool:
+def _is_own(value: object, beside: object) -> bool:
     """Return whether code or a module is the user's: not installed, or beside what names it."""
     module, home = _module(value), _module(beside)
     file, top = getattr(sys.modules.get(module), "__file__", None), module.partition(".")[0]
@@ -305,11 +317,11 @@ def _is_own(value: Any, beside: Any) -> bool:
     return near and top not in _LIBRARIES
 
 
-def _vars(space: Any) -> Any:
+def _vars(space: Space) -> Mapping[str, object]:
     return vars(space) if isinstance(space, type) else space
 
 
-def _put(space: Any, name: str, value: Any) -> None:
+def _put(space: Space, name: str, value: object) -> None:
     if isinstance(space, type):
         delattr(space, name) if value is _NONE else setattr(space, name, value)
     elif value is _NONE:
@@ -318,6 +330,6 @@ def _put(space: Any, name: str, value: Any) -> None:
         space[name] = value
 
 
-def _fill(value: Any, state: dict[str, Any]) -> None:
+def _fill(value: object, state: dict[str, object]) -> None:
     for name, each in state.items():
         object.__setattr__(value, name, each)

@@ -22,23 +22,22 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from multiprocessing.context import BaseContext
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from hf_dp import _validate
 from hf_dp.batches.examples import Examples
 from hf_dp.batches.padding import Padding
 from hf_dp.batches.structure import Batch, Example, Layout, leaves
 from hf_dp.errors import DataError
-from hf_dp.noise import SecretRandomness
 from hf_dp.plans.samplers import Sampler as LogicalSampler
 
 KEY_BITS = 64  # of a drawn key
-Watch = Callable[[LogicalSampler], Sampler[list[int]]]
+Watch = Callable[[LogicalSampler], Iterable[list[int]]]
 T = TypeVar("T")
 Place = int | tuple[int, ...]  # of a row, or of all rows of a drawn user
 
@@ -153,22 +152,6 @@ def physical_batches(
     return groups
 
 
-def private_dataloader(
-    examples: Examples,
-    sampler: LogicalSampler,
-    batches: PhysicalBatches,
-    options: BatchOptions,
-    watched: Watch | None = None,
-) -> DataLoader:
-    """Return a loader over the sampler's samples, drawn from the run's secret source.
-
-    Args: watched: makes of the draws what goes through the model; None: all of it.
-    """
-    sampler = dataclasses.replace(sampler, random_bytes=examples.randomness.random_bytes)
-    drawn = DrawnUnits(examples, examples.randomness)
-    return loader_of(drawn, sampler if watched is None else watched(sampler), batches, options)
-
-
 class Drawn(NamedTuple, Generic[T]):
     """A drawn unit, with secret bits of its own that decide beside whom it stands."""
 
@@ -176,36 +159,46 @@ class Drawn(NamedTuple, Generic[T]):
     key: int
 
 
-class DrawnUnits(Dataset[Drawn[Any]]):
-    """Units (examples, or users' lists of them), each with a key that is fresh in every draw."""
+class DrawnUnits(Dataset[Drawn[Example]]):
+    """What is drawn, each with a key that is fresh in every draw: an example at the place of a row,
+    or a list of examples at those of a user's. Args: count: of what is drawn from."""
 
-    def __init__(self, units: Any, randomness: SecretRandomness):
-        self.units, self.randomness = units, randomness
+    def __init__(self, examples: Examples, count: int):
+        self.examples, self._count = examples, count
 
     def __len__(self) -> int:
-        return len(self.units)
+        return self._count
 
-    def __getitems__(self, indices: Sequence[Place]) -> list[Drawn[Any]]:
-        found = self.units.__getitems__(indices)
-        # The index (of a user the first row's) matters only in tests.
-        rows = [index if isinstance(index, int) else index[0] for index in indices]
-        keys = [self.randomness.example_seed(row) for row in rows]
-        return [Drawn(unit, key) for unit, key in zip(found, keys, strict=True)]
+    def __getitems__(self, places: Sequence[Place]) -> list[Drawn[Example]]:
+        rows = [(place,) if isinstance(place, int) else place for place in places]
+        found = iter(self.examples.__getitems__([row for unit in rows for row in unit]))
+        units = [[next(found) for _ in unit] for unit in rows]
+        # Which row is named to the source of the keys matters only in tests.
+        keys = [self.examples.randomness.example_seed(unit[0]) for unit in rows]
+        return [
+            Drawn(unit[0] if isinstance(place, int) else unit, key)
+            for place, unit, key in zip(places, units, keys, strict=True)
+        ]
 
-    def __getitem__(self, index: Place) -> Drawn[Any]:
-        return self.__getitems__([index])[0]
+    def __getitem__(self, place: Place) -> Drawn[Example]:
+        return self.__getitems__([place])[0]
 
 
-def loader_of(
-    drawn: DrawnUnits,
-    sampler: LogicalSampler | Sampler[Any],
-    batches: Callable[[Sequence[Drawn[Any]]], Sequence[object]],
+def private_dataloader(
+    examples: Examples,
+    draws: Iterable[Sequence[Place]],
+    batches: Callable[[Sequence[Drawn[Example]]], Sequence[object]],
     options: BatchOptions,
-) -> DataLoader:
-    """Return a loader of physical batches, without a shuffle or a sampler of its own."""
+    count: int,
+) -> DataLoader[Drawn[Example]]:
+    """Return a loader of physical batches, without a shuffle or a sampler of its own.
+
+    Args: draws: from the run's secret source. batches: cuts what is drawn into them. count: of
+        rows, or of users, that are drawn from.
+    """
     return DataLoader(
-        drawn,
-        batch_sampler=sampler,
+        DrawnUnits(examples, count),
+        batch_sampler=draws,  # type: ignore[arg-type]
         collate_fn=batches,
         num_workers=options.num_workers,
         pin_memory=options.pin_memory,

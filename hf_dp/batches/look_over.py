@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -254,7 +253,7 @@ def _check_place(name: str, place: object, attended: Tensor) -> None:
         )
 
 
-def _table_of(base: Any, getter: str) -> int | None:
+def _table_of(base: nn.Module, getter: str) -> int | None:
     try:
         return int(getattr(base, getter)().weight.shape[0])
     except (AttributeError, NotImplementedError, IndexError):  # a model without one

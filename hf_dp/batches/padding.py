@@ -116,17 +116,18 @@ class Padding:
 
         def combine(name: str, values: list[Example]) -> object:
             if isinstance(values[0], Tensor):
-                return torch.cat(self._padded(name, values, layout.leaves[name]))
+                return torch.cat(self._padded(name, values, layout))
             if isinstance(values[0], list):
                 return [item for value in values for item in value]
             return values[0]  # equal in all, by the layout
 
         return combined(list(examples), combine)
 
-    def _padded(self, name: str, values: list[Tensor], leaf: Leaf) -> list[Tensor]:
+    def _padded(self, name: str, values: list[Tensor], layout: Layout) -> list[Tensor]:
         shapes = {value.shape for value in values}
         if len(shapes) == 1:
             return values
+        leaf = layout.leaves[name]
         dimension = self._dimension(name, values[0].dim())
         fill = self.fill(name, leaf)
         others = {(*shape[:dimension], *shape[dimension + 1 :]) for shape in shapes}

@@ -8,24 +8,14 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import datasets
 import numpy as np
-from torch.utils.data import DataLoader, Dataset, Sampler, Subset
+from torch.utils.data import Sampler, Subset
 
-from hf_dp.batches.examples import Examples
-from hf_dp.batches.loader import (
-    BatchOptions,
-    Drawn,
-    DrawnUnits,
-    PhysicalBatches,
-    length_of,
-    loader_of,
-    physical_batches,
-    shape_of,
-)
+from hf_dp.batches.loader import Drawn, PhysicalBatches, length_of, physical_batches, shape_of
 from hf_dp.batches.structure import Batch, DataSet, Example, Row, Value
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.plans.samplers import RandomBytes
@@ -242,23 +232,6 @@ class UnitDraws(Sampler[list[Rows]]):
         return len(self.sampler)
 
 
-class UnitExamples(Dataset[list[Example]]):
-    """The collated rows of units, each a list of examples."""
-
-    def __init__(self, examples: Examples, units: int):
-        self.examples, self._units = examples, units
-
-    def __len__(self) -> int:
-        return self._units
-
-    def __getitems__(self, units: Sequence[Rows]) -> list[list[Example]]:
-        rows = iter(self.examples.__getitems__([row for unit in units for row in unit]))
-        return [[next(rows) for _ in unit] for unit in units]
-
-    def __getitem__(self, unit: Rows) -> list[Example]:
-        return self.__getitems__([unit])[0]
-
-
 @dataclass(frozen=True)
 class UnitBatches:
     """Splits the units of one draw into physical batches, and never one that fits into a batch.
@@ -316,18 +289,3 @@ class UnitBatches:
 
     def _padded(self, examples: Sequence[Example]) -> Batch:
         return self.batches.padding.together(list(examples), self.batches.layout)
-
-
-def unit_dataloader(
-    examples: Examples,
-    table: UnitTable,
-    users: Users,
-    sampler: LogicalSampler,
-    batches: PhysicalBatches,
-    options: BatchOptions,
-) -> DataLoader:
-    """Return a loader over the units that a sampler draws, from the run's secret source."""
-    secret = examples.randomness.random_bytes
-    draws = UnitDraws(replace(sampler, random_bytes=secret), table, users, secret)
-    drawn = DrawnUnits(UnitExamples(examples, len(table)), examples.randomness)
-    return loader_of(drawn, draws, UnitBatches(batches, users), options)

@@ -214,7 +214,7 @@ class Canaries(Inside):
             self._likelihood = self._before - self._losses()
         if self.count > 1:  # of many runs with one each, `hf-dp audit leave-one-out` guesses
             claim, delta = self.run.epsilon().value, self.run.plan.delta
-            self.run.found["audit"] = guess(self.scores, self._likelihood, self._in, claim, delta)
+            self.run.audit = guess(self.scores, self._likelihood, self._in, claim, delta)
 
     @property
     def outcome(self) -> tuple[float, bool]:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from hf_dp.batches.structure import Batch, Example, combined, numbers
+from hf_dp.batches.padding import Padding
+from hf_dp.batches.structure import Batch, Example, Layout, numbers
 from hf_dp.clipping import self_check
 from hf_dp.clipping.dropout import no_dropout
 from hf_dp.clipping.self_check import AUTOCAST_TOLERANCE, in_training, refuse_notice_of_length
@@ -165,7 +166,8 @@ def refuse_another_loss(
                 raise _other(model, f"with {_said(model, each)}", own, loss)
         if means_over_rows(model) and len(labeled) > 1:
             # Weights of classes cancel in a mean over one row.
-            own, mean = _own(model, _together(labeled)), sum(ours) / len(ours)
+            together = Padding().together(labeled, Layout())  # all of one shape
+            own, mean = _own(model, together), sum(ours) / len(ours)
             same = own is not None and any(_close(own, x, tolerance) for x in (mean, sum(ours)))
             if own is not None and not same:
                 said = ", ".join(_said(model, each) for each in labeled)
@@ -235,16 +237,6 @@ def _own(model: nn.Module, example: Example) -> float | None:
         ) from problem
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     return float(loss) if isinstance(loss, Tensor) and loss.numel() == 1 else None
-
-
-def _together(labeled: list[Example]) -> Batch:
-    def joined(name: str, values: list[Example]) -> object:
-        if isinstance(values[0], Tensor):
-            return torch.cat(values)
-        flat = isinstance(values[0], list)
-        return [item for each in values for item in each] if flat else values[0]
-
-    return combined(labeled, joined)
 
 
 def _close(own: float, ours: float, tolerance: float) -> bool:

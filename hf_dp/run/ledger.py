@@ -10,6 +10,7 @@ import os
 import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 from filelock import FileLock
@@ -24,7 +25,6 @@ from hf_dp.run.ledger_file import (
     LEDGER,
     Lines,
     damaged,
-    line_of,
     lock_run,
     read_copy,
     write_head,
@@ -36,7 +36,7 @@ from hf_dp.run.witnesses import refuse_foreign, refuse_leftovers, whole_ledger
 from hf_dp.statement.digests import Beside, Head
 from hf_dp.statement.durable import replace_file
 from hf_dp.statement.facts import EarlierRun, Flags, Weaknesses
-from hf_dp.statement.record import PrivacyRecord, write
+from hf_dp.statement.record import write
 from hf_dp.statement.statement import PrivacyStatement
 
 # What the plan calls it -> what DPTrainer's user calls it; most telling first.
@@ -63,7 +63,8 @@ class RunLedger:
         processes: those of the run. The main one keeps the files, the others a copy in memory.
 
     Attributes:
-        weaknesses: what weakens the claim, which :meth:`weaken` adds to.
+        lines: those of the ledger; the main process has them on its disk.
+        weaknesses: what weakens the claim, which :meth:`weaken` adds to, and the next line notes.
         lost: releases since the checkpoint resumed from.
         paid: steps in the ledger, recorded with those before them, that are yet to come.
     """
@@ -80,26 +81,23 @@ class RunLedger:
         self.folder, self.plan = Path(folder), plan
         self.weaknesses = Weaknesses(earlier=tuple(earlier))
         self._earlier_entries = tuple(earlier_entries)
-        self.ledger = Ledger()
+        self.lines = Lines(uuid.uuid4().hex, plan)
         self.lost = 0
         self.paid = 0
-        self.head = Head(uuid.uuid4().hex)
-        self._size = 0  # bytes of the lines on the disk
-        self._noted = Weaknesses()  # by these lines
         self.budget = Budget(plan, self.ledger)
         self.processes = processes or Processes()
         self._is_open = False
         self._lock: FileLock | None = None
 
     @property
-    def released(self) -> tuple[str, ...]:
-        """The names of what the user lets out without noise."""
-        return self.weaknesses.released
+    def ledger(self) -> Ledger:
+        """What the run released."""
+        return self.lines.ledger
 
     @property
     def run_id(self) -> str:
         """Which run it is."""
-        return self.head.run_id
+        return self.lines.run_id
 
     def go_to(self, folder: str | os.PathLike[str]) -> None:
         """Keep the ledger in another folder, as long as nothing is recorded and none is taken."""
@@ -124,10 +122,10 @@ class RunLedger:
         Raises: LedgerError when the folder holds another run's ledger, which would be lost, when
             another process is at work on this run, or when anything knows what the ledger lacks.
         """
-        self.head = self.processes.on_main(self._open_folder)
+        self.lines.run_id = self.processes.on_main(self._open_folder)
         self._is_open = True
 
-    def _open_folder(self) -> Head:
+    def _open_folder(self) -> str:
         refuse_foreign(self.folder, self.run_id)
         if not len(self.ledger):
             refuse_leftovers(self.folder)
@@ -136,11 +134,11 @@ class RunLedger:
             self.take()
         try:
             own = whole_ledger(self.folder)
-            there = Head(self.run_id) if own is None else own.head
+            there, known = Head(self.run_id) if own is None else own.head, self.lines.head
             # Another process may have gone on since we read it, and died before we took the lock.
-            if there != self.head:
+            if there != known:
                 raise LedgerError(
-                    f"{LEDGER} has {there.lines} lines now, and had {self.head.lines} when it was "
+                    f"{LEDGER} has {there.lines} lines now, and had {known.lines} when it was "
                     "read: another process has gone on with this run. Resume again, so that its "
                     "steps count."
                 )
@@ -149,7 +147,7 @@ class RunLedger:
             raise
         if own is not None:  # a kill may have left the head a line behind
             write_head(self.folder, own.head)
-        return self.head
+        return self.run_id
 
     def weaken(self, known: Flags) -> None:
         """Note what weakens the claim; what does so once does so for good."""
@@ -221,43 +219,29 @@ class RunLedger:
             )
         self.budget.check(*entries)
         self._write(*entries)
-        for entry in entries:
-            self.ledger.append(entry.event, entry.purpose)
-        self._write_head()
 
     def note(self) -> None:
         """Give what weakens the claim a line, if none says it yet; a ledger begins with a
         release."""
-        if self.head.lines and self.weaknesses != self._noted:
+        if self.lines.digests and not self.lines.weaknesses.includes(self.weaknesses):
             self._write()
-            self._write_head()
 
     def _write(self, *entries: LedgerEntry) -> None:
-        """Make a line durable, in the main process."""
-        if not self.processes.is_main:
-            return
-        weaknesses = self.weaknesses
-        if not weaknesses.includes(self._noted):
+        """Add a line: in the main process to the file, durably, before anywhere else, and then to
+        the head."""
+        lines = self.lines
+        if not self.weaknesses.includes(lines.weaknesses):
             raise LedgerError(
-                f"{LEDGER} records {self._noted} as what weakens the claim, and now it is "
-                f"{weaknesses}. What was true of a run once is true for good."
+                f"{LEDGER} records {lines.weaknesses} as what weakens the claim, and now it is "
+                f"{self.weaknesses}. What was true of a run once is true for good."
             )
-        line = line_of(
-            self.head.digest,
-            entries,
-            weaknesses if weaknesses != self._noted else None,
-            None if self.head.lines else (self.run_id, self.plan),
-        )
+        line = lines.next(entries, self.weaknesses)
+        if not self.processes.is_main:
+            return lines.take(line)
         with self._named_errors(self.folder):
-            digest = write_line(self.folder / LEDGER, self._size, line)
-        self.head = Head(self.run_id, self.head.lines + 1, digest)
-        self._size += len(line)
-        self._noted = weaknesses
-
-    def _write_head(self) -> None:
-        if self.processes.is_main:
-            with self._named_errors(self.folder):
-                write_head(self.folder, self.head)
+            write_line(self.folder / LEDGER, lines.size, line)
+            lines.take(line)
+            write_head(self.folder, lines.head)
 
     @staticmethod
     def _named_errors(folder: Path) -> AbstractContextManager[None]:
@@ -278,8 +262,7 @@ class RunLedger:
         if not self.processes.is_main:
             return
         self.note()
-        head = self.head if self.head.lines else None
-        record = PrivacyRecord(self.plan, self.ledger, self.run_id, self.weaknesses, head=head)
+        record = replace(self.lines.record(), weaknesses=self.weaknesses)
         with self._named_errors(Path(folder)):
             write(folder, record.stating(statement, beside or Beside()).to_dict())
 
@@ -291,10 +274,12 @@ class RunLedger:
         folder = Path(folder)
         self.note()
         for path in weights_files(folder):
-            put_head(path, self.head)
-        if self.head.lines and folder.resolve() != self.folder.resolve():
+            put_head(path, self.lines.head)
+        if self.lines.digests and folder.resolve() != self.folder.resolve():
             with self._named_errors(folder):
-                replace_file(folder / COPY, [(self.folder / LEDGER).read_bytes()[: self._size]])
+                replace_file(
+                    folder / COPY, [(self.folder / LEDGER).read_bytes()[: self.lines.size]]
+                )
 
     def resume(self, checkpoint: str | os.PathLike[str]) -> None:
         """Take over the ledger of the *run*, so that repeated steps and branches all count.
@@ -303,10 +288,9 @@ class RunLedger:
             when the run's does not contain what anything else knows, or when the plan changed.
         """
         own, copy = self.processes.on_main(lambda: self._ledgers(Path(checkpoint)))
-        self.ledger, self.head, self._size = own.ledger, own.head, own.size
-        self.budget = Budget(self.plan, self.ledger)
+        self.lines = own
+        self.budget = Budget(self.plan, own.ledger)
         self.lost = own.ledger.steps() - copy.ledger.steps()
-        self._noted = own.weaknesses
         self.weaken(own.weaknesses)
 
     def _ledgers(self, checkpoint: Path) -> tuple[Lines, Lines]:

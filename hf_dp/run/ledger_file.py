@@ -14,7 +14,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -24,6 +23,7 @@ from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.statement.digests import Head
 from hf_dp.statement.durable import loads, replace_file, sync_folder
 from hf_dp.statement.facts import Weaknesses
+from hf_dp.statement.record import PrivacyRecord
 
 LEDGER = "ledger.jsonl"  # in the run's folder
 # Names that start with "_" are never pushed to the Hub. A copy has another name than the ledger:
@@ -38,8 +38,8 @@ _WRONG = (
 
 @dataclass(eq=False)
 class Lines:
-    """What the whole lines of a ledger say: of which run, what it released (equal steps together),
-    what weakens its claim, the digest of each line, and how many bytes are not torn."""
+    """What the lines of a ledger say: of which run, what it released (equal steps together), what
+    weakens its claim, the digest of each line, and how many bytes they are."""
 
     run_id: str
     plan: PrivacyPlan
@@ -54,7 +54,7 @@ class Lines:
     @property
     def head(self) -> Head:
         """How far the ledger has come."""
-        return Head(self.run_id, len(self.digests), self.digests[-1])
+        return Head(self.run_id, len(self.digests), self.digests[-1] if self.digests else "")
 
     def contains(self, head: Head) -> bool:
         """Return whether this is the ledger of that head, at the same point or later."""
@@ -62,10 +62,22 @@ class Lines:
             return False
         return head.lines == 0 or self.digests[head.lines - 1] == head.digest
 
-    def take(self, line: bytes, values: dict[str, Any]) -> None:
+    def next(self, entries: Sequence[LedgerEntry], weaknesses: Weaknesses) -> bytes:
+        """Return the next line: what is released, and what weakens the claim from here on, if that
+        is new."""
+        values: dict[str, object] = {"after": self.head.digest, **self._start()}
+        if not self.weaknesses.includes(weaknesses):
+            values["weaknesses"] = weaknesses.to_dict()
+        rows = [{"purpose": entry.purpose, **entry.event.to_dict()} for entry in entries]
+        text = json.dumps({**values, "entries": rows}, separators=(",", ":"), allow_nan=False)
+        return text.encode() + b"\n"
+
+    def take(self, line: bytes) -> None:
         """Add a line. Raises: whatever is wrong with it; nothing of it is added then."""
-        if values.pop("after") != (self.digests[-1] if self.digests else ""):
-            raise ValueError("it does not follow the line before it")
+        values = loads(line.decode())
+        for name, expected in {"after": self.head.digest, **self._start()}.items():
+            if values.pop(name) != expected:
+                raise ValueError(f"its {name!r} does not follow from the lines before it")
         known = self.weaknesses
         if "weaknesses" in values:
             known = known.merged(Weaknesses.from_dict(values.pop("weaknesses")))
@@ -81,34 +93,20 @@ class Lines:
         self.digests.append(hashlib.sha256(line).hexdigest())
         self.size += len(line)
 
+    def _start(self) -> dict[str, object]:
+        """Return what the first line says besides."""
+        return {} if self.digests else {"run_id": self.run_id, "plan": self.plan.to_dict()}
 
-def line_of(
-    after: str,
-    entries: Sequence[LedgerEntry] = (),
-    weaknesses: Weaknesses | None = None,
-    start: tuple[str, PrivacyPlan] | None = None,
-) -> bytes:
-    """Return a line.
-
-    Args:
-        after: the digest of the line before; empty for the first.
-        weaknesses: what weakens the claim from here on; None where nothing new does.
-        start: run id and plan, in the first line.
-    """
-    values: dict[str, Any] = {"after": after}
-    if start is not None:
-        values |= {"run_id": start[0], "plan": start[1].to_dict()}
-    if weaknesses is not None:
-        values["weaknesses"] = weaknesses.to_dict()
-    rows = [{"purpose": entry.purpose, **entry.event.to_dict()} for entry in entries]
-    text = json.dumps({**values, "entries": rows}, separators=(",", ":"), allow_nan=False)
-    return text.encode() + b"\n"
+    def record(self) -> PrivacyRecord:
+        """Return what they say as a record, in which nothing is claimed yet."""
+        head = self.head if self.digests else None
+        return PrivacyRecord(self.plan, self.ledger, self.run_id, self.weaknesses, head=head)
 
 
-def write_line(path: Path, size: int, line: bytes) -> str:
-    """Put a line behind the first ``size`` bytes of a file, durably, and return its digest.
+def write_line(path: Path, size: int, line: bytes) -> None:
+    """Put a line behind the first ``size`` bytes of a file, durably; what was torn there is cut.
 
-    What was torn there is cut. Raises: OSError when the disk refuses.
+    Raises: OSError when the disk refuses.
     """
     with open(path, "r+b" if path.exists() else "xb") as stream:
         stream.truncate(size)
@@ -118,7 +116,6 @@ def write_line(path: Path, size: int, line: bytes) -> str:
         os.fsync(stream.fileno())
     if size == 0:
         sync_folder(path.parent)
-    return hashlib.sha256(line).hexdigest()
 
 
 def write_head(folder: Path, head: Head) -> None:
@@ -163,16 +160,19 @@ def _read(path: Path, counted: int, *, may_be_torn: bool) -> Lines | None:
     found: Lines | None = None
     for number, text in enumerate(whole, start=1):
         try:
-            values = loads(text.decode())
-            plan = PrivacyPlan.from_dict(values.pop("plan")) if found is None else found.plan
-            lines = Lines(values.pop("run_id"), plan) if found is None else found
-            lines.take(text + b"\n", values)
+            lines = _begun(text) if found is None else found
+            lines.take(text + b"\n")
         except _WRONG as why:
             if may_be_torn and number == len(whole) and number > counted:
                 break
             raise damaged(path, f"line {number}: {why!r}") from why
         found = lines
     return found
+
+
+def _begun(first: bytes) -> Lines:
+    values = loads(first.decode())
+    return Lines(values["run_id"], PrivacyPlan.from_dict(values["plan"]))
 
 
 def damaged(path: Path, why: str) -> LedgerError:

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from hf_dp._validate import invalid
 from hf_dp._version import __version__
 from hf_dp.clipping.rounding import full_precision, product_precision
 from hf_dp.errors import UnsupportedArgumentError
+from hf_dp.statement.audited import AuditResult
 from hf_dp.statement.facts import RunFacts, Weaknesses
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "dp-accounting", "prv-accountant")
@@ -147,10 +147,9 @@ def run_facts(
     precision: Precision,
     weaknesses: Weaknesses,
     trained: str,
-    **found: Any,
+    audit: AuditResult | None,
 ) -> RunFacts:
-    """Return the facts of a run. Args: trained: which parameters, in words. found: what observers
-    inside the run found."""
+    """Return the facts of a run. Args: trained: which parameters, in words."""
     noise = f"PyTorch's {device.type} generator seeded with 63 bits"
     if device.type == "cpu":
         noise = "NumPy SFC64 seeded with 128 bits"
@@ -160,7 +159,7 @@ def run_facts(
         noise_generator=f"{noise} by the operating system (not cryptographic)",
         sampling_generator="the operating system's cryptographic generator",
         **vars(weaknesses),
-        **found,
+        audit=audit,
         versions={"hf_dp": __version__, **_versions()},
     )
 

@@ -62,6 +62,7 @@ from hf_dp.run.other_training import OtherTraining, note_training, pay_for_step
 from hf_dp.run.outlook import of_repeated_rows
 from hf_dp.run.precision import Precision, run_facts
 from hf_dp.run.training_data import TrainingData
+from hf_dp.statement.audited import AuditResult
 from hf_dp.statement.facts import EVALUATION_ON_TRAINING_ROWS, Flags, RunFacts
 from hf_dp.statement.statement import PrivacyStatement
 
@@ -94,7 +95,7 @@ class PrivateRun:
         engine_check: compares the clipping engine with one-by-one gradients.
         arguments: which all processes must have in common.
         columns: returns the training set without what the model does not take, and its collator.
-        inside: who sees what is not noised. found: facts for the statement that they found.
+        inside: who sees what is not noised. audit: what an audit among them found.
         selections: which this run made, and its ledger counts.
         other: what else trained the weights.
 
@@ -103,7 +104,7 @@ class PrivateRun:
 
     def __init__(
         self,
-        model: Any,
+        model: nn.Module,
         plan: PrivacyPlan,
         output_dir: str | os.PathLike[str],
         *,
@@ -142,7 +143,7 @@ class PrivateRun:
         self.columns: Callable[[], tuple[Rows, Collator]] = self._all_columns
         self.arguments: Mapping[str, object] = {}
         self.inside: list[Observer] = []
-        self.found: dict[str, Any] = {}
+        self.audit: AuditResult | None = None
         self.selections: Sequence[object] = ()
         self._step_is_open = False
         self._data: TrainingData | None = None
@@ -272,7 +273,7 @@ class PrivateRun:
 
     def facts(self, trained: str) -> RunFacts:
         """Return what the ledger does not know of the run."""
-        return run_facts(self.device, self.precision(), self.book.weaknesses, trained, **self.found)
+        return run_facts(self.device, self.precision(), self.book.weaknesses, trained, self.audit)
 
     def check_evaluation(self, evaluation: DataSet) -> None:
         """Note that rows are evaluated on, whose metrics are not noised.
@@ -282,7 +283,7 @@ class PrivateRun:
             a set that cannot be compared.
         """
         search = self.plan.mechanism.is_searched
-        asked_for = EVALUATION_ON_TRAINING_ROWS in self.book.released and not search
+        asked_for = EVALUATION_ON_TRAINING_ROWS in self.book.weaknesses.released and not search
         if asked_for or self.train_dataset is None:
             return
         for training in filter(None, (self.training_rows(), self._training_users)):

@@ -5,22 +5,22 @@ It is looked over once. Each row is collated alone, and examples are padded toge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.utils import logging
 
-from hf_dp.batches.examples import Collator, Examples
-from hf_dp.batches.loader import BatchOptions, PhysicalBatches, Watch, private_dataloader
+from hf_dp.batches.examples import Collator, Examples, refuse_words_as_label
+from hf_dp.batches.loader import BatchOptions, Drawn, PhysicalBatches, Watch, private_dataloader
 from hf_dp.batches.look_over import Limits, LookedOver, has_target, look_over
 from hf_dp.batches.padding import LABELS, Padding
 from hf_dp.batches.structure import Batch, Example, Layout, Row, Rows, column, combined, leaves, own
-from hf_dp.batches.units import UnitTable, unit_dataloader
+from hf_dp.batches.units import UnitBatches, UnitDraws, UnitTable
 from hf_dp.clipping.sharding import is_sharded
 from hf_dp.errors import DataError, HfDpError, UnsupportedLossError
 from hf_dp.losses import base_model, targets_of
@@ -111,7 +111,7 @@ class TrainingData:
         if "labels" not in targets or all(each is not None and each.is_tensor for each in given):
             return  # what a loss of other targets misses, it names
         # transformers' default collator drops text, and a user's own may pass it on.
-        self.examples.refuse_labels_in_words(0)
+        refuse_words_as_label(self.examples.row(0), "Row 0 of the training set")
         if "labels" not in found:
             raise DataError(
                 f"The training batches have no `labels` (they have {sorted(found)}). Rename the "
@@ -168,15 +168,21 @@ class TrainingData:
 
     def loader(
         self, sampler: LogicalSampler, one_shape: bool, watched: Watch | None = None
-    ) -> DataLoader[Any]:
-        """Return a loader over the sampler's draws, each a list of padded physical batches.
+    ) -> DataLoader[Drawn[Example]]:
+        """Return a loader over the sampler's draws, from the run's secret source, each a list of
+        padded physical batches.
 
         Args: watched: makes of the draws what goes through the model; rows alone, not users.
         """
-        batches, options = self.batches(one_shape), self.options
-        if self.units is not None:
-            return unit_dataloader(self.examples, *self.units, sampler, batches, options)
-        return private_dataloader(self.examples, sampler, batches, options, watched)
+        examples, batches, options = self.examples, self.batches(one_shape), self.options
+        secret = examples.randomness.random_bytes
+        sampler = replace(sampler, random_bytes=secret)
+        if self.units is None:
+            draws = sampler if watched is None else watched(sampler)
+            return private_dataloader(examples, draws, batches, options, len(examples))
+        table, users = self.units
+        drawn, whole = UnitDraws(sampler, table, users, secret), UnitBatches(batches, users)
+        return private_dataloader(examples, drawn, whole, options, len(table))
 
     def synthetic_examples(self, model: nn.Module) -> list[Example]:
         """Return made-up examples that passed through the collator like rows, each a batch of one;
@@ -364,7 +370,10 @@ def refuse_ids_beyond_tables(
     training, lookups = model.training, _Lookups(tables, whole=is_sharded(model))
     try:
         model.eval()
-        with torch.no_grad(), examples.randomness.streams(), lookups.watched():
+        with torch.no_grad(), examples.randomness.streams(), ExitStack() as hooks:
+            for table in tables:
+                hooks.enter_context(table.register_forward_pre_hook(lookups.check))
+                hooks.enter_context(table.register_forward_hook(lookups.counted))
             for index, example in enumerate(examples.all()):
                 lookups.count = 0
                 try:
@@ -391,18 +400,8 @@ class _Lookups:
     def __init__(self, tables: Mapping[nn.Embedding, str], whole: bool):
         self.tables, self.whole, self.most, self.count = tables, whole, 0, 0
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Raise DataError inside for an id that a table lacks; a GPU would end the process."""
-        hooks = [table.register_forward_pre_hook(self._check) for table in self.tables]
-        hooks += [table.register_forward_hook(self._counted) for table in self.tables]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _check(self, table: nn.Embedding, args: tuple[Tensor, ...]) -> None:
+    def check(self, table: nn.Embedding, args: tuple[Tensor, ...]) -> None:
+        """Raise DataError for an id that a table lacks; a GPU would end the process."""
         if not args or not args[0].numel():
             return
         low, high = (int(value) for value in args[0].aminmax())
@@ -412,7 +411,8 @@ class _Lookups:
                 f"has the ids 0 to {table.num_embeddings - 1}."
             )
 
-    def _counted(self, *_: object) -> None:
+    def counted(self, *_: object) -> None:
+        """End the forward after as many lookups as a whole one makes."""
         self.count += 1
         if self.count == self.most and not self.whole:
             raise _LookedUp

@@ -103,7 +103,7 @@ def read_run(path_or_dir: str | Path) -> PrivacyRecord:
     own = whole_ledger(folder)
     if own is None:
         raise damaged(folder / LEDGER, "no line of it is whole")
-    known = PrivacyRecord(own.plan, own.ledger, own.run_id, own.weaknesses, head=own.head)
+    known = own.record()
     stated = read(folder) if path.exists() else None
     if stated is None or stated.head != own.head:
         return known

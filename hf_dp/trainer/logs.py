@@ -116,7 +116,7 @@ class ReleasedLogs(Trainer):
         """Remove, in place, what the user did not ask to release."""
         if self._run is not None:
             noised = self.mechanism.gradients_are_noised
-            withhold(logs, self._run.book.released, gradients_are_noised=noised)
+            withhold(logs, self._run.book.weaknesses.released, gradients_are_noised=noised)
 
     def _dropped(self, logs: dict[str, float]) -> list[str]:
         """Return the names that are not logged, and warn of each once."""

@@ -3,7 +3,7 @@ and the folder that a loop of one's own saves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -223,12 +223,13 @@ def save_run(
 
     def write() -> None:
         refuse_foreign(run.folder, run.book.run_id)
-        if not hasattr(model, "save_pretrained"):
+        save: Callable[..., object] | None = getattr(model, "save_pretrained", None)
+        if save is None:
             save_model(model, str(run.folder / "model.safetensors"))
         elif weights is None:
-            model.save_pretrained(run.folder)
+            save(run.folder)
         else:
-            model.save_pretrained(run.folder, state_dict=without_tied_copies(model, weights))
+            save(run.folder, state_dict=without_tied_copies(model, weights))
         if reader is not None:
             reader.save_pretrained(run.folder)
         mechanism.tuner.save(str(run.folder))

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from quick import run_quickly
@@ -22,10 +23,10 @@ from hf_dp.accounting import (
 from hf_dp.cli.main import main
 from hf_dp.cli.options import Parser
 from hf_dp.plans import PrivacyPlan
-from hf_dp.run.ledger_file import LEDGER, line_of, write_head, write_line
+from hf_dp.run.ledger_file import LEDGER, Lines, write_head, write_line
 from hf_dp.statement import record as document
-from hf_dp.statement.digests import Beside, Head
-from hf_dp.statement.facts import RunFacts
+from hf_dp.statement.digests import Beside
+from hf_dp.statement.facts import RunFacts, Weaknesses
 from hf_dp.statement.statement import PrivacyStatement
 
 RUN = ["--sample-rate", "0.0152043831", "--steps", "198", "--delta", "7.424e-6"]
@@ -356,12 +357,14 @@ class TestLedger:
 
     def test_a_run_is_counted_by_its_own_ledger_which_must_not_go_back(self, folder, capsys):
         plan = document.read(folder).plan
-        line = line_of("", [LedgerEntry(plan.event(199), "training")], start=("a-run", plan))
-        digest = write_line(folder / LEDGER, 0, line)
-        write_head(folder, Head("a-run", 1, digest))
+        lines = Lines("a-run", plan)
+        line = lines.next([LedgerEntry(plan.event(199), "training")], Weaknesses())
+        write_line(folder / LEDGER, 0, line)
+        lines.take(line)
+        write_head(folder, lines.head)
         assert main(["account", "ledger", str(folder)]) == 0
         assert "steps 199)" in capsys.readouterr().out
-        write_head(folder, Head("a-run", 2, digest))
+        write_head(folder, replace(lines.head, lines=2))
         for path in (folder, folder / "privacy.json"):
             assert main(["account", "ledger", str(path)]) == 2
             captured = capsys.readouterr()

@@ -18,7 +18,7 @@ from hf_dp.cards.verify import verify
 from hf_dp.cli.main import main
 from hf_dp.errors import PublishError, UnsupportedModelError
 from hf_dp.publishing.publication import Publication
-from hf_dp.run.ledger_file import line_of, read_own, write_line
+from hf_dp.run.ledger_file import read_own, write_line
 from hf_dp.run.witnesses import read_run
 from hf_dp.statement.facts import Weaknesses
 
@@ -107,7 +107,7 @@ def test_a_run_that_went_on_is_refused(full, purpose):
     """By a release, or by what weakens the claim."""
     own = read_own(full)
     more = [LedgerEntry(own.plan.event(1), purpose)] if purpose else []
-    line = line_of(own.head.digest, more, Weaknesses(released=("training_loss",)))
+    line = own.next(more, Weaknesses(released=("training_loss",)))
     write_line(full / "ledger.jsonl", own.size, line)
     with pytest.raises(PublishError, match=r"has not ended, or was killed"):
         Publication.of(full).refuse()

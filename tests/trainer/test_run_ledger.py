@@ -177,7 +177,6 @@ def test_planted_line_that_is_not_synced_is_seen(tmp_path, monkeypatch):
     def unsynced(path, size, line):
         with open(path, "ab") as stream:
             stream.write(line)
-        return ledger_module.Head.__name__
 
     monkeypatch.setattr(ledger_module, "write_line", unsynced)
     with pytest.raises((AssertionError, LedgerError)):
@@ -514,7 +513,7 @@ def test_a_head_does_not_change_a_model(tmp_path):
     run.stop()
     shards = sorted(folder.glob("model-*.safetensors"))
     assert len(shards) > 1
-    assert all(head_in(path) == run.head for path in shards)
+    assert all(head_in(path) == run.lines.head for path in shards)
     changed = {path.name for path in folder.iterdir() if before.get(path.name) != path.read_bytes()}
     assert changed == {*(path.name for path in shards), COPY}
     loaded = AutoModelForSequenceClassification.from_pretrained(folder).state_dict()
@@ -549,6 +548,6 @@ def test_a_whole_run_with_an_older_ledger_is_refused_until_it_is_put_back(tmp_pa
 def test_saved_weights_carry_the_head_of_the_run(tmp_path):
     trainer = trained(tmp_path)
     trainer.save_model(str(tmp_path / "final"))
-    assert head_in(tmp_path / "final" / "model.safetensors") == trainer.run.book.head
+    assert head_in(tmp_path / "final" / "model.safetensors") == trainer.run.book.lines.head
     assert read_copy(tmp_path / "final").ledger == trainer.ledger
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "final")
