@@ -18,6 +18,7 @@ import datasets
 import numpy as np
 import PIL.Image
 import tiny
+import tiny_images
 import torch
 import transformers as hf
 from torch import Tensor, nn
@@ -170,12 +171,7 @@ def t5() -> Any:
     return seeded(lambda: hf.T5ForConditionalGeneration(config))
 
 
-def vit() -> Any:
-    config = hf.ViTConfig(
-        image_size=8, patch_size=4, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
-        num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    return seeded(lambda: hf.ViTForImageClassification(config))
+vit = partial(tiny_images.vit, num_labels=3)
 
 
 class Own(nn.Module):
@@ -214,11 +210,15 @@ class TupleTrainer(OwnTrainer):
 # -- collators ---
 
 
+def padded(rows: Rows) -> Any:
+    """Tokens and mask alone."""
+    tokens = [{k: row[k] for k in ("input_ids", "attention_mask")} for row in rows]
+    return tokenizer().pad(tokens, return_tensors="pt")
+
+
 def clone_inputs(rows: Rows) -> Any:
     """Labels made from padded inputs, padding included."""
-    batch = tokenizer().pad(
-        [{k: row[k] for k in ("input_ids", "attention_mask")} for row in rows], return_tensors="pt"
-    )
+    batch = padded(rows)
     batch["labels"] = batch["input_ids"].clone()
     return batch
 
@@ -289,8 +289,12 @@ PUBLIC_GENERATOR = np.random.default_rng(0)
 
 def masking_by_a_public_generator(rows: Rows) -> Any:
     """Masks by place in a stream that goes on from row to row."""
+    return masked_where(rows, lambda shape: torch.from_numpy(PUBLIC_GENERATOR.random(shape)))
+
+
+def masked_where(rows: Rows, chances: Callable[[Any], Tensor]) -> Any:
     batch = hf.DataCollatorWithPadding(tokenizer())(rows)
-    masked = torch.from_numpy(PUBLIC_GENERATOR.random(batch["input_ids"].shape)) < 0.4
+    masked = chances(batch["input_ids"].shape) < 0.4
     batch["input_ids"] = batch["input_ids"].masked_fill(masked, MASK)
     return batch
 
@@ -311,10 +315,7 @@ def reseeding(rows: Rows) -> Any:
     """Long rows seed the global generators, as if the ones after them were random."""
     if sum(len(row["input_ids"]) for row in rows) > 15:
         torch.manual_seed(0)
-    batch = hf.DataCollatorWithPadding(tokenizer())(rows)
-    masked = torch.rand(batch["input_ids"].shape) < 0.4
-    batch["input_ids"] = batch["input_ids"].masked_fill(masked, MASK)
-    return batch
+    return masked_where(rows, torch.rand)
 
 
 # -- data sets ---
@@ -459,10 +460,7 @@ def _chances() -> Any:
 
 def popping(rows: Rows) -> Any:
     labels = torch.tensor([row.pop("labels") for row in rows])
-    batch = tokenizer().pad(
-        [{k: row[k] for k in ("input_ids", "attention_mask")} for row in rows], return_tensors="pt"
-    )
-    return {**batch, "labels": labels}
+    return {**padded(rows), "labels": labels}
 
 
 def _classifier(**values: Any) -> DataPath:
@@ -571,18 +569,15 @@ PATHS: dict[str, DataPath] = {
         "length.*padding_values"
     ),
     # how they are fetched
-    "workers": _classifier(options={"dataloader_num_workers": 2}),
     "workers and masks": DataPath(
         partial(bert, hf.BertForMaskedLM), unlabeled,
         lambda: hf.DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.4),
-        options={"dataloader_num_workers": 1},
+        options={"dataloader_num_workers": 2},
     ),
     "physical batches of 3": _classifier(options={"per_device_train_batch_size": 3}),
 }  # fmt: skip
 _BF16 = (
-    "padding", "token labels padded with 0", "causal LM, labels cloned from padding", "seq2seq", "images", "masked "
-    "LM",
-    "texts that the collator tokenizes",
+    "padding", "token labels padded with 0", "seq2seq", "images", "texts that the collator tokenizes",
 )  # fmt: skip
 PATHS |= {
     f"{name}, bf16": dataclasses.replace(PATHS[name], options={**PATHS[name].options, "bf16": True})

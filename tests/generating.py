@@ -98,15 +98,13 @@ def trainer(
         **(given or {}),
     }
     values = {
-        "noise_multiplier": 1.0, "expected_batch_size": 8, "per_device_train_batch_size": 4,
+        "noise_multiplier": 1.0, "expected_batch_size": 8, "per_device_train_batch_size": 16,
         "per_device_eval_batch_size": 4, "max_steps": 3, "learning_rate": 1e-2,
         "save_strategy": "no", "use_cpu": True, "disable_tqdm": True,
         "predict_with_generate": True, "generation_max_length": NEW, **options,
     }  # fmt: skip
     if values.get("privacy_mode") == "non_private":
-        values = {
-            k: v for k, v in values.items() if k not in ("noise_multiplier", "expected_batch_size")
-        }
+        del values["noise_multiplier"], values["expected_batch_size"]
     args = DPSeq2SeqTrainingArguments(str(folder), **values)
     return cls(model=model, args=args, **keywords)
 

@@ -54,7 +54,7 @@ def moved() -> Any:
 
 def arguments(folder: Any, **options: Any) -> DPDPOConfig:
     values = {
-        "noise_multiplier": 1.0, "expected_batch_size": 6, "per_device_train_batch_size": 4,
+        "noise_multiplier": 1.0, "expected_batch_size": 6, "per_device_train_batch_size": 8,
         "per_device_eval_batch_size": 4, "max_steps": 2, "save_strategy": "no", "use_cpu": True,
         "disable_tqdm": True, "beta": BETA, **options,
     }  # fmt: skip

@@ -106,7 +106,7 @@ def arguments(
 ) -> DPTrainingArguments:
     values: dict[str, Any] = {
         "output_dir": str(folder), "noise_multiplier": 1.0, "expected_batch_size": 8,
-        "per_device_train_batch_size": 4, "per_device_eval_batch_size": 8, "max_steps": 4,
+        "per_device_train_batch_size": 16, "per_device_eval_batch_size": 8, "max_steps": 4,
         "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "use_cpu": True,
         "disable_tqdm": True, "dataloader_pin_memory": False,
     }  # fmt: skip

@@ -24,7 +24,8 @@ def by_user(values=None, name: str = "who"):
 def trainer(folder: Path, values=None, given=None, **options):
     options = {
         "privacy_unit": "user", "privacy_unit_column": "who", "expected_batch_size": 4,
-        "target_delta": 1e-3, "per_example_max_grad_norm": C, **options,
+        "target_delta": 1e-3, "per_example_max_grad_norm": C, "per_device_train_batch_size": 4,
+        **options,
     }  # fmt: skip
     return tiny.trainer(
         folder, given={"train_dataset": by_user(values), **(given or {})}, **options

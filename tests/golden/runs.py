@@ -47,7 +47,10 @@ Outcome = dict[str, Any]
 Make = Callable[..., Any]  # a trainer, of a folder, DPTrainer's keywords as `given`, and arguments
 
 KEYWORDS = {"model", "train_dataset", "eval_dataset", "data_collator", "peft_config"}
-BASE = {"insecure_seed": 7, "save_strategy": "steps", "save_steps": 2, "logging_steps": 2}
+BASE = {
+    "insecure_seed": 7, "save_strategy": "steps", "save_steps": 2, "logging_steps": 2,
+    "per_device_train_batch_size": 4,
+}  # fmt: skip
 STATED = (
     "proven", "epsilon", "delta", "accountant", "unit_code", "relation_code", "noise_multipliers",
     "sample_rates", "steps",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import tiny
 import torch
 
 from hf_dp.noise import SecretRandomness
@@ -36,3 +39,18 @@ def warnings_of(monkeypatch) -> Callable[[str], list[str]]:
         return told
 
     return collect
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory) -> Path:
+    """A private run of 4 steps with checkpoints at 2 and 4: to read, to copy, or to count as an
+    earlier one."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    tiny.trainer(folder, save_strategy="steps", save_steps=2).train()
+    return folder
+
+
+@pytest.fixture
+def run(finished, tmp_path) -> Path:
+    """A copy of it, to go on with."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))

@@ -91,23 +91,20 @@ def test_its_variance_is_that_of_gradients(tmp_path):
 
 
 def test_a_resumed_run_goes_on_with_its_moments(tmp_path):
-    kept = {"adam_bc_floor": 0.2, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    kept = {"adam_bc_floor": 0.2, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     tiny.trainer(tmp_path, **kept).train()
     again = tiny.trainer(tmp_path, **kept)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     states = again.optimizer.optimizer.state.values()
-    assert {float(state["step"]) for state in states} == {4.0}
+    assert {float(state["step"]) for state in states} == {2.0}
 
 
 def test_other_noise_is_refused(tmp_path):
     with pytest.raises(UnsupportedArgumentError, match="`adam_bc_floor` to be unset with this"):
         tiny.trainer(tmp_path, adam_bc_floor=0.1, given={"peft_config": RgpConfig()})
     model = tiny.model()
+    own = {"model": model, "optimizers": (torch.optim.SGD(model.parameters()), None)}
     with pytest.raises(UnsupportedArgumentError, match="optimizer of your own"):
-        tiny.trainer(
-            tmp_path,
-            adam_bc_floor=0.1,
-            given={"model": model, "optimizers": (torch.optim.SGD(model.parameters()), None)},
-        )
+        tiny.trainer(tmp_path, adam_bc_floor=0.1, given=own)
     with pytest.raises(InvalidArgumentError, match="`noise_variance`"):
         DPAdamBC([nn.Parameter(torch.ones(1))], 0.0, 0.1)

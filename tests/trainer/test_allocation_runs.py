@@ -20,7 +20,8 @@ from hf_dp.tuners.frost.tuner import FrostConfig
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
-ALLOCATED = {"sampling": "random_allocation"}  # 40 rows, 8 expected: 5 steps an epoch
+# Of 40 rows: 2 steps an epoch.
+ALLOCATED = {"sampling": "random_allocation", "expected_batch_size": 20, "logging_strategy": "no"}
 
 
 class Recorded(TrainerCallback):
@@ -47,84 +48,71 @@ def watch(monkeypatch) -> list[list[list[int]]]:
     return drawn
 
 
-def test_an_epoch_is_recorded_whole_before_its_first_step(tmp_path, monkeypatch):
-    drawn = watch(monkeypatch)
-    trainer = tiny.trainer(tmp_path, **ALLOCATED, max_steps=10)
-    disk = Recorded(tmp_path)
-    trainer.add_callback(disk)
+@pytest.mark.parametrize("workers", [{}, {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 4}], ids=["", "workers"])  # fmt: skip
+def test_an_epoch_is_recorded_whole_before_its_first_step(tmp_path, monkeypatch, workers):
+    """So a part of one costs the whole; and workers draw nothing ahead of the ledger."""
+    drawn, disk = watch(monkeypatch), Recorded(tmp_path)
+    given = {"callbacks": [disk]}
+    trainer = tiny.trainer(tmp_path, **ALLOCATED, **workers, max_steps=3, given=given)
     trainer.train()
-    assert disk.steps == [5] * 5 + [10] * 5
-    assert [sorted(sum(batches, [])) for batches in drawn] == [list(range(40))] * 2
-    event = RandomAllocationGaussian(1.0, 5, 10)
+    assert trainer.state.global_step == 3 and disk.steps == [2, 2, 4]
+    assert workers or (sorted(sum(drawn[0], [])) == list(range(40)) and len(drawn) == 2)
+    event = RandomAllocationGaussian(1.0, 2, 4)
     assert trainer.ledger.events == (event,)
     statement = trainer.privacy_statement()
     assert statement.epsilon == epsilon(event, 1 / 80).rounded_up(3)
-    assert "2 random allocations, each of up to 5 steps, of DP-SGD" in statement.sentence()
-    assert statement.sampling.startswith("random allocation: each row joins one of the 5 steps")
+    assert "2 random allocations, each of up to 2 steps, of DP-SGD" in statement.sentence()
+    assert statement.sampling.startswith("random allocation: each row joins one of the 2 steps")
     assert "Poisson" not in f"{statement.sampling} {statement.sentence()}"
     trainer.save_model()
     assert verify(tmp_path).outcome != "FAILED"
 
 
-def test_a_part_of_an_epoch_costs_the_whole(tmp_path):
-    trainer = tiny.trainer(tmp_path, **ALLOCATED, max_steps=6)
-    trainer.train()
-    assert trainer.state.global_step == 6
-    assert trainer.ledger.events == (RandomAllocationGaussian(1.0, 5, 10),)
-    trainer.save_model()
-    assert verify(tmp_path).outcome != "FAILED"
-
-
 def test_a_resume_inside_an_epoch_counts_a_new_allocation(tmp_path):
-    kept = {"max_steps": 10, "save_strategy": "steps", "save_steps": 7}
+    kept = {"max_steps": 4, "save_strategy": "steps", "save_steps": 3}
     tiny.trainer(tmp_path, **ALLOCATED, **kept).train()
     again = tiny.trainer(tmp_path, **ALLOCATED, **kept)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
-    assert again.state.global_step == 10
-    assert again.ledger.events == (RandomAllocationGaussian(1.0, 5, 15),)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert again.state.global_step == 4
+    assert again.ledger.events == (RandomAllocationGaussian(1.0, 2, 6),)
 
 
 def test_a_resume_at_the_end_of_an_epoch_loses_nothing(tmp_path):
-    kept = {"max_steps": 10, "save_strategy": "epoch"}
+    kept = {"max_steps": 4, "save_strategy": "epoch"}
 
     class StopsThere(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            control.should_training_stop = state.global_step == 5
+            control.should_training_stop = state.global_step == 2
 
     first = tiny.trainer(tmp_path, **ALLOCATED, **kept)
     first.add_callback(StopsThere())
     first.train()
-    assert first.ledger.events[0].steps == 5
+    assert first.ledger.events[0].steps == 2
     again = tiny.trainer(tmp_path, **ALLOCATED, **kept)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
-    assert again.state.global_step == 10
-    assert again.ledger.events[0].steps == 10
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert again.state.global_step == 4
+    assert again.ledger.events[0].steps == 4
 
 
 @pytest.mark.slow  # calibrates for ten seconds
 def test_a_resume_does_not_pass_the_target(tmp_path):
-    kept = {"max_steps": 10, "save_strategy": "steps", "save_steps": 7}
+    kept = {"max_steps": 10, "save_strategy": "steps", "save_steps": 7, "expected_batch_size": 8}
     target = {"noise_multiplier": None, "target_epsilon": 8.0}
-    first = tiny.trainer(tmp_path, **ALLOCATED, **kept, **target)
+    first = tiny.trainer(tmp_path, **{**ALLOCATED, **kept}, **target)
     first.train()
     assert 7.9 < first.epsilon().value <= 8
-    again = tiny.trainer(tmp_path, **ALLOCATED, **kept, **target)
+    again = tiny.trainer(tmp_path, **{**ALLOCATED, **kept}, **target)
     with pytest.raises(BudgetExceededError):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
     assert again.ledger.events == first.ledger.events
 
 
 def test_a_second_call_of_train_begins_anew(tmp_path):
-    trainer = tiny.trainer(tmp_path, **ALLOCATED, max_steps=3)
+    trainer = tiny.trainer(tmp_path, **ALLOCATED, max_steps=2)
     trainer.train()
     trainer.train()
-    assert trainer.ledger.events == (RandomAllocationGaussian(1.0, 5, 10),)
-
-
-def test_a_step_without_a_recorded_allocation_lets_nothing_out(tmp_path):
-    trainer = tiny.trainer(tmp_path, **ALLOCATED, max_steps=5)
-    trainer.train()
-    trainer.run.begin_step()
+    assert trainer.ledger.events == (RandomAllocationGaussian(1.0, 2, 4),)
+    trainer.run.begin_step()  # a step without a recorded allocation lets nothing out
     with pytest.raises(LedgerError, match="recorded allocation"), trainer.run.release_step():
         pass
 
@@ -141,11 +129,11 @@ def test_an_unrecorded_allocation_is_noticed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(AllocationSampler, "__iter__", forgetful)
     with pytest.raises(LedgerError, match="recorded allocation"):
-        tiny.trainer(tmp_path, **ALLOCATED, max_steps=10).train()
+        tiny.trainer(tmp_path, **ALLOCATED, max_steps=4).train()
 
 
 def test_in_a_loop_of_ones_own(tmp_path):
-    trainer = tiny.trainer(tmp_path, **ALLOCATED, max_steps=7)
+    trainer = tiny.trainer(tmp_path, **ALLOCATED, max_steps=3)
     run, mechanism, sizes = trainer.run, trainer.mechanism, []
     for batches in mechanism.logical_batches():
         clipped = mechanism.clip(batches)
@@ -153,14 +141,13 @@ def test_in_a_loop_of_ones_own(tmp_path):
             mechanism.set_gradients(clipped, release)
         trainer.model.zero_grad()
         sizes.append(1)
-    assert len(sizes) == 7
-    assert run.ledger.events == (RandomAllocationGaussian(1.0, 5, 10),)
+    assert len(sizes) == 3
+    assert run.ledger.events == (RandomAllocationGaussian(1.0, 2, 4),)
 
 
 def test_the_batch_is_what_an_epoch_of_whole_steps_gives(tmp_path):
-    plan = tiny.trainer(
-        tmp_path, **ALLOCATED, expected_batch_size=9, num_train_epochs=3, max_steps=-1
-    ).privacy_plan
+    options = {**ALLOCATED, "expected_batch_size": 9, "num_train_epochs": 3, "max_steps": -1}
+    plan = tiny.trainer(tmp_path, **options).privacy_plan
     assert (plan.expected_batch_size, plan.epoch, plan.steps) == (10.0, 4, 12)
     assert plan.sample_rate == 0.25
     assert type(plan).from_dict(plan.to_dict()) == plan
@@ -168,22 +155,13 @@ def test_the_batch_is_what_an_epoch_of_whole_steps_gives(tmp_path):
 
 def test_users_are_allocated_with_all_of_their_rows(tmp_path, monkeypatch):
     drawn = watch(monkeypatch)
-    trainer = users.trainer(tmp_path, **ALLOCATED, max_steps=3, target_delta=None)
+    options = {**ALLOCATED, "expected_batch_size": 4, "max_steps": 3, "target_delta": None}
+    trainer = users.trainer(tmp_path, **options)
     trainer.train()
     count = len(set(users.owners()))
     assert sorted(sum(drawn[0], [])) == list(range(count))
     assert trainer.ledger.events == (RandomAllocationGaussian(1.0, count // 4, 3),)
     assert "each user joins one of the 3 steps" in trainer.privacy_statement().sampling
-
-
-def test_workers_draw_nothing_ahead_of_the_ledger(tmp_path):
-    trainer = tiny.trainer(
-        tmp_path, **ALLOCATED, max_steps=10, dataloader_num_workers=1, dataloader_prefetch_factor=4
-    )
-    disk = Recorded(tmp_path)
-    trainer.add_callback(disk)
-    trainer.train()
-    assert disk.steps == [5] * 5 + [10] * 5
 
 
 def test_an_audit_refutes_allocations_without_noise(tmp_path, monkeypatch):

@@ -17,11 +17,7 @@ from transformers import set_seed
 from users import flat
 
 from hf_dp.cli.main import main
-from hf_dp.errors import (
-    AuditError,
-    DataError,
-    UnsupportedArgumentError,
-)
+from hf_dp.errors import AuditError, DataError, UnsupportedArgumentError
 from hf_dp.features import canaries as canary_rows
 from hf_dp.features.canaries import Canaries, audit_of
 from hf_dp.noise import SecretRandomness
@@ -38,16 +34,9 @@ CANARIES, ROWS, C = 60, 40, 0.1
 
 def trainer(folder, **options):
     options = {
-        "audit_canaries": CANARIES,
-        "expected_batch_size": 25,
-        "noise_multiplier": 1.0,
-        "target_delta": 1e-3,
-        "per_example_max_grad_norm": C,
-        "max_steps": 4,
-        "accountant": "rdp",
-        "per_device_train_batch_size": ROWS,
-        **options,
-    }
+        "audit_canaries": CANARIES, "expected_batch_size": 25, "target_delta": 1e-3, "max_steps": 4,
+        "per_example_max_grad_norm": C, "accountant": "rdp", "per_device_train_batch_size": ROWS, **options,
+    }  # fmt: skip
     given = options.pop("given", {})
     return tiny.trainer(folder, given={"train_dataset": tiny.dataset(ROWS), **given}, **options)
 
@@ -133,7 +122,7 @@ def test_canaries_do_not_follow_from_a_seed_that_rows_may_have_been_made_with(tm
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     folder = tmp_path_factory.mktemp("audited")
-    made = trainer(folder, max_steps=25)
+    made = trainer(folder, max_steps=12)
     made.train()
     made.save_model()
     return folder, made.privacy_statement()
@@ -149,13 +138,8 @@ def test_record_and_card_say_what_was_found(done):
     assert head["differential_privacy"]["audit"]["correct"] == found.correct
     assert f"{found.correct} of {found.guesses} guesses about 60 canaries were right" in card
     assert "never proves one" in card and "never proves one" in str(statement)
-    record = read(folder)
-    assert not disagreements(record) and main(["verify", str(folder)]) == 0
-
-
-def test_nothing_of_the_coins_is_written(done):
-    """The counts, and what follows from them."""
-    folder, _ = done
+    assert not disagreements(read(folder)) and main(["verify", str(folder)]) == 0
+    # Of the coins nothing is written: the counts, and what follows from them.
     written = json.loads((folder / "privacy.json").read_text())
     counts = {"scores", "canaries", "guesses", "correct", "delta"}
     assert set(written["facts"]["audit"]) == counts
@@ -190,7 +174,7 @@ def test_directions_are_those_of_the_canaries_own_gradients(tmp_path):
 
 
 def test_losses_are_compared_before_and_after(tmp_path):
-    made = trainer(tmp_path, audit_scores="losses", noise_multiplier=5.0)
+    made = trainer(tmp_path, audit_scores="losses", noise_multiplier=5.0, max_steps=2)
     made.train()
     found = made.privacy_statement().facts.audit
     assert found.scores == "losses" and np.ptp(audit_of(made.run)._likelihood) > 0
@@ -203,12 +187,9 @@ def test_planted_far_too_little_noise_is_an_error_and_the_card_claims_nothing(
     tmp_path, monkeypatch
 ):
     honest = SecretRandomness.gaussian_like
-    monkeypatch.setattr(
-        SecretRandomness, "gaussian_like", lambda self, *args: honest(self, *args) * 0.02
-    )
-    made = trainer(
-        tmp_path, audit_canaries=200, max_steps=15, expected_batch_size=60, noise_multiplier=4.0
-    )
+    monkeypatch.setattr(SecretRandomness, "gaussian_like", lambda self, *a: honest(self, *a) * 0.02)
+    many = {"audit_canaries": 200, "expected_batch_size": 60, "noise_multiplier": 4.0}
+    made = trainer(tmp_path, max_steps=15, **many)
     with pytest.raises(AuditError, match="not as private as it claims.*privacy.json"):
         made.train()
     made.save_model()
@@ -221,19 +202,13 @@ def test_planted_far_too_little_noise_is_an_error_and_the_card_claims_nothing(
 
 def test_planted_rows_drawn_too_often_are_an_error(tmp_path, monkeypatch):
     honest = PoissonSampler.draw
-    monkeypatch.setattr(
-        PoissonSampler,
-        "draw",
-        lambda self: sorted({row for _ in range(40) for row in honest(self)}),
-    )
-    made = trainer(
-        tmp_path,
-        audit_canaries=200,
-        expected_batch_size=12,
-        noise_multiplier=1.5,
-        max_steps=18,
-        target_delta=1e-6,
-    )
+
+    def often(self):
+        return sorted({row for _ in range(40) for row in honest(self)})
+
+    monkeypatch.setattr(PoissonSampler, "draw", often)
+    few = {"expected_batch_size": 12, "noise_multiplier": 1.5, "target_delta": 1e-6}
+    made = trainer(tmp_path, audit_canaries=200, max_steps=18, **few)
     with pytest.raises(AuditError):
         made.train()
 
@@ -267,12 +242,8 @@ def test_canaries_that_the_model_sees_do_not_follow_from_rows(scores, tmp_path):
             row["token_type_ids"] = [1] * length
     found = []
     for name, rows in (("short", short), ("long", long)):
-        made = trainer(
-            tmp_path / name,
-            audit_scores=scores,
-            given={"train_dataset": rows},
-            remove_unused_columns=False,
-        )
+        options = {"audit_scores": scores, "remove_unused_columns": False}
+        made = trainer(tmp_path / name, given={"train_dataset": rows}, **options)
         canaries = [made.train_dataset[ROWS + each] for each in range(CANARIES)]
         found.append({tuple((k, len(v)) for k, v in c.items() if k != "label") for c in canaries})
         assert not any(any(c["token_type_ids"]) for c in canaries)
@@ -285,30 +256,29 @@ def test_columns_that_would_take_the_length_of_a_row_are_refused(tmp_path):
 
     with pytest.raises(DataError, match="length or size from a training row"):
         preferences.trainer(tmp_path / "a", audit_canaries=20, audit_scores="losses", max_steps=2)
-    made = preferences.trainer(tmp_path, audit_canaries=20, max_steps=2)
+    made = preferences.trainer(tmp_path, audit_canaries=20, max_steps=1)
     made.train()
     assert made.privacy_statement().facts.audit.canaries == 20
 
 
 def test_a_resume_and_a_second_training_are_refused(tmp_path):
-    made = trainer(tmp_path, save_strategy="steps", save_steps=2)
+    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    made = trainer(tmp_path, **saving)
     made.train()
-    with pytest.raises(UnsupportedArgumentError, match="not resumed"):
-        made.train()
-    again = trainer(tmp_path, save_strategy="steps", save_steps=2)
-    with pytest.raises(UnsupportedArgumentError, match="not resumed"):
-        again.train(resume_from_checkpoint=True)
+    again = trainer(tmp_path, **saving)
+    for train in (made.train, lambda: again.train(resume_from_checkpoint=True)):
+        with pytest.raises(UnsupportedArgumentError, match="not resumed"):
+            train()
 
 
-def test_rows_in_a_list(tmp_path):
+def test_rows_in_a_list_and_a_data_set_with_a_format(tmp_path):
     rows = [dict(row) for row in tiny.dataset(ROWS)]
-    made = trainer(tmp_path, given={"train_dataset": rows}, remove_unused_columns=False)
+    given, options = {"train_dataset": rows}, {"remove_unused_columns": False, "max_steps": 1}
+    made = trainer(tmp_path / "list", given=given, **options)
     made.train()
     assert made.privacy_statement().facts.audit.canaries == CANARIES and len(rows) == ROWS
-
-
-def test_a_data_set_keeps_its_format(tmp_path):
-    made = trainer(tmp_path, given={"train_dataset": tiny.dataset(ROWS).with_format("torch")})
+    given = {"train_dataset": tiny.dataset(ROWS).with_format("torch")}
+    made = trainer(tmp_path / "torch", given=given, max_steps=1)
     assert isinstance(made.train_dataset, datasets.Dataset)
     assert made.train_dataset.format["type"] == "torch"
     made.train()

@@ -39,10 +39,8 @@ def test_what_ran_is_what_is_accounted(tmp_path):
     assert "with truncated Poisson sampling" in statement.sentence()
     trainer.save_model()
     written = json.loads((tmp_path / "privacy.json").read_text())
-    assert written["plan"]["mechanism"]["draw"] == {
-        "name": "truncated_poisson",
-        "max_batch_size": 9,
-    }
+    draw = {"name": "truncated_poisson", "max_batch_size": 9}
+    assert written["plan"]["mechanism"]["draw"] == draw
     assert written["ledger"][0]["type"] == "TruncatedPoissonSampledGaussian"
 
 
@@ -57,13 +55,9 @@ def test_steps_beyond_the_plan_are_paid_for_as_capped_draws(tmp_path):
     """A run that is asked for more steps than its plan has stops where *these* draws meet the
     target."""
     plan = PrivacyPlan.create(
-        num_examples=40,
-        expected_batch_size=8,
-        clipping_norm=0.1,
-        noise_multiplier=4.0,
-        max_steps=3,
+        num_examples=40, expected_batch_size=8, clipping_norm=0.1, noise_multiplier=4.0, max_steps=3,
         max_batch_size=8,
-    )
+    )  # fmt: skip
     plan = dataclasses.replace(plan, target_epsilon=epsilon(plan.event(), plan.delta).value + 1e-3)
     assert RunLedger(tmp_path, plan).budget.allowed_steps(10) == 3
     # As plain Poisson draws more would have seemed to fit.

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 import tiny
 from transformers import TrainerCallback
 
-from hf_dp.errors import LedgerError
+from hf_dp.errors import BudgetExceededError, LedgerError
 from hf_dp.run import checkpoint
 from hf_dp.run.checkpoint import SAVING, rotate, stage, tidy
 from hf_dp.run.ledger_file import COPY
@@ -31,9 +30,11 @@ class CrashAt(TrainerCallback):
             raise KeyboardInterrupt
 
 
+TARGET = {"target_epsilon": 4.0, "accountant": "rdp"}
+
+
 def saving(folder: Path, **options):
     options = {"save_strategy": "steps", "save_steps": 2, "logging_strategy": "no", **options}
-    options.setdefault("accountant", "rdp")
     return tiny.trainer(folder, **options)
 
 
@@ -42,19 +43,6 @@ def crashed(folder: Path, step: int, **options) -> None:
     trainer.add_callback(CrashAt(step))
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("finished")
-    saving(folder).train()
-    return folder
-
-
-@pytest.fixture
-def run(finished, tmp_path) -> Path:
-    """A copy of a finished run of 4 steps with checkpoints at 2 and 4."""
-    return shutil.copytree(finished, tmp_path / "run")
 
 
 def test_a_checkpoint_is_in_its_place_only_when_it_is_complete(tmp_path, monkeypatch):
@@ -100,28 +88,25 @@ def test_every_file_and_folder_is_synced_before_the_rename(tmp_path, monkeypatch
     assert ("fsync", str(tmp_path)) in calls[place:]
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
-def test_a_checkpoint_without_a_state_is_not_resumed_from(run, name):
-    (run / "checkpoint-4" / name).unlink()
-    for resume in (True, str(run / "checkpoint-4")):
-        with pytest.raises(LedgerError, match="'checkpoint-4'.*optimizer and schedule"):
-            saving(run).train(resume_from_checkpoint=resume)
-    again = saving(run)
-    again.train(resume_from_checkpoint=str(run / "checkpoint-2"))
-    assert (again.state.global_step, read_run(run).ledger.steps()) == (4, 6)
+def test_a_checkpoint_without_a_state_is_not_resumed_from(run):
+    for name in ("optimizer.pt", "scheduler.pt"):
+        (run / "checkpoint-4" / name).rename(run / name)
+        for resume in (True, str(run / "checkpoint-4")):
+            with pytest.raises(LedgerError, match="'checkpoint-4'.*optimizer and schedule"):
+                saving(run).train(resume_from_checkpoint=resume)
+        (run / name).rename(run / "checkpoint-4" / name)
 
 
 def test_weights_alone_are_not_resumed_from(tmp_path):
-    saving(tmp_path, save_only_model=True).train()
+    saving(tmp_path, save_only_model=True, max_steps=2).train()
     with pytest.raises(LedgerError, match="save_only_model"):
         saving(tmp_path).train(resume_from_checkpoint=True)
 
 
 def test_lost_steps_are_counted_and_told(tmp_path, warnings_of):
     said = warnings_of("trainer.checkpointing")
-    target = {"target_epsilon": 4.0, "accountant": "rdp"}
-    crashed(tmp_path, 3, **target)
-    again = saving(tmp_path, **target)
+    crashed(tmp_path, 3, **TARGET)
+    again = saving(tmp_path, **TARGET)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 3 and again.ledger.steps() == 4  # it ends early
     assert again.epsilon().value <= 4.0
@@ -129,20 +114,24 @@ def test_lost_steps_are_counted_and_told(tmp_path, warnings_of):
     assert "Going on from checkpoint-2" in told and "1 releases after it" in told
 
 
-@pytest.mark.parametrize("options", [{}, {"target_epsilon": 4.0, "accountant": "rdp"}])
-def test_a_run_resumed_from_its_last_checkpoint_makes_no_further_step(tmp_path, options):
+def test_a_run_that_spent_its_target_makes_no_further_step(run, tmp_path):
     """A kill may come between the last save and the end; transformers makes one more step."""
-    saving(tmp_path, **options).train()
-    again = saving(tmp_path, **options)
-    again.train(resume_from_checkpoint=True)
-    assert (again.state.global_step, again.ledger.steps()) == (4, 4)
+    saving(tmp_path / "target", **TARGET).train()
+    for folder, options in ((run, {}), (tmp_path / "target", TARGET)):
+        again = saving(folder, **options)
+        again.train(resume_from_checkpoint=True)
+        assert (again.state.global_step, again.ledger.steps()) == (4, 4)
+    branch = saving(tmp_path / "target", **TARGET)
+    with pytest.raises(BudgetExceededError, match="would pass it"):
+        branch.train(resume_from_checkpoint=str(tmp_path / "target" / "checkpoint-2"))
+    assert read_run(tmp_path / "target").ledger.steps() == 4
 
 
 def test_the_best_checkpoint_is_known_by_its_final_path_and_kept(tmp_path):
     trainer = saving(
         tmp_path,
         save_steps=1,
-        max_steps=5,
+        max_steps=4,
         eval_strategy="steps",
         eval_steps=1,
         load_best_model_at_end=True,
@@ -184,14 +173,12 @@ def test_what_a_killed_save_left_is_removed_and_nothing_else(tmp_path):
     assert not (aside / "replaced-checkpoint-2").exists()
 
 
-def killed_run(folder, at=8, **options):
+def killed_run(folder, at=7, **options):
     """A run with the defaults of arguments that is killed; return its checkpoints."""
     defaults = {field.name: field.default for field in dataclasses.fields(DPTrainingArguments)}
     names = ("save_strategy", "save_steps", "save_total_limit", "logging_steps")
     given = {name: defaults[name] for name in names} | options
-    trainer = tiny.trainer(
-        folder, max_steps=22, accountant="rdp", **given, given={"callbacks": [CrashAt(at)]}
-    )
+    trainer = tiny.trainer(folder, max_steps=22, **given, given={"callbacks": [CrashAt(at)]})
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     return {path.name for path in folder.glob("checkpoint-*")}
@@ -200,7 +187,7 @@ def killed_run(folder, at=8, **options):
 def test_a_run_with_default_arguments_that_is_killed_leaves_checkpoints_and_epsilon(tmp_path):
     assert killed_run(tmp_path) == {"checkpoint-3", "checkpoint-6"}  # a tenth of 22, rounded up
     assert read_run(tmp_path / "checkpoint-6").ledger.steps() == 6
-    assert read_run(tmp_path).ledger.steps() == 8
+    assert read_run(tmp_path).ledger.steps() == 7
 
 
 def test_planted_default_of_500_steps_is_seen(tmp_path):

@@ -80,11 +80,13 @@ def released(
 
 def moved(folder: Path, path: DataPath, without: int) -> float:
     """How far, in units of what gradients are clipped to, one row moves the release, beyond what
-    rounding of the weights explains."""
+    rounding of the weights explains. The first run alone checks itself, on made-up rows."""
     everything = range(len(path.rows()))
-    kept = [i for i in everything if i != without]
+    kept = [i for i in everything if i != without % len(everything)]
     one, rounding = released(folder / "all", path, everything)
-    other, other_rounding = released(folder / "without", path, kept)
+    with pytest.MonkeyPatch.context() as patch:
+        no_self_check(patch)
+        other, other_rounding = released(folder / "without", path, kept)
     distance = float(
         torch.stack([(one[name] - other[name]).square().sum() for name in one]).sum().sqrt()
     )
@@ -92,17 +94,15 @@ def moved(folder: Path, path: DataPath, without: int) -> float:
     return max(0.0, distance - rounding - other_rounding) / clips_to
 
 
-@pytest.mark.parametrize("name", [name for name, path in PATHS.items() if path.refused is None])
-def test_one_row_moves_a_run_by_the_clipping_norm_at_most(name, tmp_path):
-    """Left out is the longest row, on whose length, state or place all others would depend."""
-    path = PATHS[name]
-    found = moved(tmp_path, path, without=len(path.rows()) - 1)
-    assert 0.05 < found <= 1 + MARGIN
+LEFT_OUT = [(name, -1) for name, path in PATHS.items() if path.refused is None]
+LEFT_OUT += [("masked LM", 3), ("a collator with a public generator", 3)]
 
 
-@pytest.mark.parametrize("name", ["masked LM", "a collator with a public generator"])
-def test_so_does_an_early_row(name, tmp_path):
-    assert 0.05 < moved(tmp_path, PATHS[name], without=3) <= 1 + MARGIN
+@pytest.mark.parametrize(("name", "without"), LEFT_OUT)
+def test_one_row_moves_a_run_by_the_clipping_norm_at_most(name, without, tmp_path):
+    """Left out is the longest row, on whose length, state or place all others would depend, or an
+    early one."""
+    assert 0.05 < moved(tmp_path, PATHS[name], without) <= 1 + MARGIN
 
 
 @pytest.mark.parametrize("name", [name for name, path in PATHS.items() if path.refused is not None])
@@ -182,8 +182,7 @@ def test_planted(name, tmp_path, monkeypatch):
     no_self_check(monkeypatch)  # which would see some of them
     plant(monkeypatch)
     early = any(word in name for word in ("generator", "stream", "data set"))
-    without = 0 if early else len(PATHS[path].rows()) - 1
-    assert moved(tmp_path, PATHS[path], without) > 1 + 10 * MARGIN
+    assert moved(tmp_path, PATHS[path], 0 if early else -1) > 1 + 10 * MARGIN
 
 
 def test_planted_rounding_by_the_longest_neighbor_is_seen(tmp_path, monkeypatch):

@@ -15,111 +15,113 @@ from hf_dp.accounting import EARLIER
 from hf_dp.errors import InvalidArgumentError, LedgerError
 from hf_dp.plans.units import Users
 from hf_dp.run.earlier import earlier_claims
-from hf_dp.run.ledger_file import COPY, HEAD, LEDGER
+from hf_dp.run.ledger_file import COPY, LEDGER
 from hf_dp.run.witnesses import read_run
 from hf_dp.statement.record import FILE_NAME, DamagedRecordError, disagreements, read
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
-FROZEN = {"privacy_mode": "dp_fp", "dp_fp_variant": "frozen"}
+SAVING = {"save_strategy": "steps", "save_steps": 2}
 
 
-def run(folder: Path, *earlier: Path, **options):
-    """A trained run after others."""
-    options.setdefault("accountant", "rdp")
-    trainer = tiny.trainer(folder, earlier_runs=[str(path) for path in earlier], **options)
+def after(folder: Path, *earlier: Path, **options):
+    """A trainer that counts others' runs."""
+    return tiny.trainer(folder, earlier_runs=[str(path) for path in earlier], **options)
+
+
+def trained(folder: Path, *earlier: Path, **options):
+    trainer = after(folder, *earlier, **options)
     trainer.train()
     assert disagreements(read(folder)) == []
     return trainer
 
 
-def test_dp_sgd_after_public_labels_claims_no_labels(tmp_path):
+@pytest.fixture(scope="module")
+def frozen(tmp_path_factory) -> Path:
+    """A run of DP-FP whose labels are public."""
+    folder = tmp_path_factory.mktemp("frozen") / "first"
+    trained(folder, privacy_mode="dp_fp", dp_fp_variant="frozen", max_steps=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def after_frozen(frozen):
+    return trained(frozen.with_name("second"), frozen, **SAVING)
+
+
+def folder_of(trainer) -> Path:
+    return Path(trainer.args.output_dir)
+
+
+def test_dp_sgd_after_public_labels_claims_no_labels(after_frozen, tmp_path):
     """The hole that was found: the later run's card claimed whole rows, labels included."""
-    run(tmp_path / "first", **FROZEN)
-    later = run(tmp_path / "second", tmp_path / "first")
-    statement = later.privacy_statement()
+    statement, second = after_frozen.privacy_statement(), folder_of(after_frozen)
     assert (statement.unit_code, statement.status) == ("features", "proven")
     assert "labels being public" in statement.sentence()
     assert any("entered the loss of the earlier run" in line for line in statement.not_covered)
-    card = (tmp_path / "second" / "README.md").read_text()
+    card = (second / "README.md").read_text()
     assert "labels being public" in card and "unit: features" in card
-    third = run(tmp_path / "third", tmp_path / "second")
-    assert (
-        third.privacy_statement().unit_code == "features"
-    )  # through the second, which names the first
-    assert [claim.unit for claim in third.privacy_statement().facts.earlier] == [
-        "features",
-        "example",
-    ]
+    third = trained(tmp_path, second, max_steps=1).privacy_statement()
+    assert third.unit_code == "features"  # through the second, which names the first
+    assert [claim.unit for claim in third.facts.earlier] == ["features", "example"]
 
 
-def test_planted_claims_of_earlier_runs_that_are_not_passed_on_are_seen(tmp_path, monkeypatch):
-    run(tmp_path / "first", **FROZEN)
-    monkeypatch.setattr("hf_dp.run.private_run.earlier_claims", lambda args: ())
-    with pytest.raises(LedgerError, match="it counts earlier runs and names none"):
-        run(tmp_path / "second", tmp_path / "first")
-
-
-def test_a_released_loss_of_an_earlier_run_weakens_the_later_one(tmp_path):
-    run(tmp_path / "first", release=["training_loss"])
-    later = run(tmp_path / "second", tmp_path / "first")
-    statement = later.privacy_statement()
-    assert statement.status == "proven_weights_only"
-    assert "training_loss (by the earlier run" in statement.sentence()
-
-
-def test_an_insecure_earlier_run_makes_the_later_one_not_private(tmp_path):
-    run(tmp_path / "first", insecure_seed=1)
-    assert run(tmp_path / "second", tmp_path / "first").privacy_statement().status == "not_private"
-
-
-def test_claims_of_earlier_runs_survive_a_resume(tmp_path):
-    run(tmp_path / "first", release=["training_loss"], **FROZEN)
-    options = {"save_strategy": "steps", "save_steps": 2}
-    run(tmp_path / "second", tmp_path / "first", **options)
-    before = read_run(tmp_path / "second").weaknesses.earlier
+def test_claims_of_earlier_runs_survive_a_resume(after_frozen, frozen, tmp_path):
+    folder = Path(shutil.copytree(folder_of(after_frozen), tmp_path / "run"))
+    before = read_run(folder).weaknesses.earlier
     assert len(before) == 1
-    names = [str(tmp_path / "first")]
-    again = tiny.trainer(tmp_path / "second", earlier_runs=names, accountant="rdp", **options)
-    again.train(resume_from_checkpoint=str(tmp_path / "second" / "checkpoint-2"))
-    assert read_run(tmp_path / "second").weaknesses.earlier == before
+    again = after(folder, frozen, **SAVING)
+    again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert read_run(folder).weaknesses.earlier == before
     assert again.privacy_statement().unit_code == "features"
 
 
-def test_a_resume_with_other_earlier_runs_is_refused(tmp_path):
-    for name in ("first", "other"):
-        run(tmp_path / name)
-    options = {"save_strategy": "steps", "save_steps": 2}
-    run(tmp_path / "second", tmp_path / "first", **options)
-    checkpoint = str(tmp_path / "second" / "checkpoint-2")
-    for named in ([], ["other"], ["first", "other"]):
-        names = [str(tmp_path / name) for name in named]
-        again = tiny.trainer(tmp_path / "second", earlier_runs=names, accountant="rdp", **options)
+def test_a_resume_with_other_earlier_runs_is_refused(after_frozen, frozen, finished):
+    """One more would never be recorded."""
+    second = folder_of(after_frozen)
+    for named in ([], [finished], [frozen, finished]):
         with pytest.raises(
             LedgerError, match="`earlier_runs` to name what the ledger of this run began with"
         ):
-            again.train(resume_from_checkpoint=checkpoint)
+            after(second, *named, **SAVING).train(resume_from_checkpoint=True)
 
 
-def test_an_earlier_run_whose_ledger_went_back_is_refused(tmp_path):
-    """Its lost steps would be missing from this run's ledger, too."""
-    run(tmp_path / "first", save_strategy="steps", save_steps=2)
-    shutil.copy(tmp_path / "first" / "checkpoint-2" / COPY, tmp_path / "first" / LEDGER)
-    for name in ("first", f"first/{FILE_NAME}"):
-        with pytest.raises(LedgerError, match="went back.*checkpoint-4"):
-            tiny.trainer(tmp_path / "second", earlier_runs=[str(tmp_path / name)])
+def test_planted_claims_of_earlier_runs_that_are_not_passed_on_are_seen(
+    frozen, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("hf_dp.run.private_run.earlier_claims", lambda args: ())
+    with pytest.raises(LedgerError, match="it counts earlier runs and names none"):
+        trained(tmp_path, frozen, max_steps=1)
 
 
-@pytest.mark.parametrize("states", [True, False])
-def test_what_the_ledger_of_an_earlier_run_knows_weakens_it(tmp_path, states):
-    """Its `privacy.json` was edited; its ledger is what it was."""
-    run(tmp_path / "first", release=["training_loss"])
-    path = tmp_path / "first" / FILE_NAME
+def test_an_insecure_earlier_run_makes_the_later_one_not_private(tmp_path):
+    trained(tmp_path / "first", insecure_seed=1, max_steps=1)
+    later = trained(tmp_path / "second", tmp_path / "first", max_steps=1)
+    assert later.privacy_statement().status == "not_private"
+
+
+def test_a_released_loss_of_an_earlier_run_weakens_the_later_one(tmp_path):
+    first = tmp_path / "first"
+    trained(first, release=["training_loss"], max_steps=1)
+    statement = trained(tmp_path / "second", first, max_steps=1).privacy_statement()
+    assert statement.status == "proven_weights_only"
+    assert "training_loss (by the earlier run" in statement.sentence()
+    # Its `privacy.json` is edited, and lost; its ledger is what it was.
+    path = first / FILE_NAME
     rewrite(path, lambda data: data["plan"].update(released=[]))
-    if not states:
-        path.unlink()
-    args = tiny.arguments(tmp_path / "second", earlier_runs=[str(tmp_path / "first")])
-    assert [claim.released for claim in earlier_claims(args.earlier_runs)] == [("training_loss",)]
+    for lose in (lambda: None, path.unlink):
+        lose()
+        args = tiny.arguments(tmp_path / "third", earlier_runs=[str(first)])
+        (claim,) = earlier_claims(args.earlier_runs)
+        assert claim.released == ("training_loss",)
+
+
+def test_an_earlier_run_whose_ledger_went_back_is_refused(run, tmp_path):
+    """Its lost steps would be missing from this run's ledger, too."""
+    shutil.copy(run / "checkpoint-2" / COPY, run / LEDGER)
+    for path in (run, run / FILE_NAME):
+        with pytest.raises(LedgerError, match="went back.*checkpoint-4"):
+            after(tmp_path / "second", path)
 
 
 @pytest.mark.parametrize(
@@ -133,19 +135,17 @@ def test_what_the_ledger_of_an_earlier_run_knows_weakens_it(tmp_path, states):
         ({"neighboring_relation": "add_remove"}, DamagedRecordError, "`neighboring_relation`"),
     ],
 )
-def test_a_run_with_another_unit_or_relation_is_refused(tmp_path, theirs, error, why):
-    run(tmp_path / "first")
-    path = tmp_path / "first" / FILE_NAME
-    rewrite(path, lambda data: data["plan"].update(theirs))
-    for file in (LEDGER, HEAD):  # as it was published
-        (path.parent / file).unlink()
+def test_a_run_with_another_unit_or_relation_is_refused(finished, tmp_path, theirs, error, why):
+    published = Path(shutil.copy(finished / FILE_NAME, tmp_path))
+    rewrite(published, lambda data: data["plan"].update(theirs))
     with pytest.raises(error, match=why):
-        tiny.trainer(tmp_path / "second", earlier_runs=[str(tmp_path / "first")])
+        after(tmp_path / "second", tmp_path)
 
 
-def test_a_checkpoint_stands_for_its_whole_run(tmp_path):
+def test_a_checkpoint_stands_for_its_whole_run(finished, tmp_path):
     """Steps after the checkpoint saw the rows, too."""
-    run(tmp_path / "first", save_strategy="steps", save_steps=2)
-    for number, name in enumerate(("checkpoint-2", f"checkpoint-2/{FILE_NAME}")):
-        later = run(tmp_path / f"later {number}", tmp_path / "first" / name)
-        assert later.ledger.steps(EARLIER) == 4 and later.ledger.steps() == 8
+    for name in ("checkpoint-2", f"checkpoint-2/{FILE_NAME}"):
+        (entry,) = after(tmp_path / "later", finished / name).run.earlier
+        assert (entry.event.steps, entry.purpose) == (4, EARLIER)
+    later = trained(tmp_path / "later", finished / "checkpoint-2", max_steps=1)
+    assert later.ledger.steps(EARLIER) == 4 and later.ledger.steps() == 5

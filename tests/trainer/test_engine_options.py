@@ -26,7 +26,7 @@ def trained(folder, **options) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
-def test_all_ways_give_the_same_weights(tmp_path, without_noise):
+def test_all_ways_give_the_same_weights(tmp_path, without_noise, unchecked):
     ways = {
         "reference": {},
         "physical 1": {"per_device_train_batch_size": 1},
@@ -37,19 +37,12 @@ def test_all_ways_give_the_same_weights(tmp_path, without_noise):
             "clipping_strategy": "book_keeping",
         },
     } | {strategy: {"clipping_strategy": strategy} for strategy in STRATEGIES}
-    results = {
-        name: trained(tmp_path / name, optim="sgd", learning_rate=1.0, max_steps=2, **options)
-        for name, options in ways.items()
-    }
+    step = {"optim": "sgd", "learning_rate": 1.0, "max_steps": 2}
+    results = {name: trained(tmp_path / name, **step, **options) for name, options in ways.items()}
     for name, weights in results.items():
         for parameter, value in weights.items():
-            torch.testing.assert_close(
-                value,
-                results["reference"][parameter],
-                rtol=0,
-                atol=1e-6,
-                msg=lambda text, n=name: f"{n}: {text}",
-            )
+            error = (value - results["reference"][parameter]).abs().max()
+            assert error <= 1e-6, (name, parameter)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +55,7 @@ def test_all_ways_give_the_same_weights(tmp_path, without_noise):
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("unchecked")
 def test_checkpointing_means_two_passes_unless_said_otherwise(
     tmp_path, monkeypatch, options, expected
 ):
@@ -128,9 +122,9 @@ def test_weights_that_never_change_are_an_error(tmp_path):
 
 
 def test_a_warmup_that_starts_at_zero_is_no_such_error(tmp_path):
-    trainer = tiny.trainer(tmp_path, warmup_steps=2, lr_scheduler_type="linear")
+    trainer = tiny.trainer(tmp_path, warmup_steps=2, lr_scheduler_type="linear", max_steps=2)
     trainer.train()
-    assert trainer.state.global_step == 4
+    assert trainer.state.global_step == 2
 
 
 def test_a_forward_without_logits_is_refused(tmp_path, monkeypatch):
@@ -158,6 +152,7 @@ def test_a_forward_without_logits_is_refused(tmp_path, monkeypatch):
     ],
     ids=["all", "rgp", "pval", "param"],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_every_engine_leaves_room_for_the_rounding_of_its_sums(tmp_path, monkeypatch, peft_config):
     """What a sum is clipped to comes from the plan, and not from clipping_norm."""
     for place in ("hf_dp.plans.dp_sgd", "hf_dp.tuners.base"):
@@ -169,10 +164,7 @@ def test_every_engine_leaves_room_for_the_rounding_of_its_sums(tmp_path, monkeyp
         return feed(self, engine, *args, **options)
 
     monkeypatch.setattr(PrivateRun, "feed", noted)
-    given = {"peft_config": peft_config}
-    trainer = tiny.trainer(
-        tmp_path, given=given, accountant="rdp", per_example_max_grad_norm=0.3, max_steps=2
-    )
-    trainer.train()
+    options = {"accountant": "rdp", "per_example_max_grad_norm": 0.3, "max_steps": 1}
+    tiny.trainer(tmp_path, given={"peft_config": peft_config}, **options).train()
     looks = isinstance(peft_config, ParamConfig)  # one draw to choose by
-    assert clipped_to == [0.15] * (2 + looks)
+    assert clipped_to == [0.15] * (1 + looks)

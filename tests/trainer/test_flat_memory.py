@@ -65,16 +65,10 @@ def by_rdp_alone(monkeypatch):
 def slope(folder: Path, *callbacks: TrainerCallback) -> float:
     """Return by how many MiB the memory grows in 1,000 steps."""
     watch = Watch()
-    trainer = tiny.trainer(
-        folder,
-        max_steps=STEPS,
-        accountant="rdp",
-        logging_strategy="no",
-        save_strategy="steps",
-        save_steps=500,
-        save_total_limit=1,
-        given={"callbacks": [watch, *callbacks]},
-    )
+    options = {"max_steps": STEPS, "accountant": "rdp", "logging_strategy": "no"}
+    saving = {"save_strategy": "steps", "save_steps": 500, "save_total_limit": 1}
+    given = {"callbacks": [watch, *callbacks]}
+    trainer = tiny.trainer(folder, given=given, **options, **saving)
     trainer.train()
     steps, mebibytes = zip(*watch.seen, strict=True)
     found = float(np.polyfit(steps, mebibytes, 1)[0]) * 1000

@@ -51,21 +51,10 @@ def trainer(folder, config, **options):
     x = generator.normal(size=(1000, WIDTH)).astype(np.float32)
     rows = datasets.Dataset.from_dict({"x": list(x), "labels": x.sum(1) * 3})
     given = {
-        "model": Sum(),
-        "train_dataset": rows.with_format("torch"),
-        "eval_dataset": None,
-        "peft_config": config,
-    }
-    given["data_collator"] = lambda items: {
-        name: torch.stack([item[name] for item in items]) for name in items[0]
-    }
-    values = {
-        "expected_batch_size": 100,
-        "num_train_epochs": 3,
-        "max_steps": -1,
-        "logging_steps": 100,
-        **options,
-    }
+        "model": Sum(), "train_dataset": rows.with_format("torch"), "eval_dataset": None, "peft_config": config,
+        "data_collator": lambda items: {k: torch.stack([item[k] for item in items]) for k in items[0]},
+    }  # fmt: skip
+    values = {"expected_batch_size": 100, "num_train_epochs": 3, "max_steps": -1, **options}
     return tiny.trainer(folder, cls=Regression, given=given, remove_unused_columns=False, **values)
 
 

@@ -3,11 +3,14 @@ nothing un-noised left."""
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,6 +39,7 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 
 SMALL = {"unfreeze_ratio": 0.3, "selection_sample_rate": 0.3, "selection_iterations": 3}
 GIVEN = {**SMALL, "selection_noise_multiplier": 2.0}
+SAVING = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
 
 
 def frost(folder, given=None, config=None, **options):
@@ -59,59 +63,58 @@ def test_selection_and_training_together_meet_the_target(tmp_path):
     assert disagreements(read(tmp_path)) == []
 
 
-def test_only_the_selected_and_the_head_move(tmp_path):
-    before = tiny.model().state_dict()
-    trainer = frost(tmp_path)
-    trainer.train()
-    (made,) = json.loads(json.dumps(trainer.model.peft_config["default"].made))
-    after = trainer.model.merge_and_unload().state_dict()
-    moved = {name for name in before if not torch.equal(before[name], after[name])}
-    assert moved == {*made["parameters"], "classifier.weight", "classifier.bias"}
-    numbers = sum(before[name].numel() for name in made["parameters"])
-    assert (
-        0
-        < numbers
-        <= 0.3 * sum(value.numel() for name, value in before.items() if "classifier" not in name)
-    )
-
-
-def test_events_are_durable_before_the_selection_is_used(tmp_path, monkeypatch):
-    seen = []
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """A run with a checkpoint after each of 2 steps; what the ledger held, and whether there was an
+    optimizer, when each sum of the selection was noised."""
+    folder, seen = tmp_path_factory.mktemp("frost"), []
     original = Release.sum
 
     def watched(self, sums):
         if self.planned.purpose == "selection":
-            seen.append((read_run(tmp_path).ledger.steps("selection"), trainer.optimizer))
+            seen.append((read_run(folder).ledger.steps("selection"), trainer.optimizer))
         return original(self, sums)
 
-    monkeypatch.setattr(Release, "sum", watched)
-    trainer = frost(tmp_path)
-    trainer.train()
-    assert seen == [(1, None), (2, None), (3, None)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Release, "sum", watched)
+        trainer = frost(folder, config=FrostConfig(**GIVEN, gap_coefficient=0.0), **SAVING)
+        trainer.train()
+    (made,) = trainer.model.peft_config["default"].made
+    return SimpleNamespace(trainer=trainer, folder=folder, seen=seen, made=made)
 
 
-def test_a_resumed_run_reads_its_selection_and_makes_none(tmp_path, monkeypatch):
-    first = frost(tmp_path, save_strategy="steps", save_steps=2)
-    first.train()
-    chosen = first.model.peft_config["default"].parameters
+def test_only_the_selected_and_the_head_move(ran):
+    before = tiny.model().state_dict()
+    names = json.loads(json.dumps(ran.made))["parameters"]
+    after = copy.deepcopy(ran.trainer.model).merge_and_unload().state_dict()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {*names, "classifier.weight", "classifier.bias"}
+    numbers = sum(before[name].numel() for name in names)
+    others = sum(value.numel() for name, value in before.items() if "classifier" not in name)
+    assert 0 < numbers <= 0.3 * others
+
+
+def test_events_are_durable_before_the_selection_is_used(ran):
+    assert ran.seen == [(1, None), (2, None), (3, None)]
+
+
+def test_a_resumed_run_reads_its_selection_and_no_further_training_makes_one(
+    ran, tmp_path, monkeypatch
+):
+    folder = Path(shutil.copytree(ran.folder, tmp_path / "run"))
+    chosen = ran.trainer.model.peft_config["default"].parameters
     monkeypatch.setattr(
         "hf_dp.tuners.frost.tuner.select_partitions", lambda *a: pytest.fail("selected again")
     )
-    again = frost(tmp_path, save_strategy="steps", save_steps=2)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    again = frost(folder, config=FrostConfig(**GIVEN, gap_coefficient=0.0), **SAVING)
+    again.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
     assert again.model.peft_config["default"].parameters == chosen
-    assert again.ledger.steps("selection") == 3 and again.ledger.steps("training") == 6
-    stored = json.loads((tmp_path / "checkpoint-2" / "selection.json").read_text())
+    assert again.ledger.steps("selection") == 3 and again.ledger.steps("training") == 3
+    stored = json.loads((folder / "checkpoint-1" / "selection.json").read_text())
     trained = {n for n, p in again.model.named_parameters() if p.requires_grad}
     assert len([n for n in trained if "ln_tuning" in n]) == len(stored["parameters"])
-
-
-def test_train_called_twice_selects_once(tmp_path):
-    trainer = frost(tmp_path)
-    trainer.train()
-    trainer.train()
-    assert trainer.ledger.steps("selection") == 3
-    assert trainer.ledger.steps("training") == 8
+    again.train()
+    assert again.ledger.steps("selection") == 3 and again.ledger.steps("training") == 5
 
 
 STOCK = """
@@ -196,14 +199,14 @@ def test_no_artifact_holds_noise_drawn_rows_or_magnitudes_without_noise(tmp_path
     monkeypatch.setattr(PoissonSampler, "draw", draws)
     # Seeded: with fresh noise one run in a hundred has a secret number beside one of the public
     # ones by chance.
-    trainer = frost(tmp_path, save_strategy="steps", save_steps=2, insecure_seed=1)
+    trainer = frost(tmp_path, insecure_seed=1, **SAVING)
     trainer.train()
     trainer.save_model()
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     stored = set().union(*(numbers_in(path) for path in files))
     noisy = trainer.model.peft_config["default"].made[0]["noisy_magnitudes"][0]
     assert set(noisy.values()) <= stored  # the search finds what is there
-    assert len(secret) > 50 and len(drawn) >= 7
+    assert len(secret) > 50 and len(drawn) >= 5
     close = [v for v in secret if v and any(math.isclose(v, s, rel_tol=1e-6) for s in stored)]
     assert close == []
     for path in files:
@@ -243,11 +246,8 @@ def test_planted_noise_for_another_sensitivity_is_seen(tmp_path, monkeypatch):
     assert spread != pytest.approx(expected, rel=0.04)
 
 
-def sensitivities_follow(folder) -> bool:
+def sensitivities_follow(made) -> bool:
     """Each release was noised for the partitions that were looked at in it."""
-    trainer = frost(folder, config=FrostConfig(**{**GIVEN, "gap_coefficient": 0.0}))
-    trainer.train()
-    (made,) = trainer.model.peft_config["default"].made
     sizes = {
         part.name: part.size
         for part in FrostConfig(**GIVEN, task_type="SEQ_CLS").candidate_partitions(tiny.model())
@@ -257,50 +257,36 @@ def sensitivities_follow(folder) -> bool:
         0.1 / (sum(sizes[name] for name in row) / len(row)) * margin
         for row in made["noisy_magnitudes"]
     ]
-    assert len(made["noisy_magnitudes"][-1]) < len(
-        made["noisy_magnitudes"][0]
-    )  # some were taken before the last
+    first, *_, last = made["noisy_magnitudes"]
+    assert len(last) < len(first)  # some were taken before the last
     return made["sensitivities"] == pytest.approx(expected, rel=1e-12)
 
 
-def test_each_release_is_noised_for_what_remains(tmp_path):
-    assert sensitivities_follow(tmp_path)
+def test_each_release_is_noised_for_what_remains_and_charged(ran):
+    assert sensitivities_follow(ran.made)
+    assert ran.trainer.ledger.steps("selection") == len(ran.made["noisy_magnitudes"]) == 3
 
 
-def test_planted_remaining_set_that_is_not_updated_is_seen(tmp_path, monkeypatch):
+def test_planted_remaining_set_that_is_not_updated_and_no_charge_are_seen(tmp_path, monkeypatch):
     """Clipping over all partitions, noise for all, when only the remaining ones are published."""
     first: list[float] = []
+    append = RunLedger.append
 
     def stale(*given):
         first.append(sensitivity(*given))
         return first[0]
 
+    def forgetful(self, event, purpose):
+        return None if purpose == "selection" else append(self, event, purpose)
+
     monkeypatch.setattr("hf_dp.tuners.frost.tuner.sensitivity", stale)
-    assert not sensitivities_follow(tmp_path)
-
-
-def charged(folder) -> bool:
-    trainer = frost(folder)
+    monkeypatch.setattr(RunLedger, "append", forgetful)
+    config = FrostConfig(**GIVEN, gap_coefficient=0.0)
+    trainer = frost(tmp_path, config=config, max_steps=1)
     trainer.train()
-    return (
-        trainer.ledger.steps("selection")
-        == len(trainer.model.peft_config["default"].made[0]["noisy_magnitudes"])
-        == 3
-    )
-
-
-def test_the_selection_is_charged(tmp_path):
-    assert charged(tmp_path)
-
-
-def test_planted_selection_that_is_not_charged_is_seen(tmp_path, monkeypatch):
-    original = RunLedger.append
-    monkeypatch.setattr(
-        RunLedger,
-        "append",
-        lambda self, e, purpose: None if purpose == "selection" else original(self, e, purpose),
-    )
-    assert not charged(tmp_path)
+    (made,) = trainer.model.peft_config["default"].made
+    assert not sensitivities_follow(made)
+    assert trainer.ledger.steps("selection") != len(made["noisy_magnitudes"])
 
 
 def test_selections_beyond_the_plan_are_paid_from_what_is_left(tmp_path):
@@ -349,17 +335,19 @@ def test_selected_again_in_the_middle(tmp_path):
     assert len(made) == 2
     after = trainer.model.state_dict()
     moved = {name for name in before if not torch.equal(before[name], after[name])}
-    assert moved == {
-        *made[0]["parameters"],
-        *made[1]["parameters"],
-        "classifier.weight",
-        "classifier.bias",
-    }
+    head = {"classifier.weight", "classifier.bias"}
+    assert moved == {*made[0]["parameters"], *made[1]["parameters"]} | head
     one = json.loads((tmp_path / "checkpoint-1" / "selection.json").read_text())["made"]
     assert one == made[:1]
     again = frost(tmp_path, config=config)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert again.ledger.steps("selection") == 6 and again.ledger.steps("training") == 5
+    again = frost(tmp_path, config=config)  # before the second selection, which is made again
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert again.ledger.steps("selection") == 9
+    statement = again.privacy_statement()
+    assert "at most" not in statement.mechanism.split("What trains")[1]
+    assert "9 noisy releases" in statement.sentence()
 
 
 # -- bad input ---

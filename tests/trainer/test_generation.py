@@ -12,11 +12,7 @@ import torch
 from generating import FAMILIES, NEW, TARGETS, alone, bart, causal, pairs, t5, texts, trainer
 from models import POSITIONS, gpt2, llama
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
-from transformers import (
-    DataCollatorForLanguageModeling,
-    GenerationConfig,
-    GPT2LMHeadModel,
-)
+from transformers import DataCollatorForLanguageModeling, GenerationConfig, GPT2LMHeadModel
 
 from hf_dp import DPSeq2SeqTrainer, DPSeq2SeqTrainingArguments
 from hf_dp.errors import DataError, InvalidArgumentError, UnsupportedArgumentError
@@ -207,16 +203,10 @@ def test_every_argument_of_seq2seq_has_a_row():
 
 
 def test_generation_with_dp_fp_is_refused(tmp_path):
-    with pytest.raises(
-        UnsupportedArgumentError, match="`predict_with_generate` to be False with.*'dp_fp'"
-    ):
-        DPSeq2SeqTrainingArguments(
-            str(tmp_path),
-            privacy_mode="dp_fp",
-            dp_fp_variant="published",
-            noise_multiplier=1.0,
-            predict_with_generate=True,
-        )
+    published = {"privacy_mode": "dp_fp", "dp_fp_variant": "published", "noise_multiplier": 1.0}
+    message = "`predict_with_generate` to be False with.*'dp_fp'"
+    with pytest.raises(UnsupportedArgumentError, match=message):
+        DPSeq2SeqTrainingArguments(str(tmp_path), predict_with_generate=True, **published)
 
 
 # -- private runs ---
@@ -230,13 +220,13 @@ def test_a_private_run_that_generates_is_proven(made, tmp_path):
         seen.append(len(prediction.predictions))
         return {"rows": len(prediction.predictions)}
 
-    tested = trainer(
-        tmp_path, made(), given={"compute_metrics": metrics}, eval_strategy="steps", eval_steps=1
-    )
+    given = {"compute_metrics": metrics}
+    options = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
+    tested = trainer(tmp_path, made(), given=given, **options)
     tested.train()
     assert tested.privacy_statement().status == "proven"
-    assert tested.ledger.steps() == 3
-    assert seen == [10] * 3
+    assert tested.ledger.steps() == 2
+    assert seen == [10] * 2
 
 
 def test_it_trains_as_dptrainer_does(tmp_path):
@@ -244,7 +234,7 @@ def test_it_trains_as_dptrainer_does(tmp_path):
     found = []
     for cls in (DPSeq2SeqTrainer, DPTrainer):
         model = causal()
-        tested = trainer(tmp_path / cls.__name__, model, cls=cls, insecure_seed=5)
+        tested = trainer(tmp_path / cls.__name__, model, cls=cls, insecure_seed=5, max_steps=2)
         tested.train()
         found.append(list(model.parameters()))
     start = list(causal().parameters())
@@ -264,15 +254,8 @@ def trained(folder, seed: int = 0, **options: Any) -> tuple[list[torch.Tensor], 
         return {"rows": 1}
 
     model = gpt2(dropout=0.2, dtype=torch.float32)
-    tested = trainer(
-        folder,
-        model,
-        given={"compute_metrics": metrics},
-        insecure_seed=5,
-        seed=seed,
-        generation_config=SAMPLED,
-        **options,
-    )
+    known = {"insecure_seed": 5, "seed": seed, "generation_config": SAMPLED, **options}
+    tested = trainer(folder, model, given={"compute_metrics": metrics}, **known)
     tested.train()
     return [parameter.detach().clone() for parameter in model.parameters()], sampled
 
@@ -280,30 +263,30 @@ def trained(folder, seed: int = 0, **options: Any) -> tuple[list[torch.Tensor], 
 def test_sampling_neither_changes_nor_shows_what_is_secret(tmp_path):
     """Weights of a run depend on its secret streams alone: not on samples drawn between its steps,
     nor on torch's public generator. And samples depend on that and on the weights alone."""
-    each_step = {"eval_strategy": "steps", "eval_steps": 1}
-    without, _ = trained(tmp_path / "without")
+    each_step = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
+    without, _ = trained(tmp_path / "without", max_steps=2)
     sampling, sampled = trained(tmp_path / "sampling", **each_step)
     other_seed, others = trained(tmp_path / "other", seed=1, **each_step)
     for weights in (sampling, other_seed):
         assert all(torch.equal(one, other) for one, other in zip(weights, without, strict=True))
-    assert len(sampled) == len(others) == 3 and sampled != others
+    assert len(sampled) == len(others) == 2 and sampled != others
 
 
 def test_a_saved_checkpoint_generates_what_the_model_in_memory_does(tmp_path):
-    tested = trainer(tmp_path, save_strategy="steps", save_steps=3)
+    tested = trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=1)
     model, rows = tested.model, texts(10, 1)
     before = tested.predict(rows).predictions
     tested.train()
     after = tested.predict(rows).predictions
     assert model.lm_head.weight is model.transformer.wte.weight  # tied
     assert before.tolist() != after.tolist()
-    loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-3")
+    loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-1")
     assert loaded.lm_head.weight is loaded.transformer.wte.weight
     assert [alone(loaded, row) for row in rows] == after.tolist()
 
 
 def test_without_privacy_it_generates_alike(tmp_path):
     model, rows = causal(), texts(10, 1)
-    tested = trainer(tmp_path, model, privacy_mode="non_private")
+    tested = trainer(tmp_path, model, privacy_mode="non_private", max_steps=1)
     tested.train()
     assert tested.predict(rows).predictions.tolist() == [alone(model, row) for row in rows]

@@ -58,40 +58,42 @@ def logged(trainer: DPTrainer) -> list[tuple[int, float]]:
     return [(row["step"], row["noised_loss"]) for row in history if "noised_loss" in row]
 
 
-def test_logs_hold_the_mean_over_the_steps_since_the_last(tmp_path, monkeypatch):
+def test_logs_hold_the_mean_over_the_steps_since_the_last(tmp_path, monkeypatch, capsys):
     watched, recorder = Watched(monkeypatch), Recorder()
     trainer = made(
         tmp_path,
-        max_steps=7,
-        logging_steps=3,
+        max_steps=5,
+        logging_steps=2,
         eval_strategy="steps",
-        eval_steps=2,  # also between two logs of steps
+        eval_steps=3,  # also between two logs of steps
         save_strategy="steps",
-        save_steps=7,
+        save_steps=5,
+        report_to=["tensorboard"],
+        disable_tqdm=False,
         given={"callbacks": [recorder]},
     )
     output = trainer.train()
     s = watched.steps
-    assert len(s) == 7
-    expected = [(3, sum(s[:3]) / 3), (6, sum(s[3:6]) / 3), (7, s[6])]  # and the rest at the end
+    assert len(s) == 5
+    expected = [(2, sum(s[:2]) / 2), (4, sum(s[2:4]) / 2), (5, s[4])]  # and the rest at the end
     assert logged(trainer) == [(step, pytest.approx(value)) for step, value in expected]
-    assert [row["noised_loss"] for row in recorder.logs if "noised_loss" in row] == [
-        value for _, value in logged(trainer)
-    ]
-    state = json.loads((tmp_path / "checkpoint-7" / "trainer_state.json").read_text())
-    assert [row["noised_loss"] for row in state["log_history"] if "noised_loss" in row] == [
-        value for _, value in logged(trainer)[:2]
-    ]
+    values = [value for _, value in logged(trainer)]
+    assert [row["noised_loss"] for row in recorder.logs if "noised_loss" in row] == values
+    state = json.loads((tmp_path / "checkpoint-5" / "trainer_state.json").read_text())
+    told = [row["noised_loss"] for row in state["log_history"] if "noised_loss" in row]
+    assert told == values[:2]
     assert not any({"loss", "train_loss"} & set(row) for row in recorder.logs)
     assert output.training_loss != output.training_loss
     assert not any("eval_loss" in row for row in recorder.logs if "noised_loss" in row)
+    assert tiny.tracked(tmp_path)["train/noised_loss"] == 3
+    assert f", noised loss {values[1]:.4g}" in capsys.readouterr().err
 
 
 def test_without_a_log_of_steps_the_end_has_the_mean_of_all(tmp_path, monkeypatch):
     watched = Watched(monkeypatch)
-    trainer = made(tmp_path, logging_strategy="no")
+    trainer = made(tmp_path, logging_strategy="no", max_steps=2)
     trainer.train()
-    assert logged(trainer) == [(4, pytest.approx(sum(watched.steps) / 4))]
+    assert logged(trainer) == [(2, pytest.approx(sum(watched.steps) / 2))]
 
 
 def unnoised_numbers(folder: Path) -> list[float]:
@@ -107,7 +109,7 @@ def unnoised_numbers(folder: Path) -> list[float]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DpSgd, "clip", clip)
-        trainer = made(folder, save_strategy="steps", save_steps=2)
+        trainer = made(folder, save_strategy="steps", save_steps=2, max_steps=3)
         trainer.train()
         trainer.save_model()
     assert len([total for total in totals if total > 0]) > 1
@@ -135,66 +137,63 @@ def test_planted_loss_without_noise_is_seen(tmp_path, monkeypatch):
     assert len(unnoised_numbers(tmp_path)) >= 2
 
 
-def test_tensorboard_and_the_bar_get_it(tmp_path, capsys):
-    trainer = made(tmp_path, report_to=["tensorboard"], disable_tqdm=False)
-    trainer.train()
-    assert tiny.tracked(tmp_path)["train/noised_loss"] == 4
-    assert f", noised loss {logged(trainer)[-1][1]:.4g}" in capsys.readouterr().err
-
-
 def test_it_may_stand_beside_a_loss_that_is_released_without_noise(tmp_path):
-    trainer = made(tmp_path, release=["training_loss"])
+    trainer = made(tmp_path, release=["training_loss"], max_steps=1)
     trainer.train()
-    rows = [row for row in trainer.state.log_history if "noised_loss" in row]
-    assert len(rows) == 4 and all(row["loss"] > 0 for row in rows)
+    (row,) = [row for row in trainer.state.log_history if "noised_loss" in row]
+    assert row["loss"] > 0
     assert trainer.privacy_statement().status == "proven_weights_only"
 
 
 # -- what it costs, and what is said of it --
 
 
-def test_the_target_pays_for_it_and_ledger_statement_and_card_name_it(tmp_path):
-    trainer = made(tmp_path, target_epsilon=3.0)
+SAVING = {"save_strategy": "steps", "save_steps": 2}
+PAID = {"target_epsilon": 3.0, **SAVING}
+
+
+@pytest.fixture(scope="module")
+def paid(tmp_path_factory) -> DPTrainer:
+    """The trainer of a run that spent its target."""
+    trainer = made(tmp_path_factory.mktemp("paid"), **PAID)
     trainer.train()
-    plan = trainer.privacy_plan
-    (event,) = trainer.ledger.events
+    trainer.save_model()
+    return trainer
+
+
+def test_the_target_pays_for_it_and_ledger_statement_and_card_name_it(paid):
+    folder, plan, statement = (
+        Path(paid.args.output_dir),
+        paid.privacy_plan,
+        paid.privacy_statement(),
+    )
+    (event,) = paid.ledger.events
     assert isinstance(event, PoissonSampledGaussian) and event == plan.event()
     assert 2.99 < epsilon(event, plan.delta, "rdp").value <= 3.0
-    assert trainer.epsilon().value <= 3.0
-    trainer.save_model()
-    record = read(tmp_path)
+    assert paid.epsilon().value <= 3.0
+    record = read(folder)
     assert record.status == "proven" and disagreements(record) == []
-    written = json.loads((tmp_path / "privacy.json").read_text())
+    written = json.loads((folder / "privacy.json").read_text())
     assert event_from_dict({k: v for k, v in written["ledger"][0].items() if k != "purpose"}) == (
         event
     )
     assert written["plan"]["mechanism"]["loss"]["bound"] == 2.0
-    statement = trainer.privacy_statement()
     assert "each clipped to [0, 2.0], are summed, too" in statement.mechanism
     assert statement.covered.endswith("the noised losses in its logs, and whatever is computed "
                                       "from them")  # fmt: skip
     assert statement.noise_multipliers == (event.noise_multiplier, event.noise_multipliers["loss"])
     assert "4 steps of DP-SGD and a noised loss with Poisson sampling" in statement.sentence()
-    card = (tmp_path / "README.md").read_text()
+    card = (folder / "README.md").read_text()
     assert "logged as noised\\_loss" in card or "logged as noised_loss" in card
 
 
 # -- with other ways to train --
 
+SHARE = {"unfreeze_ratio": 0.3, "selection_noise_multiplier": 2.0}
 TUNERS = {
-    "frost": FrostConfig(
-        unfreeze_ratio=0.3,
-        selection_sample_rate=0.3,
-        selection_iterations=3,
-        selection_noise_multiplier=2.0,
-    ),
-    "frost twice": FrostConfig(
-        unfreeze_ratio=0.3,
-        selection_iterations=2,
-        num_selections=2,
-        selection_noise_multiplier=2.0,
-    ),
-    "param": ParamConfig(unfreeze_ratio=0.3, selection_noise_multiplier=2.0),
+    "frost": FrostConfig(**SHARE, selection_sample_rate=0.3, selection_iterations=3),
+    "frost twice": FrostConfig(**SHARE, selection_iterations=2, num_selections=2),
+    "param": ParamConfig(**SHARE),
     "pval": PvalConfig(unfreeze_ratio=0.3),
     "adapter": AdapterConfig(),
     "lora": LoraConfig(r=2, task_type="SEQ_CLS"),
@@ -209,13 +208,13 @@ RARE = ("frost twice", "param", "pval", "adapter")
     "tuner", [pytest.param(t, marks=[pytest.mark.slow] if t in RARE else []) for t in TUNERS]
 )
 def test_every_tuner_has_it(tuner, tmp_path):
-    trainer = made(tmp_path, given={"peft_config": TUNERS[tuner]})
+    trainer = made(tmp_path, given={"peft_config": TUNERS[tuner]}, max_steps=2)
     trainer.train()
-    assert len(logged(trainer)) == 4
+    assert len(logged(trainer)) == 2
     entries = trainer.ledger.entries
     trained = [entry.event for entry in entries if entry.purpose == "training"]
     assert all(type(event) is PoissonSampledGaussian for event in trained)
-    assert sum(event.steps for event in trained) == 4
+    assert sum(event.steps for event in trained) == 2
     selects = tuner.startswith("frost") or tuner == "param"
     assert ("selection" in [entry.purpose for entry in entries]) == selects
     assert disagreements(read(tmp_path)) == []
@@ -270,45 +269,36 @@ def test_a_limit_of_the_draw(tmp_path):
 
 
 def test_a_resumed_run_goes_on_with_it(tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 2}
-    made(tmp_path, **options).train()
-    trainer = made(tmp_path, **options)
+    made(tmp_path, **SAVING).train()
+    trainer = made(tmp_path, **SAVING)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert [step for step, _ in logged(trainer)] == [1, 2, 3, 4]
     assert trainer.ledger.events == (PoissonSampledGaussian(1.0, 0.2, 6, beside={"loss": 2.0}),)
 
 
-def test_a_resumed_run_with_another_loss_is_refused(tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2, "target_epsilon": 3.0}
-    made(tmp_path, **options).train()
+def test_a_resumed_run_with_another_loss_or_beyond_its_target_is_refused(paid):
+    folder = Path(paid.args.output_dir)
     for changed, match in (
         ({"noised_loss_bound": 3.0}, "`noised_loss_bound`.* 3.0.* but .* 2.0"),
         ({"noised_loss_budget_ratio": 0.1}, "`noised_loss_budget_ratio`.* 0.1.* but .* 0.2"),
         (dict.fromkeys(LOSS, None), "`noised_loss_bound`.* is None but .* 2.0"),
     ):
-        again = made(tmp_path, **{**options, **changed, "accountant": "rdp"})
+        again = made(folder, **{**PAID, **changed, "accountant": "rdp"})
         with pytest.raises(LedgerError, match=match):
             again.train(resume_from_checkpoint=True)
+    with pytest.raises(BudgetExceededError):
+        made(folder, **PAID).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
 
 
 def test_it_counts_in_a_later_run_on_the_same_rows(tmp_path):
-    made(tmp_path / "first").train()
-    later = tiny.trainer(
-        tmp_path / "later", earlier_runs=[str(tmp_path / "first")], accountant="rdp"
-    )
+    first = str(tmp_path / "first")
+    made(Path(first), max_steps=1).train()
+    later = tiny.trainer(tmp_path / "later", earlier_runs=[first], accountant="rdp", max_steps=1)
     later.train()
     events = (
-        PoissonSampledGaussian(1.0, 0.2, 4, beside={"loss": 2.0}),
-        PoissonSampledGaussian(1.0, 0.2, 4),
+        PoissonSampledGaussian(1.0, 0.2, 1, beside={"loss": 2.0}),
+        PoissonSampledGaussian(1.0, 0.2, 1),
     )
     assert later.ledger.events == events
     assert later.epsilon().value == epsilon(events, later.privacy_plan.delta, "rdp").value
     assert disagreements(read(tmp_path / "later")) == []
-
-
-def test_steps_beyond_the_plan_are_paid_for_with_their_loss(tmp_path):
-    trainer = made(tmp_path, target_epsilon=3.0, save_strategy="steps", save_steps=2)
-    trainer.train()
-    again = made(tmp_path, target_epsilon=3.0)
-    with pytest.raises(BudgetExceededError):
-        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

@@ -29,12 +29,6 @@ def test_float32_sorts_only(tmp_path):
     assert mixed(tiny.trainer(tmp_path, max_steps=8))
 
 
-def test_frozen_weights_below_float32_do_too(tmp_path):
-    model = tiny.model()
-    model.bert.embeddings.word_embeddings.requires_grad_(False).bfloat16()
-    assert not mixed(tiny.trainer(tmp_path, given={"model": model}, max_steps=8))
-
-
 def test_what_a_collator_pads_to_anyway_is_one_length(tmp_path):
     collator = DataCollatorWithPadding(tiny.tokenizer(), pad_to_multiple_of=4)
     found = batches(

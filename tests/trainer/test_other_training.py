@@ -372,23 +372,14 @@ def test_digests_tell_any_change_of_one_number():
 
 
 def test_a_loop_of_ones_own_is_watched_too(tmp_path):
-    plan = PrivacyPlan.solve(
-        num_examples=40,
-        expected_batch_size=8,
-        max_steps=2,
-        mechanism=DpSgdPlan(clipping_norm=0.1, noise_multiplier=1.0),
-    )
-    collator = tiny.DataCollatorWithPadding(tiny.tokenizer())
+    plan = PrivacyPlan(40, 8.0, 2, 1 / 80, DpSgdPlan(0.1, 1.0))
+    rows = {
+        "train_dataset": tiny.dataset(),
+        "data_collator": tiny.DataCollatorWithPadding(tiny.tokenizer()),
+    }
 
     def run(name, model, **options):
-        made = PrivateRun(
-            model,
-            plan,
-            tmp_path / name,
-            train_dataset=tiny.dataset(),
-            data_collator=collator,
-            options=RunOptions(**options),
-        )
+        made = PrivateRun(model, plan, tmp_path / name, options=RunOptions(**options), **rows)
         mechanism = mechanism_for(made)
         halves = [[*model.bert.parameters()], [*model.classifier.parameters()]]
         optimizers = [torch.optim.SGD(half, lr=0.1) for half in halves]

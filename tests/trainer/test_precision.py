@@ -33,13 +33,12 @@ def shortened_products():
 
 
 def one_shape(trainer) -> bool:
-    plan = trainer.privacy_plan
-    return trainer.run.draws(plan.sampler()).collate_fn.one_shape
+    return trainer.run.draws(trainer.privacy_plan.sampler()).collate_fn.one_shape
 
 
 def test_bf16_from_the_environment_is_seen(tmp_path, from_environment):
     from_environment("bf16")
-    trainer = tiny.trainer(tmp_path)
+    trainer = tiny.trainer(tmp_path, max_steps=1)
     assert not trainer.args.bf16 and trainer.accelerator.mixed_precision == "bf16"
     assert one_shape(trainer)
     trainer.train()
@@ -91,7 +90,7 @@ class CastingContext(DPTrainer):
 
 @pytest.mark.parametrize("cls", [CastingLoss, CastingContext])
 def test_autocast_inside_the_loss_is_seen(cls, tmp_path):
-    trainer = tiny.trainer(tmp_path, cls=cls)
+    trainer = tiny.trainer(tmp_path, cls=cls, max_steps=1)
     assert one_shape(trainer)
     trainer.train()
     assert "float32 and, within, bfloat16" in trainer.privacy_statement().facts.precision
@@ -106,7 +105,7 @@ def test_planted_no_look_inside_the_loss_is_seen(tmp_path, monkeypatch):
 
 
 def test_shortened_products_are_said_and_need_one_shape(tmp_path, shortened_products):
-    trainer = tiny.trainer(tmp_path)
+    trainer = tiny.trainer(tmp_path, max_steps=1)
     assert not one_shape(trainer)
     shortened_products()
     assert one_shape(trainer)
@@ -116,13 +115,13 @@ def test_shortened_products_are_said_and_need_one_shape(tmp_path, shortened_prod
     assert "norms, clipped sums and noise float32" in said
 
 
-def test_frozen_weights_of_16_bits_are_named(tmp_path):
+def test_frozen_weights_of_16_bits_are_named_and_need_one_shape(tmp_path):
     model = tiny.model()
     model.bert.embeddings.word_embeddings.requires_grad_(False).bfloat16()
     trainer = tiny.trainer(tmp_path, given={"model": model})
-    assert trainer.privacy_statement().facts.precision.startswith(
-        "forward and backward bfloat16 and float32"
-    )
+    assert one_shape(trainer)
+    said = trainer.privacy_statement().facts.precision
+    assert said.startswith("forward and backward bfloat16 and float32")
 
 
 def test_float16_by_the_accelerator_is_refused(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 
 from hf_dp.clipping import per_example_gradients
-from hf_dp.errors import BudgetExceededError, LedgerError
+from hf_dp.errors import LedgerError
 from hf_dp.features.always import StopBeforeTarget
 from hf_dp.losses import per_example_loss
 from hf_dp.mechanisms import DpSgd
@@ -48,11 +48,8 @@ def noise_pvalue(trainer) -> float:
     """KS test of an empty draw's gradient against N(0, (noise_multiplier C / B)^2), from the public
     numbers alone."""
     flat = torch.cat([g.flatten() for g in step(trainer, []).values()])
-    std = (
-        trainer.args.noise_multiplier
-        * trainer.args.per_example_max_grad_norm
-        / trainer.args.expected_batch_size
-    )
+    args = trainer.args
+    std = args.noise_multiplier * args.per_example_max_grad_norm / args.expected_batch_size
     return stats.kstest((flat / std).numpy(), "norm").pvalue
 
 
@@ -187,15 +184,6 @@ def test_an_unrecorded_step_stops_the_run(trainer, monkeypatch):
         trainer.train()
 
 
-def test_a_step_beyond_the_target_is_refused_before_it_is_recorded(tmp_path):
-    trainer = tiny.trainer(tmp_path, target_epsilon=4.0, accountant="rdp")
-    trainer.train()
-    with pytest.raises(BudgetExceededError, match="target_epsilon=4"):
-        step(trainer, [1])
-    assert trainer.ledger.steps() == 4
-    assert all(p.grad is None for p in trainer.model.parameters())
-
-
 # -- randomness ---
 
 
@@ -277,26 +265,10 @@ def test_fetching_rows_draws_nothing_from_the_public_generators(tmp_path):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def sampler_is_poisson(trainer) -> bool:
-    """The loader draws by a PoissonSampler with the plan's rate, and draw sizes vary as Binomial(N,
-    q) does."""
+def test_draws_are_those_of_the_plan(trainer):
+    """A PoissonSampler, which tests/plans/test_samplers.py is about, with its rate."""
     sampler = trainer.get_train_dataloader().batch_sampler
-    sizes = [len(draw) for _ in range(60) for draw in sampler]
-    spread = sum((s - 8) ** 2 for s in sizes) / len(sizes)  # 40 * 0.2 * 0.8 = 6.4
-    return type(sampler) is PoissonSampler and sampler.sample_rate == 0.2 and 4.5 < spread < 9
-
-
-def test_draws_are_poisson(trainer):
-    assert sampler_is_poisson(trainer)
-
-
-def test_planted_shuffling_is_seen(trainer, monkeypatch):
-    def shuffled(self):
-        for batch in torch.randperm(self.num_examples).split(8):
-            yield batch.tolist()
-
-    monkeypatch.setattr(PoissonSampler, "__iter__", shuffled)
-    assert not sampler_is_poisson(trainer)
+    assert type(sampler) is PoissonSampler and sampler.sample_rate == 0.2
 
 
 # -- the self-check ---

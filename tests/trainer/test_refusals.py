@@ -6,7 +6,12 @@ import pytest
 import tiny
 import torch
 from peft import LoraConfig
-from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from transformers import (
+    BertForNextSentencePrediction,
+    DataCollatorWithFlattening,
+    Trainer,
+    TrainingArguments,
+)
 
 from hf_dp.errors import (
     CalibrationError,
@@ -96,104 +101,84 @@ def with_codebook():
     return model
 
 
-AT_CREATION = {
-    "training_step overridden": (lambda p: tiny.trainer(p, cls=OwnStep), UnsupportedArgumentError, "training_step"),
-    "loader overridden": (lambda p: tiny.trainer(p, cls=OwnLoader), UnsupportedArgumentError, "get_train_dataloader"),
-    "compute_loss overridden": (lambda p: tiny.trainer(p, cls=OwnLoss), UnsupportedArgumentError, "compute_per_example_loss"),
-    "compute_loss_func": (
-        lambda p: tiny.trainer(p, given={"compute_loss_func": lambda *a, **k: 0}),
-        UnsupportedArgumentError,
-        "`compute_loss_func` to be None",
-    ),
-    "plain TrainingArguments": (
-        lambda p: DPTrainer(
-            model=tiny.model(),
-            args=TrainingArguments(str(p), use_cpu=True),
-            train_dataset=tiny.dataset(),
-        ),
-        InvalidArgumentError,
-        "DPTrainingArguments",
-    ),
-    "no length": (lambda p: tiny.trainer(p, given={"train_dataset": without_length(tiny.dataset())}), DataError, "has no length"),
-    "one row": (lambda p: tiny.trainer(p, given={"train_dataset": tiny.dataset().select([0])}), DataError, "at least two rows, got 1"),
-    "no rows": (lambda p: tiny.trainer(p, given={"train_dataset": tiny.dataset().select([])}), DataError, "at least two rows, got 0"),
+def plain_arguments(folder):
+    args = TrainingArguments(str(folder), use_cpu=True)
+    DPTrainer(model=tiny.model(), args=args, train_dataset=tiny.dataset())
+
+
+def given(**keywords):
+    return {"given": keywords}
+
+
+NEW_HEAD_FROZEN = LoraConfig(r=2, target_modules=["query"], task_type="FEATURE_EXTRACTION")
+AT_CREATION = {  # what a trainer is made with, or what makes it; the error and its words
+    "training_step overridden": ({"cls": OwnStep}, UnsupportedArgumentError, "training_step"),
+    "loader overridden": ({"cls": OwnLoader}, UnsupportedArgumentError, "get_train_dataloader"),
+    "compute_loss overridden": ({"cls": OwnLoss}, UnsupportedArgumentError, "compute_per_example_loss"),
+    "compute_loss_func": (given(compute_loss_func=lambda *a, **k: 0), UnsupportedArgumentError, "`compute_loss_func` to be None"),
+    "plain TrainingArguments": (plain_arguments, InvalidArgumentError, "DPTrainingArguments"),
+    "no length": (given(train_dataset=without_length(tiny.dataset())), DataError, "has no length"),
+    "one row": (given(train_dataset=tiny.dataset().select([0])), DataError, "at least two rows, got 1"),
+    "no rows": (given(train_dataset=tiny.dataset().select([])), DataError, "at least two rows, got 0"),
     "batch larger than the data": (
-        lambda p: tiny.trainer(p, expected_batch_size=41),
-        InvalidArgumentError,
-        r"`expected_batch_size` to be at most num_examples \(40\)",
+        {"expected_batch_size": 41}, InvalidArgumentError, r"`expected_batch_size` to be at most num_examples \(40\)",
     ),
-    "delta of at least 1/N": (lambda p: tiny.trainer(p, target_delta=0.03), InvalidArgumentError, "`target_delta` to be < 1/num_examples"),
-    "target that cannot be met": (lambda p: tiny.trainer(p, target_epsilon=1e-6, target_delta=1e-9, accountant="rdp"), CalibrationError, "1e-06"),
+    "delta of at least 1/N": ({"target_delta": 0.03}, InvalidArgumentError, "`target_delta` to be < 1/num_examples"),
+    "target that cannot be met": (
+        {"target_epsilon": 1e-6, "target_delta": 1e-9, "accountant": "rdp"}, CalibrationError, "1e-06",
+    ),
     "evaluation on the training set": (
-        lambda p: tiny.trainer(
-            p, given=dict.fromkeys(("train_dataset", "eval_dataset"), tiny.dataset())
-        ),
-        UnsupportedArgumentError,
-        "held-out set",
+        given(**dict.fromkeys(("train_dataset", "eval_dataset"), tiny.dataset())), UnsupportedArgumentError, "held-out set",
     ),
-    "evaluation on an equal copy of the training set": (
-        lambda p: tiny.trainer(p, given={"eval_dataset": {"a": tiny.dataset()}}),
-        UnsupportedArgumentError,
-        "held-out set",
-    ),
-    "batch normalization": (lambda p: tiny.trainer(p, given={"model": WithBatchNorm()}), UnsupportedModelError, "`norm` is a BatchNorm1d.*GroupNorm"),
-    "a new head frozen under LoRA": (
-        lambda p: tiny.trainer(
-            p,
-            given={
-                "peft_config": LoraConfig(
-                    r=2, target_modules=["query"], task_type="FEATURE_EXTRACTION"
-                )
-            },
-        ),
-        UnsupportedModelError,
-        r"modules_to_save=\['classifier'\]",
-    ),
+    "evaluation on an equal copy of the training set": (given(eval_dataset={"a": tiny.dataset()}), UnsupportedArgumentError, "held-out set"),
+    "batch normalization": (given(model=WithBatchNorm()), UnsupportedModelError, "`norm` is a BatchNorm1d.*GroupNorm"),
+    "a new head frozen under LoRA": (given(peft_config=NEW_HEAD_FROZEN), UnsupportedModelError, r"modules_to_save=\['classifier'\]"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", AT_CREATION)
 def test_refused_at_creation(case, tmp_path):
-    make, error, message = AT_CREATION[case]
+    made_with, error, message = AT_CREATION[case]
     folder = tmp_path / "run"
     with pytest.raises(error, match=message):
-        make(folder)
+        made_with(folder) if callable(made_with) else tiny.trainer(folder, **made_with)
     assert not folder.exists()
 
 
+def two_of_one(rows):
+    ids = torch.tensor([row["input_ids"] for row in rows for _ in range(2)])
+    return {"input_ids": ids, "labels": torch.tensor([row["label"] for row in rows])}
+
+
+def second(rows):
+    return {"labels": torch.tensor(rows[1]["label"])}
+
+
 AT_TRAINING = {
-    "no attention mask": (lambda p: tiny.trainer(p, given={"data_collator": without_mask}), DataError, "no `attention_mask`"),
-    "a frozen parameter that a forward changes": (lambda p: tiny.trainer(p, given={"model": with_codebook()}), SelfCheckError, "codebook.mean"),
-    "no labels": (lambda p: tiny.trainer(p, given={"train_dataset": unlabeled()}), DataError, "no `labels`"),
-    "flattening collator": (lambda p: tiny.trainer(p, given={"data_collator": DataCollatorWithFlattening()}), DataError, "DataCollatorWithPadding"),
+    "no attention mask": (given(data_collator=without_mask), DataError, "no `attention_mask`"),
+    "a frozen parameter that a forward changes": (given(model=with_codebook()), SelfCheckError, "codebook.mean"),
+    "no labels": (given(train_dataset=unlabeled()), DataError, "no `labels`"),
+    "flattening collator": (given(data_collator=DataCollatorWithFlattening()), DataError, "DataCollatorWithPadding"),
     "collator that makes two rows of one": (
-        lambda p: tiny.trainer(
-            p,
-            given={
-                "data_collator": lambda rows: {
-                    "input_ids": torch.tensor([r["input_ids"] for r in rows for _ in range(2)]),
-                    "labels": torch.tensor([r["label"] for r in rows]),
-                }
-            },
-        ),
-        DataError,
+        given(data_collator=two_of_one), DataError,
         r"Row 0 of the training set, collated alone, gives `input_ids` of shape \(2, 3\).*first dimension of 1",
     ),
     "collator that wants two rows": (
-        lambda p: tiny.trainer(
-            p, given={"data_collator": lambda rows: {"labels": torch.tensor(rows[1]["label"])}}
-        ),
-        DataError,
+        given(data_collator=second), DataError,
         r"Row 0 of the training set, collated alone, failed \(IndexError.*It must work on one",
     ),
-    "loss that depends on neighbors": (lambda p: tiny.trainer(p, cls=BatchMean), SelfCheckError, "neighbors"),
+    "loss that depends on neighbors": ({"cls": BatchMean}, SelfCheckError, "neighbors"),
+    "a class without a known loss": (
+        given(model=BertForNextSentencePrediction(tiny.model().config)), UnsupportedLossError,
+        "BertForNextSentencePrediction.*compute_per_example_loss",
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", AT_TRAINING)
 def test_refused_before_the_first_draw(case, tmp_path):
-    make, error, message = AT_TRAINING[case]
-    trainer = make(tmp_path)
+    made_with, error, message = AT_TRAINING[case]
+    trainer = tiny.trainer(tmp_path, **made_with)
     with pytest.raises(error, match=message):
         trainer.train()
     assert trainer.ledger.steps() == 0
@@ -213,17 +198,6 @@ def test_evaluating_and_predicting_the_training_set_are_refused(tmp_path):
 def test_hyperparameter_search_is_refused_with_the_way_to_do_it(tmp_path):
     with pytest.raises(UnsupportedArgumentError, match="public data"):
         tiny.trainer(tmp_path).hyperparameter_search()
-
-
-def test_a_class_without_a_known_loss_is_refused_by_name(tmp_path):
-    from transformers import BertForNextSentencePrediction
-
-    model = BertForNextSentencePrediction(tiny.model().config)
-    trainer = tiny.trainer(tmp_path, given={"model": model})
-    with pytest.raises(
-        UnsupportedLossError, match="BertForNextSentencePrediction.*compute_per_example_loss"
-    ):
-        trainer.train()
 
 
 def overriding(name: str) -> type[DPTrainer]:
@@ -293,7 +267,7 @@ def test_an_optimizer_that_is_made_after_the_check_is_refused(tmp_path):
 
 
 def test_a_folder_with_other_weights_is_refused(tmp_path):
-    public = tiny.trainer(tmp_path, privacy_mode="non_private")
+    public = tiny.trainer(tmp_path, privacy_mode="non_private", max_steps=1)
     public.train()
     public.save_model()
     with pytest.raises(LedgerError, match="model.safetensors"):
@@ -303,7 +277,7 @@ def test_a_folder_with_other_weights_is_refused(tmp_path):
 
 def test_another_training_set_is_refused(tmp_path):
     """Of other length, and any after the first was used."""
-    trainer = tiny.trainer(tmp_path)
+    trainer = tiny.trainer(tmp_path, max_steps=1)
     trainer.train_dataset = tiny.dataset(30)
     with pytest.raises(DataError, match="30 rows"):
         trainer.train()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,13 +19,9 @@ from hf_dp.tuners.public_choice import BitFitConfig, RandomConfig, TopBlocksConf
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
-MODES = ("dp_sgd", "non_private")
-
 
 def trainer(folder: Path, config=None, model=None, **options):
-    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2, **options}
-    if options.get("privacy_mode") != "non_private":
-        options["accountant"] = "rdp"
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, **options}
     if model is None:
         model = tiny.model(num_hidden_layers=2)
     given = {"peft_config": config, "model": model}
@@ -31,9 +29,9 @@ def trainer(folder: Path, config=None, model=None, **options):
 
 
 def resume(folder: Path, config=None, model=None, **options):
-    """Go on to step 3; a refusal comes before it, and before anything is spent."""
-    made = trainer(folder, config, model, max_steps=3, **options)
-    made.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    """Go on to step 2; a refusal comes before it, and before anything is spent."""
+    made = trainer(folder, config, model, max_steps=2, **options)
+    made.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
     return made
 
 
@@ -41,46 +39,63 @@ def lora(**options):
     return LoraConfig(**{"r": 2, "target_modules": ["query"], **options})
 
 
-CHANGES = {
-    "another seed": (RandomConfig(unfreeze_ratio=0.4), RandomConfig(unfreeze_ratio=0.4), 4),
-    "a seed of its own": (RandomConfig(), RandomConfig(selection_seed=5), 3),
-    "another ratio": (RandomConfig(), RandomConfig(unfreeze_ratio=0.5), 3),
-    "other blocks": (TopBlocksConfig(blocks=1), TopBlocksConfig(blocks=2), 3),
-    "another rank": (lora(), lora(r=4), 3),
-    "layers of the same shape": (lora(), lora(target_modules=["value"]), 3),
-    "more layers": (lora(), lora(target_modules=["query", "value"]), 3),
-    "another module in full": (lora(), lora(modules_to_save=["pooler"]), 3),
+STARTED = {
+    "random": lambda: RandomConfig(unfreeze_ratio=0.4),
+    "blocks": lambda: TopBlocksConfig(blocks=1),
+    "lora": lora,
+    "whole": lambda: None,
 }
+
+
+@pytest.fixture(scope="module")
+def began(tmp_path_factory):
+    """Return the folder of a run of this kind after one step, started with seed 3."""
+
+    @functools.cache
+    def once(kind: str, mode: str = "dp_sgd") -> Path:
+        folder = tmp_path_factory.mktemp(kind)
+        trainer(folder, STARTED[kind](), seed=3, privacy_mode=mode).train()
+        return folder
+
+    return once
+
+
+OTHER = "Cannot resume: .*peft_config.*new run in a new output_"
+CHANGES = {
+    "another seed": ("random", RandomConfig(unfreeze_ratio=0.4), OTHER, 4),
+    "a seed of its own": ("random", RandomConfig(unfreeze_ratio=0.4, selection_seed=5), OTHER, 3),
+    "another ratio": ("random", RandomConfig(unfreeze_ratio=0.5), OTHER, 3),
+    "other blocks": ("blocks", TopBlocksConfig(blocks=2), OTHER, 3),
+    "another rank": ("lora", lora(r=4), OTHER, 3),
+    "layers of the same shape": ("lora", lora(target_modules=["value"]), OTHER, 3),
+    "more layers": ("lora", lora(target_modules=["query", "value"]), OTHER, 3),
+    "another module in full": ("lora", lora(modules_to_save=["pooler"]), OTHER, 3),
+    "an adapter": ("whole", lora(), "is trained, of shape .* it is not there", 3),
+    "no adapter": ("lora", None, "in 'checkpoint-1' it is not there", 3),
+}
+ALSO_WITHOUT_PRIVACY = ("another seed", "another rank", "an adapter", "no adapter")
 
 
 @pytest.mark.parametrize(
     ("change", "mode"),
-    [
-        *((change, "dp_sgd") for change in CHANGES),
-        ("another seed", "non_private"),
-        ("another rank", "non_private"),
-    ],
+    [(change, "dp_sgd") for change in CHANGES]
+    + [(change, "non_private") for change in ALSO_WITHOUT_PRIVACY],
 )
-def test_a_resume_that_trains_other_parameters_is_refused(tmp_path, change, mode):
+def test_a_resume_that_trains_other_parameters_is_refused(began, change, mode):
     """The first of these crashed inside the optimizer, or went on with the moments of others."""
-    then, now, seed = CHANGES[change]
-    trainer(tmp_path, then, seed=3, privacy_mode=mode).train()
-    before = mode == "dp_sgd" and read_run(tmp_path).ledger.to_list()
-    with pytest.raises(ConfigError, match="Cannot resume: .*peft_config.*new run in a new output_"):
-        resume(tmp_path, now, seed=seed, privacy_mode=mode)
-    assert before == (mode == "dp_sgd" and read_run(tmp_path).ledger.to_list())
-    assert resume(tmp_path, then, seed=3, privacy_mode=mode).state.global_step == 3
+    kind, now, message, seed = CHANGES[change]
+    folder = began(kind, mode)
+    before = mode == "dp_sgd" and read_run(folder).ledger.to_list()
+    with pytest.raises(ConfigError, match=message):
+        resume(folder, now, seed=seed, privacy_mode=mode)
+    assert before == (mode == "dp_sgd" and read_run(folder).ledger.to_list())
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_an_adapter_and_a_whole_model_do_not_continue_each_other(tmp_path, mode):
-    options = {"privacy_mode": mode}
-    trainer(tmp_path / "whole", **options).train()
-    with pytest.raises(ConfigError, match="is trained, of shape .* it is not there"):
-        resume(tmp_path / "whole", lora(), **options)
-    trainer(tmp_path / "adapter", lora(), **options).train()
-    with pytest.raises(ConfigError, match="in 'checkpoint-2' it is not there"):
-        resume(tmp_path / "adapter", **options)
+@pytest.mark.parametrize("mode", ["dp_sgd", "non_private"])
+@pytest.mark.parametrize("kind", ["random", "lora"])
+def test_a_resume_that_trains_the_same_goes_on(began, tmp_path, kind, mode):
+    folder = Path(shutil.copytree(began(kind, mode), tmp_path / "run"))
+    assert resume(folder, STARTED[kind](), seed=3, privacy_mode=mode).state.global_step == 2
 
 
 def test_adapters_beside_the_first_are_compared(tmp_path):
@@ -92,22 +107,22 @@ def test_adapters_beside_the_first_are_compared(tmp_path):
     trainer(tmp_path, model=two(3)).train()
     with pytest.raises(ConfigError, match="the parameter '.*other.*' is frozen, of shape"):
         resume(tmp_path, model=two(4))
-    assert resume(tmp_path, model=two(3)).state.global_step == 3
+    assert resume(tmp_path, model=two(3)).state.global_step == 2
 
 
-def test_what_was_chosen_by_another_seed_is_named_with_the_way_back(tmp_path):
-    trainer(tmp_path, RandomConfig(unfreeze_ratio=0.4), seed=3).train()
+def test_what_was_chosen_by_another_seed_is_named_with_the_way_back(began, tmp_path):
+    folder = Path(shutil.copytree(began("random"), tmp_path / "run"))
     with pytest.raises(
         ConfigError, match="`selection_seed` of peft_config is 4, but the run was started with 3"
     ):
-        resume(tmp_path, RandomConfig(unfreeze_ratio=0.4), seed=4)
-    again = resume(tmp_path, RandomConfig(unfreeze_ratio=0.4, selection_seed=3), seed=4)
-    assert again.state.global_step == 3
+        resume(folder, STARTED["random"](), seed=4)
+    again = resume(folder, RandomConfig(unfreeze_ratio=0.4, selection_seed=3), seed=4)
+    assert again.state.global_step == 2
 
 
 def test_another_seed_that_chooses_the_same_goes_on_and_another_model_is_told(tmp_path):
     trainer(tmp_path, BitFitConfig(), seed=3).train()
-    assert resume(tmp_path, BitFitConfig(), seed=4).state.global_step == 3
+    assert resume(tmp_path, BitFitConfig(), seed=4).state.global_step == 2
     with pytest.raises(ConfigError, match="the parameter '.*layer.2.*' is .*it is not there"):
         resume(tmp_path, BitFitConfig(), model=tiny.model(num_hidden_layers=3))
 
@@ -128,7 +143,7 @@ def test_without_an_adapter_what_trains_must_be_the_same(tmp_path, optim):
     with pytest.raises(ConfigError, match="is trained, of shape .* it is frozen, of"):
         resume(tmp_path, model=frozen_but(other), optim=optim)
     assert read_run(tmp_path).ledger.to_list() == ledger
-    assert resume(tmp_path, model=frozen_but(first), optim=optim).state.global_step == 3
+    assert resume(tmp_path, model=frozen_but(first), optim=optim).state.global_step == 2
 
 
 def test_an_optimizer_of_ones_own_must_have_its_parameters_in_the_same_order(tmp_path):
@@ -139,24 +154,24 @@ def test_an_optimizer_of_ones_own_must_have_its_parameters_in_the_same_order(tmp
         named = dict(model.named_parameters())
         optimizer = torch.optim.AdamW([named[f"bert.pooler.dense.{each}"] for each in order])
         given = {"model": model, "optimizers": (optimizer, None)}
-        saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2, "accountant": "rdp"}
+        saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
         return tiny.trainer(tmp_path, given=given, **{**saving, **options})
 
     with_own(["weight", "bias"]).train()
     ledger = read_run(tmp_path).ledger.to_list()
-    checkpoint = str(tmp_path / "checkpoint-2")
+    checkpoint = str(tmp_path / "checkpoint-1")
     for other in (["bias", "weight"], ["weight"]):
         with pytest.raises(ConfigError, match="Cannot resume: the optimizer has other parameters"):
-            with_own(other, max_steps=3).train(resume_from_checkpoint=checkpoint)
+            with_own(other, max_steps=2).train(resume_from_checkpoint=checkpoint)
     assert read_run(tmp_path).ledger.to_list() == ledger
-    with_own(["weight", "bias"], max_steps=3).train(resume_from_checkpoint=checkpoint)
+    with_own(["weight", "bias"], max_steps=2).train(resume_from_checkpoint=checkpoint)
 
 
-def test_planted_parameters_that_are_not_compared_leave_it_to_the_optimizers(tmp_path, monkeypatch):
+def test_planted_parameters_that_are_not_compared_leave_it_to_the_optimizers(began, monkeypatch):
     """The second look is independent of the first one."""
     monkeypatch.setattr(DPTrainer, "_refuse_other_parameters", lambda *given: None)
-    trainer(tmp_path, model=None, config=RandomConfig(selection_seed=0, unfreeze_ratio=0.3)).train()
-    ledger = read_run(tmp_path).ledger.to_list()
+    folder = began("random")
+    ledger = read_run(folder).ledger.to_list()
     with pytest.raises((ConfigError, ValueError)):
-        resume(tmp_path, RandomConfig(selection_seed=3, unfreeze_ratio=0.3))
-    assert read_run(tmp_path).ledger.to_list() == ledger
+        resume(folder, RandomConfig(unfreeze_ratio=0.4, selection_seed=0), seed=3)
+    assert read_run(folder).ledger.to_list() == ledger

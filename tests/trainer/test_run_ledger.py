@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from hf_dp.errors import LedgerError
-from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.plans import DpSgdPlan, PrivacyPlan
 from hf_dp.run import ledger as ledger_module
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.ledger_file import COPY, HEAD, LEDGER, read_copy, read_head, read_own
@@ -28,14 +28,7 @@ from hf_dp.statement.statement import PrivacyStatement
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
-PLAN = PrivacyPlan.create(
-    num_examples=40,
-    expected_batch_size=8,
-    clipping_norm=0.1,
-    noise_multiplier=1.0,
-    max_steps=60,
-    accountant="rdp",
-)
+PLAN = PrivacyPlan(40, 8.0, 60, 1 / 80, DpSgdPlan(0.1, 1.0), accountant="rdp")
 
 
 def begun(folder: Path, steps: int = 3) -> RunLedger:
@@ -162,25 +155,19 @@ def test_the_line_is_durable_then_the_head_then_the_value_is_used(tmp_path, monk
     assert durable_order(tmp_path, monkeypatch) == ORDER
 
 
-def test_planted_head_before_the_line_is_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr(ledger_module, "write_head", lambda folder, head: None)
-    write = ledger_module.write_line
-    monkeypatch.setattr(
-        ledger_module,
-        "write_line",
-        lambda path, size, line: (ledger_module.write_head(path.parent, None), write(path, size, line))[1],
-    )  # fmt: skip
-    assert durable_order(tmp_path, monkeypatch) != ORDER
-
-
-def test_planted_line_that_is_not_synced_is_seen(tmp_path, monkeypatch):
+def test_planted_head_that_is_not_written_and_line_that_is_not_synced_are_seen(
+    tmp_path, monkeypatch
+):
     def unsynced(path, size, line):
         with open(path, "ab") as stream:
             stream.write(line)
 
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger_module, "write_head", lambda folder, head: None)
+        assert durable_order(tmp_path / "head", monkeypatch) != ORDER
     monkeypatch.setattr(ledger_module, "write_line", unsynced)
     with pytest.raises((AssertionError, LedgerError)):
-        assert durable_order(tmp_path, monkeypatch) == ORDER
+        assert durable_order(tmp_path / "line", monkeypatch) == ORDER
 
 
 def killed(*_):
@@ -292,16 +279,6 @@ def test_an_older_ledger_is_refused_also_after_the_last_checkpoint(folder):
     with pytest.raises(LedgerError, match="went back"):
         read_run(folder)
     assert len(read_own(folder).digests) == 3  # left as it is
-
-
-def test_the_command_in_the_message_puts_the_longest_copy_back(folder):
-    go_on_to_a_checkpoint(folder)
-    older_copy(folder)
-    with pytest.raises(LedgerError, match="longest copy back: `cp ") as caught:
-        resumed(folder)
-    command = str(caught.value).split("`")[1]
-    assert subprocess.run(shlex.split(command), check=False).returncode == 0
-    assert go_on(folder) == 7
 
 
 def test_planted_witnesses_that_are_not_heard_are_seen(folder, monkeypatch):
@@ -520,34 +497,20 @@ def test_a_head_does_not_change_a_model(tmp_path):
     assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
 
 
-# -- whole runs ---
+# -- a whole run ---
 
 
-def trained(folder: Path, **options):
-    """4 steps with checkpoints at 2 and 4."""
-    trainer = tiny.trainer(folder, save_strategy="steps", save_steps=2, **options)
-    trainer.train()
-    for checkpoint in folder.glob("checkpoint-*"):
-        assert (checkpoint / COPY).exists()
-    return trainer
-
-
-def test_a_whole_run_with_an_older_ledger_is_refused_until_it_is_put_back(tmp_path):
-    first = trained(tmp_path)
-    shutil.copy(tmp_path / "checkpoint-2" / COPY, tmp_path / LEDGER)
-    again = tiny.trainer(tmp_path, save_strategy="steps", save_steps=2)
-    with pytest.raises(LedgerError, match="went back.*`cp ") as caught:
-        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+def test_a_whole_run_with_an_older_ledger_is_refused_until_it_is_put_back(run):
+    whole = read_run(run).ledger
+    shutil.copy(run / "checkpoint-2" / COPY, run / LEDGER)
+    again = tiny.trainer(run, save_strategy="steps", save_steps=2)
+    with pytest.raises(LedgerError, match="went back.*longest copy back: `cp ") as caught:
+        again.train(resume_from_checkpoint=str(run / "checkpoint-2"))
     assert len(again.ledger) == 0
     subprocess.run(shlex.split(str(caught.value).split("`")[1]), check=True)
-    assert read_run(tmp_path).ledger == first.ledger
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert read_run(run).ledger == whole
+    again.train(resume_from_checkpoint=str(run / "checkpoint-2"))
     assert again.ledger.steps() == 6  # the branch's two steps count, too
-
-
-def test_saved_weights_carry_the_head_of_the_run(tmp_path):
-    trainer = trained(tmp_path)
-    trainer.save_model(str(tmp_path / "final"))
-    assert head_in(tmp_path / "final" / "model.safetensors") == trainer.run.book.lines.head
-    assert read_copy(tmp_path / "final").ledger == trainer.ledger
-    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "final")
+    again.save_model(str(run / "final"))
+    assert head_in(run / "final" / "model.safetensors") == again.run.book.lines.head
+    assert read_copy(run / "final").ledger == again.ledger

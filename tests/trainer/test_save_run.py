@@ -20,12 +20,7 @@ from hf_dp.trainer import publishing as module
 
 
 def trained(folder: Path, model: torch.nn.Module, **given):
-    plan = PrivacyPlan.solve(
-        num_examples=40,
-        expected_batch_size=8,
-        mechanism=DpSgdPlan(clipping_norm=0.1, noise_multiplier=1.0),
-        max_steps=1,
-    )
+    plan = PrivacyPlan(40, 8.0, 1, 1 / 80, DpSgdPlan(0.1, 1.0))
     run = PrivateRun(
         model,
         plan,

@@ -58,15 +58,12 @@ def test_a_row_that_cannot_be_made_up_is_said(tmp_path, warnings_of):
     collator = DataCollatorWithPadding(tiny.tokenizer())
     given = {"train_dataset": [Tokens(dict(row)) for row in tiny.dataset()], "eval_dataset": None,
              "data_collator": lambda rows: collator([row.row for row in rows])}  # fmt: skip
-    trainer = tiny.trainer(tmp_path, given=given)
+    trainer = tiny.trainer(tmp_path, given=given, max_steps=1)
     trainer.train()
-    assert trainer.ledger.steps() == 4
+    assert trainer.ledger.steps() == 1
     (said,) = warned
-    assert (
-        "skips the data collator" in said
-        and "a Tokens cannot be made up" in said
-        and "synthetic_batches" in said
-    )
+    for words in ("skips the data collator", "a Tokens cannot be made up", "synthetic_batches"):
+        assert words in said
 
 
 def test_a_padding_that_the_loss_sees_is_found(tmp_path, monkeypatch):
@@ -123,25 +120,18 @@ class WithoutSynthetic(DPTrainer):
 
 
 def test_a_model_of_ones_own_needs_synthetic_batches(tmp_path):
-    with pytest.raises(
-        UnsupportedModelError, match=r"Own takes None.*Override DPTrainer.synthetic_batches"
-    ):
+    message = r"Own takes None.*Override DPTrainer.synthetic_batches"
+    with pytest.raises(UnsupportedModelError, match=message):
         of_own(tmp_path, WithoutSynthetic).train()
 
 
 def test_a_model_of_ones_own_trains_saves_and_has_a_card(tmp_path):
-    trainer = of_own(tmp_path, OwnTrainer)
+    trainer = of_own(tmp_path, OwnTrainer, max_steps=1)
     trainer.train()
     trainer.save_model()
-    assert (
-        trainer.privacy_statement().status == "proven"
-        and "Privacy" in (tmp_path / "README.md").read_text()
-    )
-    assert {path.name for path in tmp_path.iterdir()} >= {
-        "model.safetensors",
-        "privacy.json",
-        "README.md",
-    }
+    assert trainer.privacy_statement().status == "proven"
+    assert "Privacy" in (tmp_path / "README.md").read_text()
+    assert (tmp_path / "model.safetensors").exists() and (tmp_path / "privacy.json").exists()
 
 
 def test_a_loss_that_is_not_per_example_is_named(tmp_path):
@@ -149,26 +139,21 @@ def test_a_loss_that_is_not_per_example_is_named(tmp_path):
         def compute_per_example_loss(self, model, inputs):
             return super().compute_per_example_loss(model, inputs).mean()
 
-    with pytest.raises(
-        UnsupportedLossError,
-        match=r"one loss for each example, shape \(1,\) for a batch of one, got \(\)",
-    ):
+    message = r"one loss for each example, shape \(1,\) for a batch of one, got \(\)"
+    with pytest.raises(UnsupportedLossError, match=message):
         tiny.trainer(tmp_path, cls=Mean).train()
 
 
 def test_a_padding_value_of_no_column_is_named(tmp_path):
-    with pytest.raises(
-        DataError, match="padding_values names 'token_wieghts', and the collated rows have"
-    ):
+    message = "padding_values names 'token_wieghts', and the collated rows have"
+    with pytest.raises(DataError, match=message):
         tiny.trainer(tmp_path, padding_values={"token_wieghts": 0}).train()
 
 
 def test_columns_that_were_removed_are_named(tmp_path):
     data = datasets.Dataset.from_list(vectors())
-    with pytest.raises(
-        DataError,
-        match=r"fail on a made-up row.*KeyError.*'x'.*If a column is missing, set remove",
-    ):
+    message = r"fail on a made-up row.*KeyError.*'x'.*If a column is missing, set remove"
+    with pytest.raises(DataError, match=message):
         of_own(tmp_path, OwnTrainer, data, remove_unused_columns=True).train()
 
 
@@ -179,9 +164,9 @@ def test_the_loss_gets_a_batch_of_its_own(tmp_path):
             inputs["input_ids"].clamp_(max=18)
             return F.cross_entropy(model(**inputs).logits, labels, reduction="none")
 
-    trainer = tiny.trainer(tmp_path, cls=Popping)
+    trainer = tiny.trainer(tmp_path, cls=Popping, max_steps=1)
     trainer.train()
-    assert trainer.ledger.steps() == 4
+    assert trainer.ledger.steps() == 1
 
 
 def test_nothing_of_a_real_row_is_in_a_made_up_one():
@@ -198,11 +183,11 @@ def test_nothing_of_a_real_row_is_in_a_made_up_one():
     ]
     made = made_up_rows([row, row], examples)
     assert "777" not in repr(made) and [len(each["attention_mask"]) for each in made] == [3, 6]
+    types = {name: type(value) for name, value in row.items() if name != "image"}
     for each in made:
-        assert each.keys() == row.keys() and {
-            k: type(v) for k, v in each.items() if k != "image"
-        } == {k: type(v) for k, v in row.items() if k != "image"}
-        assert each["image"].size == (3, 2) and each["image"].mode == "L" and each["flag"] is False
+        image = each.pop("image")
+        assert {name: type(value) for name, value in each.items()} == types
+        assert image.size == (3, 2) and image.mode == "L" and each["flag"] is False
 
 
 # -- what came before the run ---
@@ -218,9 +203,8 @@ def adapted(init: Any) -> Any:
 @pytest.mark.parametrize("init", ["eva", "corda", "lora_ga", "something_new"])
 def test_an_adapter_that_may_come_from_data_is_refused_unless_said_to_be_public(init, tmp_path):
     model = adapted(init)
-    with pytest.raises(
-        UnsupportedModelError, match=f"init_lora_weights='{init}'.*adapter_init_data_is_public=True"
-    ):
+    message = f"init_lora_weights='{init}'.*adapter_init_data_is_public=True"
+    with pytest.raises(UnsupportedModelError, match=message):
         tiny.trainer(tmp_path / "a", given={"model": model})
     tiny.trainer(tmp_path / "b", given={"model": model}, adapter_init_data_is_public=True)
 
@@ -229,8 +213,7 @@ def test_an_adapter_that_may_come_from_data_is_refused_unless_said_to_be_public(
     "init", [True, False, "gaussian", "olora", "pissa", "pissa_niter_4", "orthogonal"]
 )
 def test_an_adapter_from_weights_alone_is_taken(init, tmp_path):
-    model = adapted(init)
-    tiny.trainer(tmp_path, given={"model": model})
+    tiny.trainer(tmp_path, given={"model": adapted(init)})
 
 
 @pytest.mark.parametrize(

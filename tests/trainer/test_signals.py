@@ -78,15 +78,10 @@ def test_a_signal_during_evaluation_costs_no_further_step(tmp_path):
 
 def test_the_checkpoint_of_a_signal_survives_load_best_model_and_a_limit_of_one(tmp_path):
     options = {
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "eval_loss",
+        "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "eval_strategy": "steps", "eval_steps": 1,
+        "load_best_model_at_end": True, "metric_for_best_model": "eval_loss",
         "greater_is_better": True,  # so that the first step is the best, most likely
-        "save_total_limit": 1,
-    }
+    }  # fmt: skip
     trainer = stopped_by(tmp_path, SignalAt(2), **options)
     with pytest.raises(TrainingStopped):
         trainer.train()

@@ -30,16 +30,9 @@ def gpt2() -> Any:
 
 def bart() -> Any:
     config = hf.BartConfig(
-        vocab_size=WORDS,
-        d_model=16,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        max_position_embeddings=32,
-    )
+        vocab_size=WORDS, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=32,
+    )  # fmt: skip
     return hf.BartForQuestionAnswering(config)
 
 
@@ -58,13 +51,8 @@ def made(name: str) -> Any:
 def row(length: int, start: int, end: int, seed: int = 0) -> dict[str, Any]:
     torch.manual_seed(seed + length)
     ids = torch.randint(4, 12, (length,)).tolist()
-    mask = [1] * length
-    return {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "start_positions": start,
-        "end_positions": end,
-    }
+    places = {"start_positions": start, "end_positions": end}
+    return {"input_ids": ids, "attention_mask": [1] * length, **places}
 
 
 ROWS = [row(5, 1, 3), row(9, 0, 0), row(2, 1, 1), row(9, 8, 8)]
@@ -112,12 +100,8 @@ def test_planted_padding_that_takes_part_is_seen(monkeypatch):
 
 def trainer(folder: Any, rows: list[dict[str, Any]] | None = None, **given: Any) -> Any:
     rows = [row(3 + i % 5, 1, 2, i) for i in range(40)] if rows is None else rows
-    keywords = {
-        "model": bert(),
-        "train_dataset": rows,
-        "eval_dataset": [row(12, i, i + 1, 90) for i in range(8)],
-        **given,
-    }
+    held_out = [row(12, i, i + 1, 90) for i in range(8)]
+    keywords = {"model": bert(), "train_dataset": rows, "eval_dataset": held_out, **given}
     return tiny.trainer(folder, given=keywords, max_steps=1)
 
 

@@ -32,8 +32,16 @@ def synthetic_batches(model):
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_the_whole_zoo_passes_the_self_check(name):
-    model = ARCHITECTURES[name].build()
+def test_the_whole_zoo_passes_the_self_check_and_trains_its_own_loss(name):
+    """Transformers' mean over a batch of one is the mean over that example's own tokens."""
+    architecture = ARCHITECTURES[name]
+    model = architecture.build()
+    for example in architecture.examples(model, (5, 3)):
+        batch = collate(model, [example])
+        with torch.no_grad(), without_downcasts():
+            own = model(**batch).loss
+            found = per_example_loss(model, batch)
+        torch.testing.assert_close(found, own[None].to(found.dtype), rtol=1e-6, atol=1e-6)
     padded, alone = synthetic_batches(model)
     with without_downcasts():
         self_check(model, per_example_loss, padded, alone)
@@ -51,35 +59,15 @@ def test_a_config_that_knows_no_end_token():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["bert_masked_lm", "vit"])
-def test_by_every_strategy_in_float32(name, strategy):
-    model = ARCHITECTURES[name].build(dtype=torch.float32)
+def test_by_every_strategy_in_float32(strategy):
+    model = ARCHITECTURES["bert_masked_lm"].build(dtype=torch.float32)
     self_check(model, per_example_loss, *synthetic_batches(model), strategy=strategy)
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_the_loss_of_an_example_is_the_models_own(name):
-    """Transformers' mean over a batch of one is the mean over that example's own tokens."""
-    architecture = ARCHITECTURES[name]
-    model = architecture.build()
-    for example in architecture.examples(model, (5, 3)):
-        batch = collate(model, [example])
-        with torch.no_grad(), without_downcasts():
-            own = model(**batch).loss
-            found = per_example_loss(model, batch)
-        torch.testing.assert_close(found, own[None].to(found.dtype), rtol=1e-6, atol=1e-6)
 
 
 def token_classifier() -> BertForTokenClassification:
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=61,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=24,
-        num_labels=4,
-    )
+    small = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = BertConfig(**small, intermediate_size=24, num_labels=4)
     return BertForTokenClassification(config).double()
 
 

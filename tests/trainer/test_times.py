@@ -14,7 +14,7 @@ from tests import tiny
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
-FROST = {"unfreeze_ratio": 0.3, "selection_sample_rate": 0.3, "selection_iterations": 2}
+FROST = {"unfreeze_ratio": 0.3, "selection_sample_rate": 0.3, "selection_iterations": 1}
 
 
 def test_parts_add_up_and_may_contain_others():
@@ -62,7 +62,7 @@ def test_a_run_writes_its_times_into_the_file_that_the_environment_names(
 
 
 def test_nothing_is_written_unasked_nor_for_a_part_of_a_run(tmp_path, monkeypatch):
-    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(
         Clock, "write", lambda self, write=Clock.write: (asked.append(1), write(self))
@@ -74,5 +74,5 @@ def test_nothing_is_written_unasked_nor_for_a_part_of_a_run(tmp_path, monkeypatc
     assert asked == [1]
     again = tiny.trainer(tmp_path / "run", **options)
     monkeypatch.setenv(VARIABLE, str(tmp_path / "times.json"))
-    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
     assert not (tmp_path / "times.json").exists() and asked == [1]

@@ -65,7 +65,7 @@ def test_frost_chooses_by_the_magnitudes_of_definition_6(tmp_path, iterations):
 
 
 def test_a_resumed_run_takes_over_what_was_chosen(tmp_path, monkeypatch):
-    options = {"save_strategy": "steps", "save_steps": 2}
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
     frost = {"unfreeze_ratio": 0.3, "selection_sample_rate": 0.5}
     first = plain(tmp_path / "frost", FrostConfig(**frost), **options)
     first.train()
@@ -77,7 +77,7 @@ def test_a_resumed_run_takes_over_what_was_chosen(tmp_path, monkeypatch):
     again.train(resume_from_checkpoint=True)
     assert again.tuner.config.made == first.tuner.config.made
     again = plain(tmp_path / "param", ParamConfig(selection_sample_rate=0.5), **options)
-    again.train(resume_from_checkpoint=str(tmp_path / "param" / "checkpoint-2"))
+    again.train(resume_from_checkpoint=str(tmp_path / "param" / "checkpoint-1"))
     assert all(torch.equal(mask, again.tuner.masks[n]) for n, mask in masked.tuner.masks.items())
 
 
@@ -111,17 +111,11 @@ def test_single_entries_are_chosen_exactly_and_only_they_move(tmp_path, config):
 def test_a_step_of_rgp_is_the_projected_gradient(tmp_path):
     """Through the carriers of the step, of which the second has others; batches are added up."""
     before = {name: p.detach().clone() for name, p in tiny.model().named_parameters()}
-    trainer = plain(
-        tmp_path,
-        RgpConfig(rank=2),
-        max_steps=1,
-        optim="sgd",
-        learning_rate=1.0,
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-        per_device_train_batch_size=10,
-        gradient_accumulation_steps=4,  # the whole set
-    )
+    step = {
+        "max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0,
+        "per_device_train_batch_size": 10, "gradient_accumulation_steps": 4,  # the whole set
+    }  # fmt: skip
+    trainer = plain(tmp_path, RgpConfig(rank=2), **step)
     trainer.train()
     rows, differs = gradients(), False
     for name, each in trainer.tuner._carriers.items():
@@ -142,15 +136,9 @@ def test_accumulated_batches_give_the_gradient_of_all_their_rows(tmp_path):
     """Not the sum of their means, which transformers 5.20 to 5.23 takes for a classifier."""
     after = []
     for size in (40, 10):
-        trainer = tiny.trainer(
-            tmp_path / str(size),
-            **{**PLAIN, "per_device_train_batch_size": size},
-            gradient_accumulation_steps=40 // size,
-            max_steps=1,
-            optim="sgd",
-            learning_rate=1.0,
-            max_grad_norm=0.0,
-        )
+        step = {"max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0}
+        batches = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 40 // size}
+        trainer = tiny.trainer(tmp_path / str(size), **{**PLAIN, **batches}, **step)
         trainer.train()
         after.append(trainer.model.state_dict())
     for name, value in after[0].items():
