@@ -7,7 +7,6 @@ What the papers say is in tests/golden/papers.yaml, and nowhere else in the test
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import shlex
 import subprocess
@@ -36,6 +35,7 @@ from hf_dp.cli.tasks import generation
 from hf_dp.cli.tasks.masked_lm import PretrainingArguments
 from hf_dp.errors import ConfigError
 from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.plans.selection import SelectionPlan
 from hf_dp.tasks.classification import DataArguments, ImageArguments
 from hf_dp.tasks.models import ImageModelArguments, ModelArguments
 from hf_dp.tasks.templates import Infilling
@@ -226,12 +226,11 @@ def plan_of(
     batch: float,
     epochs: float,
     target: float,
-    peft: str = "null",
+    selection: SelectionPlan | None = None,
     accountant: str = "rdp",
     clipping_norm: float = 0.1,
 ) -> PrivacyPlan:
-    """The plan that an accountant calibrates; ``peft`` is the recipe's block, as JSON."""
-    config = peft_config(json.loads(peft))
+    """The plan that an accountant calibrates; many recipes have the same."""
     return PrivacyPlan.create(
         num_examples=num_examples,
         expected_batch_size=batch,
@@ -239,7 +238,7 @@ def plan_of(
         num_train_epochs=epochs,
         target_epsilon=target,
         accountant=accountant,
-        selection=(tuner_for(config, True) or Tuner()).plan(clipping_norm),
+        selection=selection,
     )
 
 
@@ -272,15 +271,11 @@ def test_a_private_recipe_spends_what_its_header_says(name):
         recipe = REPRODUCTIONS[name]
         assert PRIVACY.fullmatch(recipe.line("privacy: ")) and int(rows) == recipe.rows
         assert (args.accountant, args.per_example_max_grad_norm) == ("rdp", 0.1)
-    plan = plan_of(
-        int(rows),
-        args.expected_batch_size,
-        args.num_train_epochs,
-        args.target_epsilon,
-        json.dumps(values.get("peft")),
-        args.accountant,
-        args.per_example_max_grad_norm,
-    )
+    tuner = tuner_for(peft_config(values.get("peft")), True) or Tuner()
+    clipping_norm = args.per_example_max_grad_norm
+    length = args.expected_batch_size, args.num_train_epochs, args.target_epsilon
+    selection = tuner.plan(clipping_norm)
+    plan = plan_of(int(rows), *length, selection, args.accountant, clipping_norm)
     assert plan.delta == pytest.approx(float(delta), rel=1e-5)
     assert (spent(plan, "rdp"), spent(plan, "pld")) == (float(by_rdp), float(by_pld))
     assert args.target_epsilon - 0.01 < spent(plan, args.accountant) <= args.target_epsilon

@@ -96,7 +96,8 @@ def grid(
         if key in axes:
             raise ConfigError(f"Expected the keys of `--grid` to be different, got {word!r} again.")
         axes[key] = values
-    for what, given in {**axes, "--seeds": list(seeds)}.items():
+    lists: dict[str, list[object]] = {**axes, "--seeds": list(seeds)}
+    for what, given in lists.items():
         # 1 and 1.0 are the same, 1 and true are not
         typed = [(isinstance(value, bool), value) for value in given]
         if any(value in typed[:place] for place, value in enumerate(typed)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +39,8 @@ example:
 class GenerateArguments:
     """What is written."""
 
-    num: int = field(metadata={"help": "Number of rows."})
-    out: str = field(metadata={"help": "File to write, .parquet."})
+    num: int = argument(MISSING, "Number of rows.")
+    out: str = argument(MISSING, "File to write, .parquet.")
     trained: str | None = argument(
         None, "The model, a folder or Hub name. Default: the output_dir of the configuration."
     )

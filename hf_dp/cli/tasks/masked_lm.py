@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,22 +28,19 @@ if TYPE_CHECKING:
 class PretrainingArguments:
     """What is trained, on which text, and when it ends."""
 
-    model_name_or_path: str = field(
-        metadata={"help": "Hub name, folder, or package:NAME; its head may be missing."}
+    model_name_or_path: str = argument(
+        MISSING, "Hub name, folder, or package:NAME; its head may be missing."
     )
-    text_files: list[str] = field(
-        metadata={"help": "Files of public text: .parquet, .csv, .json or .jsonl."}
+    text_files: list[str] = argument(
+        MISSING, "Files of public text: .parquet, .csv, .json or .jsonl."
     )
-    text_columns: list[str] = field(
-        metadata={
-            "help": "Columns of text; a file needs only one. annotations.text for a nested one."
-        }
+    text_columns: list[str] = argument(
+        MISSING, "Columns of text; a file needs only one. annotations.text for a nested one."
     )
-    pretraining_sources: list[str] = field(
-        metadata={
-            "help": "Names of all public data sets that the checkpoint will have seen, those of "
-            "the base included."
-        }
+    pretraining_sources: list[str] = argument(
+        MISSING,
+        "Names of all public data sets that the checkpoint will have seen, those of the "
+        "base included.",
     )
     max_length: int = argument(64, "Longest text, in tokens; longer ones are cut.")
     mlm_probability: float = argument(0.3, "Share of tokens that are predicted.")
