@@ -8,18 +8,11 @@ numbers only: how many examples there are, epsilon, delta, and the size of the m
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hf_dp._validate import integer, invalid, one_of, positive
-from hf_dp.accounting import (
-    Event,
-    PoissonSampledGaussian,
-    PublishedForwardNoise,
-    RecordRelease,
-    SampledRecordRelease,
-)
 from hf_dp.accounting.accountants import Answer, compare
 from hf_dp.plans.privacy import PrivacyPlan
 
@@ -61,9 +54,11 @@ class Forecast:
     examples: float
 
     @property
-    def effective_noise_multiplier(self) -> float:
+    def effective_noise_multiplier(self) -> float | None:
         """Return sigma / q, to which the noise on the mean gradient is proportional (Li et al.
-        2022, section 3.1.1)."""
+        2022, section 3.1.1); None for DP-FP."""
+        if not self.plan.mechanism.noises_gradients_alone:
+            return None
         return self.plan.noise_multiplier / self.plan.sample_rate
 
     @property
@@ -73,10 +68,7 @@ class Forecast:
 
 
 def forecast(
-    plan: PrivacyPlan,
-    accountants: Sequence[str] | None = None,
-    *,
-    parameters: int | None = None,
+    plan: PrivacyPlan, accountants: Sequence[str] | None = None, *, parameters: int | None = None
 ) -> Forecast:
     """Forecast what ``plan`` will cost.
 
@@ -110,49 +102,22 @@ def most_signal(plan: PrivacyPlan, parameters: int) -> float:
     return plan.steps * plan.clipping_norm / of_noise
 
 
-def assumptions(published: PublishedForwardNoise) -> list[tuple[str, Event | None]]:
-    """Return what is assumed of DP-FP as published, and what would then be released; None where
-    nothing is known.
-
-    The paper's figure rests on assumptions that do not hold for what runs: everything below the
-    noise would have to be out of reach, and who took part in which step a secret. Each row takes
-    assumptions that come nearer to what runs.
-    """
-    sigma, rate = published.noise_multiplier, published.sample_rate
-    draws, steps = published.num_micro_batches, published.steps
-    return [
-        (
-            "all of the paper's, with a bound in place of its limit theorem's estimate",
-            PoissonSampledGaussian(sigma, rate, steps * draws),
-        ),
-        (
-            "nothing trains below the noise, and who took part in which step is visible",
-            SampledRecordRelease(sigma, rate, steps, draws),
-        ),
-        ("nothing trains below the noise, and each row is released once", RecordRelease(sigma, 1)),
-        ("none: what is below the noise trains", None),
-    ]
-
-
-def parse_sweep(text: str, keys: Mapping[str, type]) -> tuple[str, list[float]]:
+def parse_sweep(text: str, keys: Collection[str]) -> tuple[str, list[float]]:
     """Return the key and the values of ``key=64..4096``, a range by doubling with both ends, or
     ``key=1,2,4``.
 
-    Args:
-        keys: what may be swept, and whether it counts (int) or measures (float).
+    Args: keys: what may be swept.
 
     Raises: InvalidArgumentError.
     """
     name, _, values = text.partition("=")
     key = one_of("sweep", name.strip().replace("-", "_"), keys, "Write KEY=64..4096 or KEY=1,2.")
-    kind = keys[key]
+    low, dots, high = values.partition("..")
     try:
-        low, dots, high = values.partition("..")
-        numbers = [kind(value) for value in ((low, high) if dots else values.split(","))]
+        numbers = [_number(value) for value in ((low, high) if dots else values.split(","))]
     except ValueError as error:
-        hint = f"{str(error).capitalize()}."
-        expected = f"to have values like 64..4096 or 64,128 ({kind.__name__})"
-        raise invalid("sweep", text, expected, hint) from error
+        expected = "to have numbers, like 64..4096 or 64,128"
+        raise invalid("sweep", text, expected, f"{str(error).capitalize()}.") from error
     if dots:
         least, most = numbers
         if not 0 < least <= most <= least * 2**_MOST_VALUES:
@@ -163,6 +128,10 @@ def parse_sweep(text: str, keys: Mapping[str, type]) -> tuple[str, list[float]]:
             numbers.append(numbers[-1] * 2)
         numbers += [most] if most > numbers[-1] else []
     return key, numbers
+
+
+def _number(text: str) -> float:
+    return int(text) if text.strip().isdecimal() else float(text)
 
 
 @dataclass(frozen=True)
@@ -189,7 +158,7 @@ class Suggestion:
     parameters: int | None
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """Return the settings by name, as a recipe has them."""
         return {choice.name: choice.value for choice in self.choices}
 

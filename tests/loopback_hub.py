@@ -123,11 +123,6 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        self._answer()
-
-    do_HEAD = do_POST = do_PUT = do_GET
-
-    def _answer(self) -> None:
         body, path = self._body(), urlsplit(self.path).path
         with self.loopback.lock:
             self.loopback.requests.append(
@@ -146,6 +141,8 @@ class _Handler(BaseHTTPRequestHandler):
                     return self.send(fault, {"error": f"planted {fault}"})
                 return act(self, body, *map(unquote, match.groups()))
             self.send(404, {"error": f"no such route: {self.command} {path}"})
+
+    do_HEAD = do_POST = do_PUT = do_GET
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") == "chunked":
@@ -214,20 +211,9 @@ class _Handler(BaseHTTPRequestHandler):
         if (found := self.find(name, revision or "main")) is None:
             return
         repository, commit = found
-        siblings = [{"rfilename": path} for path in commit.files]
-        self.send(
-            200,
-            {
-                "id": name,
-                "modelId": name,
-                "sha": commit.oid,
-                "private": repository.private,
-                "siblings": siblings,
-                "tags": [],
-                "pipeline_tag": "text-classification",
-                "library_name": "transformers",
-            },
-        )
+        files = [{"rfilename": path} for path in commit.files]
+        private = repository.private
+        self.send(200, {"id": name, "sha": commit.oid, "private": private, "siblings": files})
 
     def tree(self, body: bytes, name: str, revision: str) -> None:
         if (found := self.find(name, revision)) is None:
@@ -241,11 +227,9 @@ class _Handler(BaseHTTPRequestHandler):
     def history(self, body: bytes, name: str, revision: str) -> None:
         if (found := self.find(name, revision)) is None:
             return
-        rows = [
-            {"id": each.oid, "title": each.message, "message": "", "authors": [], "date": "2026-01-01T00:00:00.000Z"}
-            for each in reversed(found[0].commits)
-        ]  # fmt: skip
-        self.send(200, rows)
+        alike = {"message": "", "authors": [], "date": "2026-01-01T00:00:00.000Z"}
+        commits = reversed(found[0].commits)
+        self.send(200, [{"id": each.oid, "title": each.message, **alike} for each in commits])
 
     def branch(self, body: bytes, name: str, branch: str) -> None:
         if not self.may_write(name) or (found := self.find(name, "main")) is None:
@@ -258,15 +242,17 @@ class _Handler(BaseHTTPRequestHandler):
         if not self.may_write(name) or self.find(name, revision) is None:
             return
         lfs = self.loopback.by_lfs
-        rows = [
+        paths = [each["path"] for each in json.loads(body)["files"]]
+        modes = ["lfs" if lfs and path.endswith(".safetensors") else "regular" for path in paths]
+        self.send(
+            200,
             {
-                "path": each["path"],
-                "uploadMode": "lfs" if lfs and each["path"].endswith(".safetensors") else "regular",
-                "shouldIgnore": False,
-            }
-            for each in json.loads(body)["files"]
-        ]
-        self.send(200, {"files": rows})
+                "files": [
+                    {"path": path, "uploadMode": mode, "shouldIgnore": False}
+                    for path, mode in zip(paths, modes, strict=True)
+                ]
+            },
+        )
 
     def commit(self, body: bytes, name: str, revision: str) -> None:
         if not self.may_write(name) or (found := self.find(name, revision)) is None:
@@ -308,9 +294,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         commit = found[1]
         if path not in commit.files:
-            return self.send(
-                404, {"error": "Entry not found"}, X_Error_Code="EntryNotFound", X_Repo_Commit=commit.oid
-            )  # fmt: skip
+            wrong = {"X_Error_Code": "EntryNotFound", "X_Repo_Commit": commit.oid}
+            return self.send(404, {"error": "Entry not found"}, **wrong)
         text = commit.files[path]
         self.send(200, text, ETag=f'"{_digest(text)}"', X_Repo_Commit=commit.oid)
 

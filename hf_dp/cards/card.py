@@ -159,7 +159,7 @@ def _parameter_rows(statement: PrivacyStatement) -> list[tuple[str, str]]:
         "Privacy unit": statement.unit,
         "Neighboring relation": statement.neighboring_relation,
         "Mechanism": statement.mechanism,
-        "Sampling": statement.sampling,
+        "Sampling": plan.words.sampling,
         "Clipping and noise": f"{plan.clipping}, to an L2 norm of {plan.clipping_norm!r}; noise "
         f"multiplier {_noise(statement)}",
         "Draws": f"sample rate {_numbers(statement.sample_rates)} (expected batch size "

@@ -6,8 +6,8 @@ import math
 import numbers
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
 
+from hf_dp._arguments import argument
 from hf_dp._dataclasses import Kept
 from hf_dp._validate import invalid
 from hf_dp.cards.escaping import is_repository, public_name, source_name
@@ -20,50 +20,52 @@ BASE_MODEL = "@base_model@"
 
 @dataclass(frozen=True, kw_only=True)
 class CardDetails(Kept):
-    """What a card says that does not follow from the statement.
+    """What the card says.
+
+    It is what does not follow from the statement. A local path is reduced to a name.
 
     Args:
-        model_name: the title.
-        repository: the model's id on the Hub, for the lines that check and load it; None before it
-            has one.
-        base_model: id on the Hub, else a name. A local path is reduced to a name.
-        dataset: id on the Hub, else a name, likewise; with a configuration, "org/name/config".
-        evaluation_split: the split of the evaluation data, for example "validation".
-        task_tag: the Hub's pipeline tag, for example "text-classification".
         metrics: numbers computed on evaluation data, by the Trainer's names ("eval_accuracy"); one
             that is not finite becomes None, and what is no number is left out.
         training: public settings (learning rate, batch sizes, ...), shown as given.
-        recipe: the file or command that trained it.
-        license, license_name, license_link: as the Hub spells them; the last two for "other".
-        language: ISO 639 codes.
-        tags: tags to add.
-        library_name: "transformers" or "peft".
-        pretraining_sources: names of public data sets that the base has seen. The card warns when
-            ``dataset`` is among them.
-        usage: Python lines that load the model, with :data:`REPOSITORY` for its name and
-            :data:`BASE_MODEL` for its base.
         given: names of the fields that the user set; they survive every later save.
 
     Raises: InvalidArgumentError for a value of another type.
     """
 
-    model_name: str = "model"
-    repository: str | None = None
-    base_model: str | None = None
-    dataset: str | None = None
-    evaluation_split: str | None = None
-    task_tag: str | None = None
+    model_name: str = argument("model", "Title of the card.")
+    repository: str | None = argument(
+        None, "The model's id on the Hub, for the lines that check and load it."
+    )
+    base_model: str | None = argument(None, "Its id on the Hub, else its name.")
+    dataset: str | None = argument(
+        None,
+        "Its id on the Hub, else its name; with a configuration, nyu-mll/glue/sst2. The card warns "
+        "where the base has seen it.",
+    )
+    evaluation_split: str | None = argument(
+        None, "The split that the metrics were computed on, for example validation."
+    )
+    task_tag: str | None = argument(
+        None, "The Hub's pipeline tag, for example text-classification."
+    )
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     training: Mapping[str, object] = field(default_factory=dict)
-    recipe: str | None = None
-    license: str | None = None
-    license_name: str | None = None
-    license_link: str | None = None
-    language: tuple[str, ...] = ()
-    tags: tuple[str, ...] = ()
-    library_name: str = "transformers"
-    pretraining_sources: tuple[str, ...] = ()
-    usage: str | None = None
+    recipe: str | None = argument(None, "The file or command that trained it.")
+    license: str | None = argument(
+        None, "As the Hub spells it: apache-2.0, mit, cc-by-4.0, ..., other."
+    )
+    license_name: str | None = argument(None, "With license other.")
+    license_link: str | None = argument(None, "With license other.")
+    language: tuple[str, ...] = argument((), "ISO 639 codes.")
+    tags: tuple[str, ...] = argument((), "Tags to add.")
+    library_name: str = argument("transformers", "transformers or peft.")
+    pretraining_sources: tuple[str, ...] = argument(
+        (), "Names of public data sets that the base has seen."
+    )
+    usage: str | None = argument(
+        None, f"Python lines that load the model, named {REPOSITORY}, on its base, {BASE_MODEL}."
+    )
     given: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -105,7 +107,7 @@ class CardDetails(Kept):
         """The id of the base model on the Hub; None if its name is none."""
         return self.base_model if is_repository(self.base_model) else None
 
-    def with_given(self, **given: Any) -> CardDetails:
+    def with_given(self, **given: object) -> CardDetails:
         """Return these details with what the user says instead.
 
         Raises: InvalidArgumentError, also for a name that is none of a card's.

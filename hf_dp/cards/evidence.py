@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_dp.cards.card import privacy_head, render_card
 from hf_dp.cards.details import CardDetails
@@ -21,7 +21,7 @@ from hf_dp.errors import LedgerError
 from hf_dp.run.witnesses import refuse_foreign
 from hf_dp.statement.digests import Beside, digest_of_text
 from hf_dp.statement.durable import replace_file
-from hf_dp.statement.record import FILE_NAME, read, text_of
+from hf_dp.statement.record import FILE_NAME, read
 from hf_dp.statement.statement import PrivacyStatement
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def card_files(
     folder: str | os.PathLike[str],
     *,
     repository: str | None = None,
-    given: Mapping[str, Any] | None = None,
+    given: Mapping[str, object] | None = None,
     replaced: Mapping[str, bytes] | None = None,
 ) -> dict[str, bytes]:
     """Return README.md and ``privacy.json`` of a saved run, made again and belonging together.
@@ -99,5 +99,5 @@ def card_files(
         for name, content in (replaced or {}).items()
         if name in files
     }
-    document = record.stating(statement, _beside(text, details, files))
-    return {CARD: text.encode(), FILE_NAME: text_of(document.to_dict()).encode()}
+    made = record.stating(statement, _beside(text, details, files))
+    return {CARD: text.encode(), FILE_NAME: made.text().encode()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, ModelCardData
@@ -93,7 +92,7 @@ def of_metric(name: str, split: str | None) -> tuple[str | None, str]:
     return split, text
 
 
-def front_matter(card: str) -> dict[str, Any]:
+def front_matter(card: str) -> dict[str, object]:
     """Return the YAML block at the beginning of a card; empty without one.
 
     Raises: ValueError for a block that cannot be read, or in which a key stands twice.

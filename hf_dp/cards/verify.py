@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from hf_dp._dataclasses import plain
 from hf_dp._version import __version__
@@ -73,7 +72,7 @@ class Report:
         found = {check.outcome for check in self.checks}
         return next((each for each in (FAILED, NOT_CHECKED) if each in found), OK)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain data, JSON-ready."""
         return {"outcome": self.outcome, **asdict(self)}
 

@@ -1,4 +1,4 @@
-"""``hf-dp account``: privacy accounting from numbers, or of the record of a run."""
+"""``hf-dp account``: privacy accounting from numbers, or of the ledger of a run."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import argparse
 import json
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_dp.accounting import ACCOUNTANTS, RELATIONS
 from hf_dp.accounting.value import doubt_of_delta
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hf_dp.accounting.accountants import Answer
 
     # delta, the answers, what else stands in the JSON, and lines above the table
-    Found = tuple[float, Sequence[Answer], dict[str, Any], Sequence[str]]
+    Found = tuple[float, Sequence[Answer], dict[str, object], Sequence[str]]
 
 NOTE = (
     "These figures are for Poisson sampling with Gaussian noise on the sum of clipped gradients. A "
@@ -112,8 +112,8 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str]) -> int:
     """Answer one question on stdout; return 2 (with a line on stderr) if there is no answer."""
     args = build_parser().parse_args(list(argv))
-    kinds = {"epsilon": _epsilon, "search": _search, "ledger": _ledger}
-    delta, answers, found, lines = kinds.get(args.question, _calibrated)(args)
+    kinds = {"search": _search, "ledger": _ledger}
+    delta, answers, found, lines = kinds.get(args.question, _of_a_run)(args)
     if args.json:
         results = [json_row(answer) for answer in answers]
         print(json.dumps({**found, "delta": delta, "results": results}, allow_nan=False))
@@ -122,18 +122,32 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _epsilon(args: argparse.Namespace) -> Found:
-    from hf_dp.accounting import PoissonSampledGaussian, epsilon
+def _of_a_run(args: argparse.Namespace) -> Found:
+    """Answer about one run, of whose numbers one may be unknown."""
+    from hf_dp import accounting
     from hf_dp.accounting.accountants import Answer, compare
 
-    event = PoissonSampledGaussian(args.noise_multiplier, args.sample_rate, args.steps)
-    name = args.accountant or "pld"
+    name, delta, lines = args.accountant or "pld", args.delta, ()
+    if args.question == "noise":
+        args.noise_multiplier = accounting.calibrate_noise_multiplier(
+            args.target_epsilon, delta, args.sample_rate, args.steps, name
+        )
+        lines = (f"noise multiplier {args.noise_multiplier!r}",)
+    elif args.question == "steps":
+        args.steps = accounting.calibrate_steps(
+            args.target_epsilon, delta, args.noise_multiplier, args.sample_rate, name
+        )
+        lines = (f"steps {args.steps!r} ({args.steps * args.sample_rate:.4g} epochs)",)
+    event = accounting.PoissonSampledGaussian(args.noise_multiplier, args.sample_rate, args.steps)
+    found: dict[str, object] = {"event": event.to_dict()}
+    if args.question != "epsilon":
+        return delta, compare(event, delta, (name,)), found, lines
     if args.cross_check:
         names = (args.accountant,) if args.accountant else ACCOUNTANTS
-        answers = compare(event, args.delta, names, args.relation)
-    else:
-        answers = (Answer(name, epsilon(event, args.delta, name, args.relation)),)
-    return args.delta, answers, {"event": event.to_dict(), "relation": args.relation}, ()
+        answers = compare(event, delta, names, args.relation)
+    else:  # what it cannot say is an error
+        answers = (Answer(name, accounting.epsilon(event, delta, name, args.relation)),)
+    return delta, answers, found | {"relation": args.relation}, lines
 
 
 def _search(args: argparse.Namespace) -> Found:
@@ -154,27 +168,6 @@ def _search(args: argparse.Namespace) -> Found:
         f"the best of K runs, K geometric with mean {args.mean_runs:g}:",
     )
     return args.delta, answers, found, lines
-
-
-def _calibrated(args: argparse.Namespace) -> Found:
-    from hf_dp import accounting
-    from hf_dp.accounting.accountants import compare
-
-    calibrate: dict[str, Callable[..., float]] = {
-        "noise_multiplier": accounting.calibrate_noise_multiplier,
-        "steps": accounting.calibrate_steps,
-    }
-    name, unknown = args.accountant or "pld", QUESTIONS[args.question][2].replace("-", "_")
-    known = {"noise_multiplier", "sample_rate", "steps"} - {unknown}
-    parts: dict[str, Any] = {key: getattr(args, key) for key in sorted(known)}
-    target = {"target_epsilon": args.target_epsilon, "target_delta": args.delta}
-    parts[unknown] = calibrate[unknown](**target, accountant=name, **parts)
-    event = accounting.PoissonSampledGaussian(**parts)
-    line = f"{unknown.replace('_', ' ')} {parts[unknown]!r}"
-    if unknown != "noise_multiplier":
-        line += f" ({event.steps * event.sample_rate:.4g} epochs)"
-    answers = compare(event, args.delta, (name,))
-    return args.delta, answers, {"event": event.to_dict()}, (line,)
 
 
 def _ledger(args: argparse.Namespace) -> Found:
@@ -201,12 +194,7 @@ def _ledger(args: argparse.Namespace) -> Found:
     names = ACCOUNTANTS if every else [args.accountant or record.plan.accountant]
     answers = compare(record.ledger.events, record.plan.delta, names)
     rows = record.ledger.to_list()
-    found = {
-        "status": record.status,
-        "verdict": verdict,
-        "ledger": rows,
-        "stated_epsilon": said,
-    }
+    found = {"status": record.status, "verdict": verdict, "ledger": rows, "stated_epsilon": said}
     lines = [f"run {record.run_id}, status: {STATUSES[record.status]}"]
     for row in rows:
         fields = (f"{key} {value}" for key, value in row.items() if key not in ("type", "purpose"))

@@ -109,9 +109,9 @@ def add_fields(
             continue
         kind, default, text = _kind(hints[field.name]), default_of(field), field.metadata["help"]
         nargs = "?" if kind is bool else None  # as HfArgumentParser: the name alone means True
-        if typing.get_origin(kind) is list:
+        if typing.get_origin(kind) in (list, tuple):
             nargs, kind = "+", typing.get_args(kind)[0]
-            default = " ".join(map(str, default if isinstance(default, list) else ()))
+            default = " ".join(map(str, default if isinstance(default, (list, tuple)) else ()))
         if default not in (None, "", False, dataclasses.MISSING) and default != {}:
             text = f"{text.rstrip('.')} (default: {default})"
         add(

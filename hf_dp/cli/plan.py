@@ -5,14 +5,21 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_dp._arguments import argument, own_fields
-from hf_dp.accounting import ACCOUNTANTS
+from hf_dp.accounting import (
+    ACCOUNTANTS,
+    PoissonSampledGaussian,
+    PublishedForwardNoise,
+    RecordRelease,
+    SampledRecordRelease,
+    epsilon,
+)
+from hf_dp.accounting.accountants import compare
 from hf_dp.cli.account import json_row, table
 from hf_dp.cli.config import PLANNED, read_yaml
 from hf_dp.cli.options import Parser, add_fields, taken
@@ -25,7 +32,7 @@ from hf_dp.cli.recipes import (
 )
 from hf_dp.cli.tasks import check_recipe
 from hf_dp.errors import ConfigError, HfDpError
-from hf_dp.plans.dp_fp import DP_FP, PRIVATE_ENCODER, PUBLISHED
+from hf_dp.plans.dp_fp import DP_FP
 from hf_dp.plans.draws import POISSON
 from hf_dp.plans.units import SAMPLINGS
 from hf_dp.trainer.privacy_arguments import plan_of
@@ -46,9 +53,7 @@ EXAMPLES = """examples (SST-2):
 """
 # One of a pair replaces the other, wherever that was said.
 _PAIRS = (("num_train_epochs", "max_steps"), ("target_epsilon", "noise_multiplier"))
-NO_GUARANTEE = (
-    "DP-FP as published has NO differential privacy guarantee: no epsilon is known for it"
-)
+NO_GUARANTEE = "it has NO differential privacy guarantee, no epsilon is known for it"
 
 
 @dataclass
@@ -83,7 +88,7 @@ class PlanOptions:
 class Planned:
     """A recipe with the options that replace its values, and what is known beside them."""
 
-    recipe: dict[str, Any]
+    recipe: dict[str, object]
     options: PlanOptions
 
     def forecast(self, plan: PrivacyPlan) -> Forecast:
@@ -93,7 +98,7 @@ class Planned:
         names = ACCOUNTANTS if self.options.cross_check else None
         return forecast(plan, names, parameters=self.options.parameters)
 
-    def plan(self, changes: Mapping[str, Any]) -> tuple[PrivacyPlan, UnitTable | None]:
+    def plan(self, changes: Mapping[str, object]) -> tuple[PrivacyPlan, UnitTable | None]:
         """Return the plan that a trainer would make with some arguments changed, and whose its rows
         are."""
         changes = dict(changes)
@@ -110,7 +115,7 @@ class Planned:
         return plan_of(args, num_examples, tuner_of(values), classes, units), units
 
 
-def replaced(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def replaced(values: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
     """Return values with some changed; one of a pair of which either decides takes the other's
     place."""
     gone = {name for pair in _PAIRS for name in pair if changes.keys() & set(pair)}
@@ -168,15 +173,9 @@ def _sweep(planned: Planned) -> int:
     """Print a table over arguments that are numbers."""
     from hf_dp.planning import parse_sweep
 
-    numbers: dict[str, type] = {"num_examples": int}
-    for group in PLANNED:
-        hints = typing.get_type_hints(group)
-        for field in own_fields(group):
-            for kind in typing.get_args(hints[field.name]) or (hints[field.name],):
-                if kind in (int, float):
-                    numbers[field.name] = kind
+    known = {"num_examples", *(field.name for group in PLANNED for field in own_fields(group))}
     words = planned.options.sweep
-    axes = dict(parse_sweep(word, numbers) for word in words)
+    axes = dict(parse_sweep(word, known) for word in words)
     if len(axes) < len(words) or any(axes.keys() >= set(pair) for pair in _PAIRS):
         raise ConfigError(
             f"Expected each word of `--sweep` to vary another option, got {words}. Of "
@@ -192,12 +191,11 @@ def _sweep(planned: Planned) -> int:
     return 0
 
 
-def _json(found: Forecast) -> dict[str, Any]:
-    of_sums = found.plan.mechanism.privacy_mode != DP_FP
+def _json(found: Forecast) -> dict[str, object]:
     return {
         "plan": found.plan.to_dict(),
         "epochs": found.epochs,
-        "effective_noise_multiplier": found.effective_noise_multiplier if of_sums else None,
+        "effective_noise_multiplier": found.effective_noise_multiplier,
         "most_signal": found.most_signal,
         "examples": found.examples,
         "results": [json_row(answer) for answer in found.answers],
@@ -209,50 +207,73 @@ def _json(found: Forecast) -> dict[str, Any]:
 
 def plan_text(found: Forecast) -> str:
     """Return a plan to read, with the table of its accountants."""
-    plan = found.plan
-    of_sums = plan.mechanism.privacy_mode != DP_FP
-    lines = list(_sums(found) if of_sums else _forward(found))
-    if plan.selection is not None:
-        lines.append(
-            f"before the steps at most {plan.selection.iterations} releases to select what trains, "
-            f"sample rate {plan.selection.sample_rate:g}, noise multiplier "
-            f"{plan.selection.noise_multiplier:.6g}"
-        )
-    if not of_sums and _variant(plan) == PUBLISHED:
-        return "\n".join([*lines, "", *_published(plan)])
-    return "\n".join([*lines, "", table(found.answers, plan.delta)])
+    plan, lines = found.plan, list(_lines(found))
+    if plan.mechanism.established:
+        return "\n".join([*lines, "", table(found.answers, plan.delta)])
+    lines.append(f"{plan.words.name}: {NO_GUARANTEE}.")
+    lines += [f"{answer.accountant}: {answer.note}" for answer in found.answers]
+    for event in plan.events():
+        if isinstance(event, PublishedForwardNoise):
+            lines += _assumed(event, plan.delta)
+    return "\n".join(lines)
 
 
-def _variant(plan: PrivacyPlan) -> str | None:
-    return getattr(plan.mechanism, "variant", None)
+def _assumed(published: PublishedForwardNoise, delta: float) -> Iterator[str]:
+    """Yield what a bound says of the noise of DP-FP as published if its assumptions were right.
+
+    The paper's figure rests on assumptions that do not hold for what runs: everything below the
+    noise would have to be out of reach, and who took part in which step a secret. Each row takes
+    assumptions that come nearer to what runs.
+    """
+    sigma, rate = published.noise_multiplier, published.sample_rate
+    draws, steps = published.num_micro_batches, published.steps
+    trains_above = "nothing trains below the noise, and"
+    assumptions = {
+        "all of the paper's, with a bound in place of its limit theorem's estimate": (
+            PoissonSampledGaussian(sigma, rate, steps * draws)
+        ),
+        f"{trains_above} who took part in which step is visible": (
+            SampledRecordRelease(sigma, rate, steps, draws)
+        ),
+        f"{trains_above} each row is released once": RecordRelease(sigma, 1),
+    }
+    yield f"\n{'epsilon':<10}if this were so (a bound, PLD, at delta {delta:g})"
+    for words, assumed in assumptions.items():
+        (answer,) = compare(assumed, delta, ["pld"])
+        said = "-" if answer.epsilon is None else f"{answer.epsilon.rounded_up(2):.2f}"
+        yield f"{said:<10}{words}"
+    yield f"{'unknown':<10}none: what is below the noise trains"
 
 
-def _sums(found: Forecast) -> Iterator[str]:
-    """Yield the lines of a run whose steps release noised sums."""
-    plan = found.plan
-    drawn = "" if plan.words.sampling_code == POISSON else f", {plan.words.drawn}"
+def _lines(found: Forecast) -> Iterator[str]:
+    plan, mechanism = found.plan, found.plan.mechanism
     what = "examples" if plan.users is None else "rows" if plan.users.by_row else "users"
-    most = plan.mechanism.draw.most(plan)
+    most = mechanism.draw.most(plan)
     capped = "" if most == plan.drawn_from else f", of which at most {most} are used"
+    drawn = "" if plan.words.sampling_code == POISSON else f", {plan.words.drawn}"
     yield (
         f"{plan.drawn_from:,} {what}, {plan.expected_batch_size:g} expected in a step{capped}: "
         f"sample rate {plan.sample_rate:.6g}{drawn}"
     )
     yield f"{plan.steps:,} steps, {found.epochs:.4g} epochs, {found.examples:,.0f} {what} in all"
-    yield (
-        f"noise multiplier {plan.noise_multiplier:.6g}, effective "
-        f"{found.effective_noise_multiplier:.5g} (/ sample rate)"
-    )
-    yield from plan.mechanism.outline(plan)
-    yield (
-        "signal beside noise: not known; give --parameters, the numbers that train"
-        if found.most_signal is None
-        else f"the gradients of all steps add up to at most {found.most_signal:.3g} of their noise"
-    )
+    effective = found.effective_noise_multiplier
+    ratio = "" if effective is None else f", effective {effective:.5g} (/ sample rate)"
+    yield f"noise multiplier {plan.noise_multiplier:.6g}{ratio}"
+    yield from mechanism.outline(plan)
+    if found.most_signal is not None:
+        yield f"the gradients of all steps add up to at most {found.most_signal:.3g} of their noise"
+    elif mechanism.noises_gradients_alone:
+        yield "signal beside noise: not known; give --parameters, the numbers that train"
+    if plan.selection is not None:
+        yield (
+            f"before the steps at most {plan.selection.iterations} releases to select what trains, "
+            f"sample rate {plan.selection.sample_rate:g}, noise multiplier "
+            f"{plan.selection.noise_multiplier:.6g}"
+        )
 
 
 def of_users(
-    units: UnitTable, plan: PrivacyPlan, plan_with: Callable[[Mapping[str, Any]], PrivacyPlan]
+    units: UnitTable, plan: PrivacyPlan, plan_with: Callable[[Mapping[str, object]], PrivacyPlan]
 ) -> str:
     """Say how many rows users have, for this console alone, and compare drawing users with drawing
     their rows, at the same epsilon, steps and rows a step.
@@ -280,7 +301,7 @@ def of_users(
     for sampling in SAMPLINGS:
         by_row = dataclasses.replace(users, sampling=sampling, num_rows=None).by_row
         drawn = round(rows if by_row else rows / rows_of_one)
-        changes: dict[str, Any] = {"expected_batch_size": drawn, "max_steps": plan.steps}
+        changes: dict[str, object] = {"expected_batch_size": drawn, "max_steps": plan.steps}
         changes["unit_sampling"] = sampling
         changes["unit_reduction"] = None if by_row else users.reduction
         try:
@@ -296,81 +317,30 @@ def of_users(
     return "\n".join(lines)
 
 
-def _forward(found: Forecast) -> Iterator[str]:
-    """Yield the lines of a run of DP-FP."""
-    plan, words = found.plan, found.plan.words
-    mechanism: Any = plan.mechanism
-    epochs = plan.steps * plan.expected_batch_size / plan.num_examples
-    yield (
-        f"{words.name}: {plan.num_examples:,} rows, {plan.expected_batch_size:g} expected in a "
-        f"step, {plan.steps:,} steps, {epochs:.4g} epochs"
-    )
-    yield f"vectors: noise multiplier {mechanism.vector_noise_multiplier:.6g}"
-    if mechanism.variant == PRIVATE_ENCODER:
-        yield f"gradients below: noise multiplier {plan.noise_multiplier:.6g}"
-    yield words.mechanism
-    yield f"draws: {words.sampling}"
-    yield f"labels: {'covered' if mechanism.labels_in_vector else 'not protected'}"
-
-
-def _published(plan: PrivacyPlan) -> Iterator[str]:
-    """Yield the paper's figure with what it is, and what a bound says of the same noise."""
-    from hf_dp.accounting.accountants import compare
-    from hf_dp.planning import assumptions
-
-    yield f"{NO_GUARANTEE}."
-    yield (
-        f"The paper's figure is {_papers(plan)} (GDP-CLT, an estimate under assumptions that do "
-        "not hold)."
-    )
-    yield f"\n{'epsilon':<10}if this were so (a bound, PLD, at delta {plan.delta:g})"
-    event: Any = plan.event()
-    for words, assumed in assumptions(event):
-        if assumed is None:
-            yield f"{'unknown':<10}{words}"
-            continue
-        (answer,) = compare(assumed, plan.delta, ["pld"])
-        if answer.epsilon is None:
-            yield f"{'-':<10}{words} (not computed: {answer.note})"
-        else:
-            yield f"{answer.epsilon.rounded_up(2):<10.2f}{words}"
-
-
-def _papers(plan: PrivacyPlan) -> str:
-    from hf_dp.accounting import epsilon
-
-    return f"{epsilon(plan.event(), plan.delta, 'gdp_clt').value:.3f}"
-
-
 def table_of(swept: Sequence[Mapping[str, float]], rows: Sequence[Forecast]) -> str:
     """Return a line for each combination of the swept arguments."""
     from hf_dp.benchmarks.tables import aligned
 
-    first = rows[0].plan
-    of_sums, variant = first.mechanism.privacy_mode != DP_FP, _variant(first)
     lines = []
     for values, row in zip(swept, rows, strict=True):
         plan = row.plan
         cells = {name: f"{value:g}" for name, value in values.items()}
-        cells["steps"] = str(plan.steps)
-        if of_sums:
-            cells["sample rate"] = f"{plan.sample_rate:.6g}"
-            cells["noise"] = f"{plan.noise_multiplier:.6g}"
+        cells |= {"steps": str(plan.steps), "sample rate": f"{plan.sample_rate:.6g}"}
+        noise = (event.noise_multipliers.items() for event in plan.events())  # the steps' last
+        cells |= {f"noise of {part}": f"{x:.6g}" for each in noise for part, x in each}
+        if row.effective_noise_multiplier is not None:
             cells["effective"] = f"{row.effective_noise_multiplier:.5g}"
-        else:
-            if variant == PRIVATE_ENCODER:
-                cells["gradient noise"] = f"{plan.noise_multiplier:.6g}"
-            mechanism: Any = plan.mechanism
-            cells["vector noise"] = f"{mechanism.vector_noise_multiplier:.6g}"
-        if variant == PUBLISHED:
-            cells["paper's figure"] = _papers(plan)
-        else:
-            for answer in row.answers:
-                found = answer.epsilon
-                cells[answer.accountant] = "-" if found is None else f"{found.rounded_up(3):.3f}"
+        for answer in row.answers if plan.mechanism.established else ():
+            found = answer.epsilon
+            cells[answer.accountant] = "-" if found is None else f"{found.rounded_up(3):.3f}"
+        if not plan.mechanism.established:
+            figure = epsilon(plan.event(), plan.delta, "gdp_clt").value
+            cells["paper's figure"] = f"{figure:.3f}"
         lines.append(cells)
-    effective = "; effective: noise multiplier / sample rate" if of_sums else ""
-    names = ", ".join(answer.accountant for answer in rows[0].answers)
-    end = f"{NO_GUARANTEE}." if variant == PUBLISHED else f"epsilon by {names}"
+    first = rows[0]
+    effective = "; effective: / sample rate" * (first.effective_noise_multiplier is not None)
+    end = f"epsilon by {', '.join(answer.accountant for answer in first.answers)}"
+    if not first.plan.mechanism.established:
+        end = f"{first.plan.words.name}: {NO_GUARANTEE}."
     shown = aligned(list(lines[0]), [list(cells.values()) for cells in lines])
     return f"{shown}\nnoise: noise multiplier{effective}; {end}"

@@ -96,10 +96,7 @@ def _listing(found: Publication) -> str:
         if rows:
             width = max(map(len, rows))
             lines += [f"{title}:", *(f"  {key:<{width}}  {text}" for key, text in rows.items())]
-    items = (
-        ("changed on the way", found.changes),
-        ("REFUSED", found.refusals),
-    )
+    items = (("changed on the way", found.changes), ("REFUSED", found.refusals))
     for title, texts in items:
         if texts:
             lines += [f"{title}:", *(f"  - {text}" for text in texts)]

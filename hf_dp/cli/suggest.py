@@ -155,8 +155,8 @@ def _text(found: Suggestion, ahead: Forecast, recipe: dict[str, Any]) -> str:
     lines = [
         f"{plan.num_examples:,} {what}, epsilon {plan.target_epsilon:g} at delta "
         f"{plan.delta:.4g} ({plan.accountant}): noise multiplier {plan.noise_multiplier:.4g}, "
-        f"effective {ahead.effective_noise_multiplier:.4g} (/ sample rate), {ahead.epochs:.3g} "
-        "epochs.",
+        f"effective {plan.noise_multiplier / plan.sample_rate:.4g} (/ sample rate), "
+        f"{ahead.epochs:.3g} epochs.",
     ]
     if found.parameters is not None:
         rate = found.settings["learning_rate"]

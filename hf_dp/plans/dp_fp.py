@@ -132,6 +132,16 @@ class ForwardPlan(MechanismPlan):
     def sensitivities(self, schedule: Schedule) -> Mapping[str, float]:
         return {VECTORS: self.vector_sensitivity}
 
+    def outline(self, schedule: Schedule) -> tuple[str, ...]:
+        words = self.words(schedule)
+        labels = "covered" if self.labels_in_vector else "not protected"
+        return (
+            f"noise multiplier of vectors {self.vector_noise_multiplier:.6g}",
+            words.mechanism,
+            f"draws: {words.sampling}",
+            f"labels: {labels}",
+        )
+
     def check_users(self, users: Users | None) -> None:
         if users is not None:
             raise _validate.invalid(

@@ -11,8 +11,10 @@ from types import MappingProxyType
 
 from huggingface_hub import CommitOperationAdd
 
+from hf_dp.cards.details import CardDetails
 from hf_dp.cards.escaping import is_repository
 from hf_dp.cards.evidence import card_files
+from hf_dp.cards.metadata import FRONT_MATTER
 from hf_dp.cards.verify import CARD, CONFIGS
 from hf_dp.errors import LedgerError, PublishError
 from hf_dp.publishing.allowed import refuse_others, sort_files, why_goes
@@ -24,7 +26,6 @@ from hf_dp.statement.results import delta_text
 from hf_dp.statement.wording import NOT_PRIVATE, STATUSES
 
 _MASKS = "selection_masks.safetensors"
-_METADATA = re.compile(r"---\r?\n(.*?)^---", re.S | re.M)
 _CLAIM = re.compile(r"differential[-_]privacy")  # a key, and tags, of a private run's card
 
 
@@ -131,14 +132,6 @@ class Publication:
         """Map each file that goes to the reason why it goes."""
         return {name: why_goes(name) or "" for name in self.files}
 
-    @property
-    def size(self) -> int:
-        """The number of bytes that go."""
-        return sum(
-            each.stat().st_size if isinstance(each, Path) else len(each)
-            for each in self.files.values()
-        )
-
     def in_words(self) -> str:
         """Name the run and its claim."""
         if self.record is None:
@@ -182,9 +175,10 @@ class Publication:
 
 def _base_of_card(record: PrivacyRecord | None) -> str | None:
     """Return the id on the Hub of the base, as the user gave it for the card; None without one."""
-    card = {} if record is None else record.card or {}
-    base = card.get("base_model") if "base_model" in card.get("given", ()) else None
-    return base if isinstance(base, str) and is_repository(base) else None
+    if record is None or record.card is None:
+        return None
+    details = CardDetails.from_dict(record.card)
+    return details.hub_base if "base_model" in details.given else None
 
 
 def _unfit(
@@ -231,7 +225,7 @@ def refuse_claims(folder: Path, tags: Iterable[str] = ()) -> None:
         )
     card = folder / CARD
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-    metadata = _METADATA.match(text)
+    metadata = FRONT_MATTER.match(text)
     if _CLAIM.search("\n".join([metadata[1] if metadata else "", *tags])):
         raise PublishError(
             f"The metadata of {CARD} claim differential privacy, and there is no {FILE_NAME}. Take "

@@ -264,7 +264,7 @@ class RunLedger:
         self.note()
         record = replace(self.lines.record(), weaknesses=self.weaknesses)
         with self._named_errors(Path(folder)):
-            write(folder, record.stating(statement, beside or Beside()).to_dict())
+            write(folder, record.stating(statement, beside or Beside()))
 
     def go_with(self, folder: str | os.PathLike[str]) -> None:
         """Put the head into the weights in ``folder``, and a copy of the ledger beside them.

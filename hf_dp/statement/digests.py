@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from hf_dp._dataclasses import Kept
 from hf_dp.errors import LedgerError
@@ -29,7 +28,7 @@ class Beside:
         files: by name, the digest of each file that holds weights or what was chosen to train.
     """
 
-    card: Mapping[str, Any] | None = None
+    card: Mapping[str, object] | None = None
     privacy_section: str | None = None
     files: Mapping[str, str] = field(default_factory=dict)
 

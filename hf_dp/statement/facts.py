@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from typing import Self
 
 from hf_dp import _validate
 from hf_dp._dataclasses import Kept
@@ -176,7 +176,7 @@ class RunFacts(Weaknesses):
         given = dict(values) if isinstance(values, Mapping) else {}
         return cls.from_dict({**given, **vars(weaknesses)})
 
-    def made(self) -> dict[str, Any]:
+    def made(self) -> dict[str, object]:
         """Return how the run was made, without what weakens its claim, as plain data."""
         return {name: value for name, value in self.to_dict().items() if name not in NAMES}
 

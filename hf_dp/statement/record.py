@@ -45,10 +45,6 @@ RESTORE = (
 )
 
 
-class DamagedRecordError(LedgerError):
-    """A ``privacy.json`` is missing, or is not what hf_dp wrote."""
-
-
 @dataclass(frozen=True)
 class PrivacyRecord(Beside):
     """What a ``privacy.json`` holds, with what lies beside it.
@@ -61,6 +57,8 @@ class PrivacyRecord(Beside):
         statement: what the run claims, as :meth:`PrivacyStatement.to_dict` wrote it; None likewise.
         written_by: the version of hf_dp with which it was written.
         head: how far the run's own ledger had come; None where it had no line.
+
+    Raises: LedgerError for a head of another run, or earlier runs that count and are not named.
     """
 
     plan: PrivacyPlan
@@ -68,9 +66,14 @@ class PrivacyRecord(Beside):
     run_id: str
     weaknesses: Weaknesses = Weaknesses()
     facts: RunFacts | None = None
-    statement: dict[str, Any] | None = None
+    statement: Mapping[str, Any] | None = None
     written_by: str = __version__
     head: Head | None = None
+
+    def __post_init__(self) -> None:
+        refuse_unnamed(self.ledger, self.weaknesses.earlier)
+        if self.head is not None and self.head.run_id != self.run_id:
+            raise LedgerError(f"expected the ledger_head of run {self.run_id}, got {self.head}.")
 
     @property
     def status(self) -> str:
@@ -87,8 +90,8 @@ class PrivacyRecord(Beside):
         said = plain(statement.to_dict())
         return replace(self, facts=statement.facts, statement=said, **vars(beside))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the content of ``privacy.json``, JSON-ready, as this version writes it.
+    def text(self) -> str:
+        """Return the content of ``privacy.json``, as this version writes it.
 
         It holds no realized batch sizes, no seeds and no paths.
         """
@@ -104,7 +107,8 @@ class PrivacyRecord(Beside):
             "privacy_section": self.privacy_section,
             "files": dict(self.files),
         }
-        return {**document, "digest": digest_of(document)}
+        document["digest"] = digest_of(document)
+        return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
     def restated(self) -> PrivacyStatement:
         """Compute the statement from plan, ledger and facts. Raises: LedgerError without facts."""
@@ -139,41 +143,33 @@ def earlier_runs(record: PrivacyRecord) -> tuple[EarlierRun, ...]:
     return each_once((*record.weaknesses.earlier, this))
 
 
-def text_of(document: Mapping[str, object]) -> str:
-    """Return the text of a ``privacy.json``."""
-    return json.dumps(dict(document), indent=2, allow_nan=False) + "\n"
-
-
-def write(path_or_dir: str | os.PathLike[str], record: Mapping[str, object]) -> Path:
+def write(path_or_dir: str | os.PathLike[str], record: PrivacyRecord) -> Path:
     """Replace the file in one step, durably, and return its path.
 
     After a kill at any point the file is the old one or the new one, whole.
 
-    Args:
-        path_or_dir: a folder (made if absent) or a path that ends in ".json".
-        record: made by :meth:`PrivacyRecord.to_dict`.
+    Args: path_or_dir: a folder (made if absent) or a path that ends in ".json".
 
     Raises:
         LedgerError: the file there is of another run, holds steps that ``record`` lacks, or
-            cannot be read, or ``record`` itself is not well formed. The file is left as it is.
+            cannot be read. It is left as it is.
         OSError: the disk refused. The old file is intact.
     """
     path = file_of(path_or_dir)
-    new = _record(record, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(path):
         old = read(path)
-        if new.run_id != old.run_id:
+        if record.run_id != old.run_id:
             raise LedgerError(
-                f"{path} belongs to run {old.run_id}, not to {new.run_id}, and is the evidence of "
-                "that run's privacy. Use another output folder, or resume that run."
+                f"{path} belongs to run {old.run_id}, not to {record.run_id}, and is the evidence "
+                "of that run's privacy. Use another output folder, or resume that run."
             )
-        if lost := new.lacks(old):
+        if lost := record.lacks(old):
             raise LedgerError(
                 f"{path} knows {lost}; overwriting it would under-report. What was released, or "
                 f"true, once is so for good. Resume from {path.name}."
             )
-    replace_file(path, [text_of(record).encode()])
+    replace_file(path, [record.text().encode()])
     return path
 
 
@@ -185,33 +181,22 @@ def read(path_or_dir: str | os.PathLike[str]) -> PrivacyRecord:
     """
     path = file_of(path_or_dir)
     try:
-        data = loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise DamagedRecordError(
+        raise LedgerError(
             f"{path.name} is missing from {path.parent}. Name the folder of a run. If this is it: "
             f"{RESTORE}"
         ) from error
-    except UnicodeDecodeError as error:
-        raise DamagedRecordError(f"{path} cannot be read ({error}). {RESTORE}") from error
-    except (ValueError, RecursionError) as error:
-        raise DamagedRecordError(f"{path} is not complete JSON ({error}). {RESTORE}") from error
-    except OSError as error:
+    except (UnicodeDecodeError, OSError) as error:
         raise LedgerError(
-            f"{path} cannot be read ({error}). Make it readable and try again."
+            f"{path} cannot be read ({error}). Make it readable, or: {RESTORE}"
         ) from error
-    return _record(data, path)
-
-
-def file_of(path_or_dir: str | os.PathLike[str]) -> Path:
-    """Return the path of ``privacy.json`` in a folder, or of the ".json" file named."""
-    path = Path(path_or_dir)
-    return path if path.suffix == ".json" and not path.is_dir() else path / FILE_NAME
-
-
-def _record(data: object, path: Path) -> PrivacyRecord:
-    """Check a document, and return its record."""
+    try:
+        data = loads(text)
+    except (ValueError, RecursionError) as error:
+        raise LedgerError(f"{path} is not complete JSON ({error}). {RESTORE}") from error
     if not isinstance(data, Mapping) or "schema_version" not in data:
-        raise DamagedRecordError(f"{path} is not a privacy record of hf_dp. {RESTORE}")
+        raise LedgerError(f"{path} is not a {FILE_NAME} of hf_dp. {RESTORE}")
     version = data["schema_version"]
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise LedgerError(
@@ -221,7 +206,13 @@ def _record(data: object, path: Path) -> PrivacyRecord:
     try:
         return _parts(data)
     except (HfDpError, TypeError, ValueError, ArithmeticError) as error:
-        raise DamagedRecordError(f"{path} was edited or damaged: {error} {RESTORE}") from error
+        raise LedgerError(f"{path} was edited or damaged: {error} {RESTORE}") from error
+
+
+def file_of(path_or_dir: str | os.PathLike[str]) -> Path:
+    """Return the path of ``privacy.json`` in a folder, or of the ".json" file named."""
+    path = Path(path_or_dir)
+    return path if path.suffix == ".json" and not path.is_dir() else path / FILE_NAME
 
 
 def _parts(data: Mapping[str, Any]) -> PrivacyRecord:
@@ -231,10 +222,7 @@ def _parts(data: Mapping[str, Any]) -> PrivacyRecord:
             f"expected schema version {SCHEMA_VERSION} and the keys {list(_KEYS)}, got "
             f"{data['schema_version']!r} and {list(data)}."
         )
-    if (
-        digest_of({name: value for name, value in data.items() if name != "digest"})
-        != data["digest"]
-    ):
+    if digest_of({key: data[key] for key in _KEYS[:-1]}) != data["digest"]:
         raise LedgerError("it is not what was written (the SHA-256 differs).")
     values = dict(data["plan"])
     run_id = values.pop("run_id", None)
@@ -243,10 +231,7 @@ def _parts(data: Mapping[str, Any]) -> PrivacyRecord:
     if plan.to_dict() != values or not isinstance(run_id, str) or not run_id:
         raise LedgerError("its plan contradicts itself or has no run_id.")
     ledger = Ledger.from_list(data["ledger"])
-    refuse_unnamed(ledger, weaknesses.earlier)
     head = None if data["ledger_head"] is None else Head.from_dict(data["ledger_head"])
-    if head is not None and head.run_id != run_id:
-        raise LedgerError(f"expected the ledger_head of run {run_id}, got {head}.")
     facts = None if data["facts"] is None else RunFacts.of(weaknesses, data["facts"])
     statement, section, files = data["statement"], data["privacy_section"], data["files"]
     for name in ("statement", "card"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
 
 from hf_dp import _validate
 from hf_dp.accounting import (
@@ -37,13 +37,7 @@ from hf_dp.plans.units import (
     weakest_unit,
 )
 from hf_dp.statement.facts import RunFacts, refuse_unnamed
-from hf_dp.statement.results import (
-    delta_text,
-    epsilon_text,
-    headline,
-    line,
-    results_of,
-)
+from hf_dp.statement.results import delta_text, epsilon_text, headline, line, results_of
 from hf_dp.statement.wording import (
     COVERED,
     NOT_ESTABLISHED,
@@ -62,10 +56,13 @@ REFUTED_BY_AUDIT = "refuted by an audit"  # instead of an epsilon
 
 
 @dataclass(frozen=True)
-class Claim:
-    """What may be claimed, and with which numbers.
+class PrivacyStatement:
+    """What a run may claim, and with which numbers. Only :meth:`from_ledger` computes it.
 
     Attributes:
+        plan: what was planned.
+        ledger: what ran.
+        facts: what the trainer said about the run.
         status: PROVEN, PROVEN_WEIGHTS_ONLY (the user released un-noised quantities), NOT_PRIVATE or
             NOT_ESTABLISHED (no bound is known for what ran). It is as weak as that of the weakest
             earlier run that is named.
@@ -78,6 +75,9 @@ class Claim:
             decimals, or why it has none.
     """
 
+    plan: PrivacyPlan
+    ledger: Ledger
+    facts: RunFacts
     status: str
     reasons: tuple[str, ...]
     epsilon: float | None
@@ -85,50 +85,9 @@ class Claim:
     accountant_note: str
     epsilons: tuple[Answer, ...]
 
-    @property
-    def proven(self) -> bool:
-        """Whether the headline holds: for all that left the run, or at least for the weights."""
-        return self.status in (PROVEN, PROVEN_WEIGHTS_ONLY)
-
-    @property
-    def status_reason(self) -> str:
-        """Why the status is what it is, in words."""
-        return "; ".join(self.reasons)
-
-
-@dataclass(frozen=True)
-class PrivacyStatement(Claim):
-    """What the run may claim (:class:`Claim`), of what. Only :meth:`from_ledger` computes it.
-
-    Attributes:
-        plan: what was planned.
-        ledger: what ran.
-        facts: what the trainer said about the run.
-        unit_code, relation_code: codes of :mod:`hf_dp.plans.units`: the weakest of this run and of
-            all earlier runs.
-        unit, neighboring_relation, mechanism, sampling, what_ran: in words.
-        noise_multipliers, sample_rates: those of the mechanisms that ran, in order (the plan's when
-            nothing ran).
-        not_covered: what epsilon says nothing about, in words.
-    """
-
-    plan: PrivacyPlan
-    ledger: Ledger
-    facts: RunFacts
-    unit_code: str
-    relation_code: str
-    unit: str
-    neighboring_relation: str
-    mechanism: str
-    sampling: str
-    what_ran: str
-    noise_multipliers: tuple[float, ...]
-    sample_rates: tuple[float, ...]
-    not_covered: tuple[str, ...]
-
     @classmethod
     def from_ledger(cls, plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> PrivacyStatement:
-        """Return the statement of a run.
+        """Return the strongest statement that what ran allows.
 
         The function is pure and takes about a second (four accountants). An accountant outside its
         range is listed without epsilon. If the plan's accountant is out of its range or gives no
@@ -149,30 +108,98 @@ class PrivacyStatement(Claim):
                     f"{plan.privacy_unit!r}), got {run.unit!r}: no bound is known for both "
                     "together. Start both runs with the same privacy_unit."
                 )
-        claim = _claim(plan, ledger, facts)
-        unit, relation = NONE, NONE
-        if claim.status != NOT_ESTABLISHED:
-            unit = weakest_unit((plan.unit, *(run.unit for run in facts.earlier)))
-            relations = (plan.mechanism.relation, *(run.relation for run in facts.earlier))
-            relation = weakest_relation(relations)
-        ran = list(_rates(ledger.events)) or [(plan.noise_multiplier, plan.sample_rate)]
+        stated = partial(cls, plan, Ledger.from_list(ledger.to_list()), facts)
+
+        def unclaimed(
+            status: str, reasons: tuple[str, ...], note: str, known: Iterable[Answer] = ()
+        ) -> PrivacyStatement:
+            said = {row.accountant: row for row in known}
+            rows = tuple(said.get(name, Answer(name, None, note)) for name in ACCOUNTANTS)
+            return stated(status, reasons, None, plan.accountant, note, rows)
+
+        if reason := _why_not_private(ledger, facts):
+            return unclaimed(NOT_PRIVATE, (reason,), "not computed: the run is not private")
+        if seen := observed(facts):
+            note = "not computed: not only hf_dp saw what was not noised"
+            return unclaimed(NOT_ESTABLISHED, seen, note)
+        if found := _not_established(plan, ledger):
+            reasons = found[0].reasons or ("its plan says that no bound is known",)
+            estimates = [name for name in ACCOUNTANTS if name not in BOUNDS]
+            known = results_of(ledger, plan.delta, estimates)
+            return unclaimed(NOT_ESTABLISHED, reasons, "no bound is known for what ran", known)
+        results = results_of(ledger, plan.delta, ACCOUNTANTS)
+        accountant, epsilon, note = headline(results, plan.accountant)
+        if facts.audit is not None and (
+            reason := facts.audit.refutation(epsilon, ledger.events, accountant)
+        ):
+            return unclaimed(NOT_PRIVATE, (reason,), REFUTED_BY_AUDIT)
+        status, reason = PROVEN, plan.words.proof
+        if released := released_in_words(facts):
+            status = PROVEN_WEIGHTS_ONLY
+            reason += (
+                "; epsilon covers the weights only, because these were released without noise at "
+                f"the user's request: {', '.join(released)}"
+            )
+        return stated(status, (reason,), epsilon, accountant, note, results)
+
+    @property
+    def proven(self) -> bool:
+        """Whether the headline holds: for all that left the run, or at least for the weights."""
+        return self.status in (PROVEN, PROVEN_WEIGHTS_ONLY)
+
+    @property
+    def status_reason(self) -> str:
+        """Why the status is what it is, in words."""
+        return "; ".join(self.reasons)
+
+    @property
+    def unit_code(self) -> str:
+        """Of :mod:`hf_dp.plans.units`: the weakest of this run and of all earlier runs."""
+        if self.status == NOT_ESTABLISHED:
+            return NONE
+        return weakest_unit((self.plan.unit, *(run.unit for run in self.facts.earlier)))
+
+    @property
+    def relation_code(self) -> str:
+        """As :attr:`unit_code`."""
+        if self.status == NOT_ESTABLISHED:
+            return NONE
+        relations = (self.plan.mechanism.relation, *(run.relation for run in self.facts.earlier))
+        return weakest_relation(relations)
+
+    @property
+    def unit(self) -> str:
+        """What is protected, in words."""
+        return unit_in_words(self.unit_code, self.facts, self.plan.users)
+
+    @property
+    def neighboring_relation(self) -> str:
+        """Against which change, in words."""
+        return relation_in_words(self.relation_code, self.plan.users)
+
+    @property
+    def mechanism(self) -> str:
+        """What is clipped, noised and released, and what chose what trains, in words."""
+        plan = self.plan
         chosen = "" if plan.selection is None else f". {plan.selection.in_words(plan.one)}"
-        return cls(
-            **vars(claim),
-            plan=plan,
-            ledger=Ledger.from_list(ledger.to_list()),
-            facts=facts,
-            unit_code=unit,
-            relation_code=relation,
-            unit=unit_in_words(unit, facts, plan.users),
-            neighboring_relation=relation_in_words(relation, plan.users),
-            mechanism=f"{plan.words.mechanism}{chosen}",
-            sampling=plan.words.sampling,
-            what_ran=what_ran(plan, ledger, claim.status),
-            noise_multipliers=tuple(dict.fromkeys(sigma for sigma, _ in ran)),
-            sample_rates=tuple(dict.fromkeys(rate for _, rate in ran)),
-            not_covered=not_covered(facts, plan),
-        )
+        return f"{plan.words.mechanism}{chosen}"
+
+    @property
+    def noise_multipliers(self) -> tuple[float, ...]:
+        """Those that ran, in order; the plan's when nothing ran."""
+        ran = dict.fromkeys(sigma for sigma, _ in _rates(self.ledger.events))
+        return tuple(ran) or (self.plan.noise_multiplier,)
+
+    @property
+    def sample_rates(self) -> tuple[float, ...]:
+        """Likewise."""
+        ran = dict.fromkeys(rate for _, rate in _rates(self.ledger.events))
+        return tuple(ran) or (self.plan.sample_rate,)
+
+    @property
+    def not_covered(self) -> tuple[str, ...]:
+        """What epsilon says nothing about, in words: first what depends on the run."""
+        return tuple(not_covered(self.facts, self.plan))
 
     @property
     def delta(self) -> float:
@@ -197,7 +224,7 @@ class PrivacyStatement(Claim):
     def sentence(self) -> str:
         """Return the claim in one sentence, or a sentence that says there is none."""
         if self.status == NOT_ESTABLISHED:
-            why = "; ".join(observed(self.facts)) or self.what_ran
+            why = "; ".join(observed(self.facts)) or self._what_ran()
             return (
                 "NO differential privacy guarantee is established for this run: "
                 f"{why}. No epsilon is claimed."
@@ -218,8 +245,29 @@ class PrivacyStatement(Claim):
         return (
             f"{what} are ({epsilon_text(self.epsilon)}, {delta_text(self.delta)})-differentially "
             f"private with respect to zero-out of {of_all} ({self.accountant} upper bound, "
-            f"{self.what_ran}){end}."
+            f"{self._what_ran()}){end}."
         )
+
+    def _what_ran(self) -> str:
+        """Say what ran: in earlier runs on the same rows, in the selection, and in this run."""
+        plan, ledger = self.plan, self.ledger
+        if self.status == NOT_ESTABLISHED and (found := _not_established(plan, ledger)):
+            event = found[0]
+            earlier = event in ledger.events and event not in plan.events()
+            who = "an earlier run on the same rows, which it names," if earlier else "it"
+            return f"{who} was trained by {event.unestablished or plan.words.name}"
+        before = [entry.event for entry in ledger.entries if entry.purpose == RELEASE]
+        ran = plan.mechanism.what_ran(plan, ledger.steps(TRAINING), before)
+        others = [e for e in ledger.entries if e.purpose != EARLIER and not plan.makes(e)]
+        if further := sum(entry.event.steps for entry in others):
+            ran += (
+                f", and {further} further release{'s' * (further > 1)} that the plan does not make"
+            )
+        if chosen := ledger.steps(SELECTION):
+            ran = f"{chosen} noisy release{'s' * (chosen > 1)} to choose what trains, {ran}"
+        if ledger.steps(EARLIER):
+            ran = f"what earlier runs released of the same rows, {ran}"
+        return ran
 
     def __str__(self) -> str:
         lines = [f"Privacy: {STATUSES[self.status]}", f"  {self.sentence()}"]
@@ -231,7 +279,7 @@ class PrivacyStatement(Claim):
             lines.append(f"  audit    {self.facts.audit.in_words()}")
         return "\n".join(lines)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the claim as plain data, for programs: in ``privacy.json`` and in the card's YAML.
 
         ``epsilon``, always an upper bound, is None unless the status is a proven one. What there is
@@ -258,48 +306,6 @@ class PrivacyStatement(Claim):
         }
         kept = {name: value for name, value in values.items() if value is not None}
         return {"status": self.status, "epsilon": self.epsilon, "delta": self.delta, **kept}
-
-
-def _claim(plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> Claim:
-    """Return the strongest claim that what ran allows."""
-    if reason := _why_not_private(ledger, facts):
-        return _no_claim(plan, NOT_PRIVATE, (reason,), "not computed: the run is not private")
-    if seen := observed(facts):
-        note = "not computed: not only hf_dp saw what was not noised"
-        return _no_claim(plan, NOT_ESTABLISHED, seen, note)
-    if found := _not_established(plan, ledger):
-        reasons = found[0].reasons or ("its plan says that no bound is known",)
-        known = results_of(ledger, plan.delta, [name for name in ACCOUNTANTS if name not in BOUNDS])
-        return _no_claim(
-            plan, NOT_ESTABLISHED, reasons, "no bound is known for what ran", results=known
-        )
-    results = results_of(ledger, plan.delta, ACCOUNTANTS)
-    accountant, epsilon, note = headline(results, plan.accountant)
-    if facts.audit is not None and (
-        reason := facts.audit.refutation(epsilon, ledger.events, accountant)
-    ):
-        return _no_claim(plan, NOT_PRIVATE, (reason,), REFUTED_BY_AUDIT)
-    status, reason = PROVEN, plan.words.proof
-    if released := released_in_words(facts):
-        status = PROVEN_WEIGHTS_ONLY
-        reason += (
-            "; epsilon covers the weights only, because these were released without noise at the "
-            f"user's request: {', '.join(released)}"
-        )
-    return Claim(status, (reason,), epsilon, accountant, note, results)
-
-
-def _no_claim(
-    plan: PrivacyPlan,
-    status: str,
-    reasons: tuple[str, ...],
-    note: str,
-    results: tuple[Answer, ...] = (),
-) -> Claim:
-    """Return that there is no epsilon. Args: results: of accountants that say something else."""
-    said = {row.accountant: row for row in results}
-    rows = [said.get(name, Answer(name, None, note)) for name in ACCOUNTANTS]
-    return Claim(status, reasons, None, plan.accountant, note, tuple(rows))
 
 
 def observed(facts: RunFacts) -> tuple[str, ...]:
@@ -331,25 +337,6 @@ def _why_not_private(ledger: Ledger, facts: RunFacts) -> str:
             )
     noiseless = sum(event.steps for event in ledger.events if compose(event).noiseless)
     return f"{noiseless} of {ledger.steps()} steps ran without noise" if noiseless else ""
-
-
-def what_ran(plan: PrivacyPlan, ledger: Ledger, status: str) -> str:
-    """Say what ran: in earlier runs on the same rows, in the selection, and in this run."""
-    if status == NOT_ESTABLISHED and (found := _not_established(plan, ledger)):
-        event = found[0]
-        earlier = event in ledger.events and event not in plan.events()
-        who = "an earlier run on the same rows, which it names," if earlier else "it"
-        return f"{who} was trained by {event.unestablished or plan.words.name}"
-    before = [entry.event for entry in ledger.entries if entry.purpose == RELEASE]
-    ran = plan.mechanism.what_ran(plan, ledger.steps(TRAINING), before)
-    others = [e for e in ledger.entries if e.purpose != EARLIER and not plan.makes(e)]
-    if further := sum(entry.event.steps for entry in others):
-        ran += f", and {further} further release{'s' * (further > 1)} that the plan does not make"
-    if chosen := ledger.steps(SELECTION):
-        ran = f"{chosen} noisy release{'s' * (chosen > 1)} to choose what trains, {ran}"
-    if ledger.steps(EARLIER):
-        ran = f"what earlier runs released of the same rows, {ran}"
-    return ran
 
 
 def _rates(events: Iterable[Event]) -> Iterator[tuple[float, float]]:

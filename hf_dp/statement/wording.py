@@ -99,20 +99,12 @@ def relation_in_words(relation: str, users: Users | None) -> str:
 
 def released_in_words(facts: RunFacts) -> list[str]:
     """List what was released without noise, in this run and in the earlier runs that it names."""
-    own = [f"{name}{_RELEASES.get(name, '')}" for name in facts.released]
-    return own + [
-        f"{name}{_RELEASES.get(name, '')} (by {run.name})"
-        for run in facts.earlier
-        for name in run.released
-    ]
+    by = [("", facts), *((f" (by {run.name})", run) for run in facts.earlier)]
+    return [f"{name}{_RELEASES.get(name, '')}{whose}" for whose, run in by for name in run.released]
 
 
-def not_covered(facts: RunFacts, plan: PrivacyPlan) -> tuple[str, ...]:
-    """List what epsilon says nothing about: first what depends on the run."""
-    return tuple(_not_covered(facts, plan))
-
-
-def _not_covered(facts: RunFacts, plan: PrivacyPlan) -> Iterator[str]:
+def not_covered(facts: RunFacts, plan: PrivacyPlan) -> Iterator[str]:
+    """Yield what epsilon says nothing about: first what depends on the run."""
     for name in released_in_words(facts):
         yield f"{name}: released without noise at the user's request"
     yield from _public_labels(facts, plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -44,8 +45,8 @@ def details_of(trainer: Any, given: Mapping[str, object]) -> CardDetails:
     known = details_of_model(
         trainer.model,
         args.hub_model_id or str(args.output_dir),
-        metrics=trainer.evaluation_metrics(),
-        training={**_public_settings(args), **trainer.training.words()},
+        trainer.evaluation_metrics(),
+        {**_public_settings(args), **trainer.training.words()},
     )
     return known.with_given(**given)
 
@@ -59,8 +60,13 @@ def describe(trainer: Any, details: Mapping[str, object]) -> None:
     trainer.card.update(details)
 
 
-def details_of_model(model: nn.Module, name: str, **known: Any) -> CardDetails:
-    """Return what a card says of a model. Args: name: its folder or repository. known: the rest."""
+def details_of_model(
+    model: nn.Module,
+    name: str,
+    metrics: Mapping[str, float] = MappingProxyType({}),
+    training: Mapping[str, object] = MappingProxyType({}),
+) -> CardDetails:
+    """Return what a card says of a model. Args: name: its folder or repository."""
     base = base_model(model)
     tag = _PIPELINES.get(known_task(base))
     return CardDetails(
@@ -70,7 +76,8 @@ def details_of_model(model: nn.Module, name: str, **known: Any) -> CardDetails:
         library_name="peft" if hasattr(model, "peft_config") else "transformers",
         pretraining_sources=tuple(pretraining_sources(base)),
         usage=usage(model, tag),
-        **known,
+        metrics=metrics,
+        training=training,
     )
 
 

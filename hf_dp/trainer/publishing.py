@@ -13,7 +13,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from transformers.utils import logging
 
 from hf_dp._validate import invalid
-from hf_dp.cards.escaping import is_repository
 from hf_dp.cards.evidence import write_card
 from hf_dp.clipping.sharding import is_sharded
 from hf_dp.distributed.processes import Processes
@@ -21,7 +20,6 @@ from hf_dp.errors import HfDpError, PublishError, UnsupportedArgumentError
 from hf_dp.mechanisms.base import Mechanism
 from hf_dp.publishing.hub import Hub
 from hf_dp.publishing.publication import Publication, refuse_claims
-from hf_dp.publishing.scan import is_local
 from hf_dp.run.ledger_file import LEDGER
 from hf_dp.run.witnesses import read_run, refuse_foreign
 from hf_dp.statement.statement import PrivacyStatement
@@ -44,7 +42,7 @@ class Publishing(Checkpointing):
     without privacy pushes is Trainer's business, unless its folder claims privacy.
     """
 
-    hub_model_id: Any
+    hub_model_id: str | None
     _hub: Hub | None = None
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
@@ -71,7 +69,7 @@ class Publishing(Checkpointing):
         *,
         not_private: bool = False,
         **kwargs: Any,
-    ) -> Any:
+    ) -> CommitInfo | None:
         """Save the model, and make the repository hold it, its card and ``privacy.json``.
 
         The arguments are Trainer's, and ``not_private``: whether to publish a run with
@@ -167,14 +165,8 @@ class Publishing(Checkpointing):
         )
 
     def _publication(self, folder: Path, not_private: bool = False) -> Publication:
-        base = self.card.get("base_model")
-        return Publication.of(
-            folder,
-            self.hub_model_id,
-            base if base and is_repository(base) and not is_local(base) else None,
-            not_private=not_private,
-            tokens=(self._the_hub().token, self.args.hub_token),
-        )
+        tokens = (self._the_hub().token, self.args.hub_token)
+        return Publication.of(folder, self.hub_model_id, not_private=not_private, tokens=tokens)
 
     def _the_hub(self, token: str | None = None) -> Hub:
         if self._hub is None or (token is not None and token != self._hub.token):
@@ -195,7 +187,7 @@ def save_run(
     processing_class: Any = None,
     *,
     metrics: Mapping[str, float] | None = None,
-    **card: Any,
+    **card: object,
 ) -> PrivacyStatement:
     """Save model, tokenizer, card and ``privacy.json`` into the run's folder, and return the
     statement.
@@ -217,7 +209,7 @@ def save_run(
     if run.accelerator is not None:
         weights = run.accelerator.get_state_dict(model) if is_sharded(model) else None
         model = run.accelerator.unwrap_model(model)
-    details = details_of_model(model, run.folder.name, metrics=metrics or {}).with_given(**card)
+    details = details_of_model(model, run.folder.name, metrics or {}).with_given(**card)
     statement = mechanism.statement()
     reader = processing_class or run.processing_class
 

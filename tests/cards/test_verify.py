@@ -23,22 +23,16 @@ from hf_dp.statement.record import FILE_NAME
 Change = Callable[[Path], None]
 
 
-def saved(folder: Path, **arguments: Any) -> Path:
-    trainer = tiny.trainer(folder, accountant="rdp", **arguments)
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of two steps, with a checkpoint after the first."""
+    folder = tmp_path_factory.mktemp("run") / "ours"
+    saves = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    trainer = tiny.trainer(folder, accountant="rdp", **saves)
     trainer.describe(license="mit", language="en", dataset="org/rows")
     trainer.train()
     trainer.save_model()
     return folder
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tmp_path_factory.mktemp("run") / "ours")
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tmp_path_factory.mktemp("run") / "other", noise_multiplier=3.0)
 
 
 @pytest.fixture
@@ -61,8 +55,12 @@ def test_a_saved_run_is_verified(copy: Path, capsys: pytest.CaptureFixture[str])
     assert json.loads(capsys.readouterr().out)["outcome"] == OK
 
 
-def in_record(change: Callable[[Any], Any]) -> Change:
-    return lambda folder: rewrite(folder / FILE_NAME, change, renew=False)
+def in_record(change: Callable[[Any], Any], renew: bool = False) -> Change:
+    return lambda folder: rewrite(folder / FILE_NAME, change, renew=renew)
+
+
+def of_another_run(data: Any) -> None:
+    data["plan"]["run_id"] = data["ledger_head"]["run_id"] = "f" * 32
 
 
 def in_card(old: str, new: str) -> Change:
@@ -120,13 +118,22 @@ TAMPERINGS: dict[str, tuple[Change, str]] = {
     ),
     "epsilon in the table": (in_card(r"\| rdp \| \d+", "| rdp | 0"), "section Privacy does not"),
     "an item not covered": (in_card(r"- Hyperparameter tuning.*\n", ""), "section Privacy does not agree"),
-    "in short": (in_card("moderately", "strongly"), "section Privacy does not"),
+    "in short": (in_card(r"find at most \d", "find at most 0."), "section Privacy does not"),
     "no section": (in_card("## Privacy", "## Something"), "no section Privacy, or several"),
     "epsilon in the block": (in_block(lambda block: block.update(epsilon=0.1)), "differential_privacy block does not agree"),
     "unit in the block": (in_block(lambda block: block.update(unit="user")), "differential_privacy block does not agree"),
     "steps in the block": (in_block(lambda block: block.update(steps=1)), "block does not agree"),
     "no block": (in_card("differential_privacy:", "dp:"), "block does not agree"),
     "broken YAML": (in_card("license: mit", "license: [mit"), "card: it cannot be read"),
+    # with a digest that agrees; each kind of it: tests/cards/test_document.py
+    "another run": (in_record(of_another_run, True), "model.safetensors is of another run"),
+    "its epsilon": (in_record(lambda d: d["statement"].update(epsilon=0.1), True), "epsilon is stated as 0.1"),
+    "a claim more": (in_record(lambda d: d["statement"].update(trust="me"), True), "trust is stated as 'me'"),
+    "its ledger": (in_record(lambda d: d["ledger"][0].update(noise_multiplier=99.0), True), "not the plan's"),
+    "tags that are none": (in_record(lambda d: d["card"].update(tags=3), True), "cannot be read"),
+    "an un-noised metric": (in_record(lambda d: d["card"].update(metrics={"train_loss": 0.1}), True), "cannot be read"),
+    "a card of nothing": (in_record(lambda d: d.update(card={}), True), "cannot be read"),
+    "a fact that is none": (in_record(lambda d: d["facts"].update(precision=3), True), "section Privacy does not agree"),
 }  # fmt: skip
 
 
@@ -198,48 +205,12 @@ def test_tampering_is_caught_by_name(copy: Path, kind: str) -> None:
     assert message in failures(report)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        (FILE_NAME, "model.safetensors is of another run"),
-        ("README.md", "section Privacy does not agree with the digest"),
-        ("model.safetensors", "model.safetensors is not what was saved"),
-    ],
-)
-def test_what_is_of_another_run_is_caught(copy: Path, other: Path, name: str, message: str) -> None:
-    shutil.copy(other / name, copy / name)
-    assert message in failures(verify(copy))
-
-
-def test_an_older_ledger_is_caught(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    trainer = tiny.trainer(
-        folder, accountant="rdp", save_strategy="steps", save_steps=1, max_steps=2
-    )
-    trainer.train()
-    trainer.save_model()
-    older = sorted(folder.glob("checkpoint-*"))[0]
-    shutil.copy(older / FILE_NAME, folder / FILE_NAME)
-    assert "model.safetensors was saved later than privacy.json" in failures(verify(folder))
-    shutil.copy(older / "README.md", folder / "README.md")
-    assert "was saved later" in failures(verify(folder))
+def test_an_older_ledger_is_caught(copy: Path) -> None:
+    older = copy / "checkpoint-1"
     assert verify(older).outcome == OK
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda d: d["statement"].update(epsilon=0.1), "epsilon is stated as 0.1"),
-        (lambda d: d["ledger"][0].update(steps=1), "steps is stated as"),
-        (lambda d: d["ledger"][0].update(noise_multiplier=99.0), "not the plan's"),
-        (lambda d: d["statement"].update(trust="me"), "trust is stated as 'me'"),
-    ],
-)
-def test_what_contradicts_itself_is_caught_also_with_a_new_digest(
-    copy: Path, change: Callable[[Any], Any], message: str
-) -> None:
-    rewrite(copy / FILE_NAME, change)
-    assert message in failures(verify(copy))
+    for name in (FILE_NAME, "README.md"):
+        shutil.copy(older / name, copy / name)
+        assert "model.safetensors was saved later than privacy.json" in failures(verify(copy))
 
 
 def unmarked(weights: Path) -> None:
@@ -266,21 +237,6 @@ def test_a_card_without_weights_keeps_their_digests(copy: Path) -> None:
     assert main(["verify", str(copy)]) == 1
     with pytest.raises(LedgerError, match="to be a safetensors file"):
         card_files(copy)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda d: d["card"].update(tags=3),
-        lambda d: d["card"].update(metrics={"train_loss": 0.1}),
-        lambda d: d.update(card={}),
-        lambda d: d["statement"].update(epsilon="abc"),
-        lambda d: d["facts"].update(precision=3),
-    ],
-)
-def test_hostile_files_fail_and_raise_nothing(copy: Path, change: Callable[[Any], Any]) -> None:
-    rewrite(copy / FILE_NAME, change)
-    assert verify(copy).outcome == FAILED
 
 
 def test_an_edit_elsewhere_on_the_card_is_a_notice(copy: Path) -> None:
@@ -325,7 +281,7 @@ def forge(folder: Path, change: Callable[[Any], Any]) -> None:
     for name in ("ledger.jsonl", "_ledger_head.json"):  # not published
         (folder / name).unlink()
     document = record.stating(statement, Beside(files=file_digests(folder)))
-    (folder / FILE_NAME).write_text(json.dumps(document.to_dict()))
+    (folder / FILE_NAME).write_text(document.text())
     (folder / "README.md").unlink()
     for name, content in card_files(folder).items():
         (folder / name).write_bytes(content)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import re
 from pathlib import Path
 
 import pytest
@@ -30,16 +29,6 @@ RDP = ["--accountant", "rdp"]
 def printed(capsys, *words) -> str:
     assert main(list(words)) == 0
     return capsys.readouterr().out
-
-
-def test_a_plan_of_numbers_needs_no_torch():
-    code = (
-        "import sys; from hf_dp.cli.main import main; code = main(); "
-        "assert not {'torch', 'transformers'} & set(sys.modules); raise SystemExit(code)"
-    )
-    words = [sys.executable, "-c", code, *SST2, "--target-epsilon", "3", *RDP]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_noise_that_drowns_is_said(capsys):
@@ -184,13 +173,12 @@ def test_a_sweep_over_two_options_is_their_grid(capsys):
     ("words", "match"),
     [
         (["plan", "--expected_batch_size", "10", "--target-epsilon", "1"], "--num-examples N"),
-        (["plan", "--num-examples", "100", "--expected_batch_size", "170", "--target-epsilon", "1"],
-         "`expected_batch_size` to be at most num_examples (100)"),
         ([*SST2], "`target_epsilon` to be given"),
         ([*SST2, "--noise-multiplier", "1", "--sweep", "expectedbatchsize=1..2"], "Did you mean "
         "'expected_batch_size'?"),
         ([*SST2, "--noise-multiplier", "1", "--sweep", "expected_batch_size=9..2"], "not smaller"),
-        ([*SST2, "--noise-multiplier", "1", "--sweep", "expected_batch_size=1,x"], "to have values like"),
+        ([*SST2, "--noise-multiplier", "1", "--sweep", "expected_batch_size=1,x"], "to have numbers, like"),
+        ([*SST2, "--noise-multiplier", "1", "--sweep", "max_steps=1.5"], "`max_steps` to be a whole number"),
         (["plan", "--config", "nowhere.yaml"], "cannot be read"),
     ],
 )  # fmt: skip
@@ -211,9 +199,7 @@ def test_a_recipe_without_privacy_is_refused(refused, recipe):
     ("words", "match"),
     [
         (["--noised-loss-bound", "2"], "`noised_loss_bound` to be left at None with noised_loss_budget_ratio=None"),
-        (["--noised-loss-budget-ratio", "2"], "`noised_loss_budget_ratio` to be in (0, 1)"),
         (["--max_steps", "0"], "`max_steps` to be a whole number >= 1"),
-        (["--max_steps", "-5"], "`max_steps` to be a whole number >= 1"),
         (["--num_train_epochs", "1e308"], "`num_train_epochs` to give at most"),
         (["--sweep", "max_steps=1,2", "num_train_epochs=1,2"], "vary another option"),
         (["--sweep", "max_steps=1,2", "max_steps=3"], "vary another option"),
@@ -280,6 +266,8 @@ def plan(forward, values, *words):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_plan_is_that_of_the_run(name, forward, capsys, tmp_path):
     values = VARIANTS[name]
+    if values["dp_fp_variant"] != "published":
+        values = {**values, "accountant": "rdp"}
     assert plan(forward, values, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     given = {key: value for key, value in values.items() if key != "class_names"}
@@ -295,9 +283,9 @@ def test_the_published_variant_states_no_epsilon_and_what_a_bound_says(forward, 
     steps, rate, delta = 250, 32 / (4 * N), 1 / (2 * N)
     sigma = gdp_clt.noise_multiplier(1.73, delta, rate, steps * 4)
     assert f"noise multiplier {sigma:.6g}" in said and "250 steps" in said
-    assert "has NO differential privacy guarantee: no epsilon is known for it" in said
-    assert "The paper's figure is 1.730 (GDP-CLT, an estimate under assumptions" in said
-    assert "labels: not protected" in said
+    assert "(not established): it has NO differential privacy guarantee, no epsilon is" in said
+    assert "1.730 is the paper's own figure, under assumptions that do not hold" in said
+    assert "labels: not protected" in said and not re.search("(bound|estimate) +[0-9]", said)
     events = [
         PoissonSampledGaussian(sigma, rate, steps * 4),
         SampledRecordRelease(sigma, rate, steps, 4),
@@ -321,15 +309,16 @@ def test_the_noise_of_the_frozen_variant_on_sst2(forward, capsys):
 
 def test_another_variant_of_the_same_recipe_and_a_table(forward, capsys):
     values = {**COMMON, "dp_fp_variant": "published", "target_epsilon": 3}
-    assert plan(forward, values, "--dp-fp-variant", "private_encoder") == 0
+    assert plan(forward, values, "--dp-fp-variant", "private_encoder", *RDP) == 0
     said = capsys.readouterr().out
-    assert "come from two independent draws" in said and "gradients below: noise multiplier" in said
-    assert plan(forward, values, "--sweep", "target_epsilon=1,3") == 0
+    assert "come from two independent draws" in said and "noise multiplier of vectors" in said
+    sweep = ["--sweep", "target_epsilon=1,3"]
+    assert plan(forward, values, *sweep) == 0
     said = capsys.readouterr().out
     assert "paper's figure" in said and "NO differential privacy guarantee" in said
-    assert plan(forward, VARIANTS["frozen, once"], "--sweep", "target_epsilon=1,3") == 0
+    assert plan(forward, VARIANTS["frozen, once"], *RDP, *sweep) == 0
     rows = capsys.readouterr().out.splitlines()
-    assert rows[0].split() == ["target_epsilon", "steps", "vector", "noise", "pld"]
+    assert re.split("  +", rows[0])[-2:] == ["noise of vectors", "rdp"]
     assert [row.split()[-1] for row in rows[1:3]] == ["1.000", "3.000"]
 
 
@@ -337,7 +326,8 @@ def test_rows_that_pass_the_model(forward, capsys):
     """Once each with a frozen encoder, by two draws with a private one."""
     examples = []
     for name in ("published", "frozen, fresh", "private encoder"):
-        assert plan(forward, VARIANTS[name], "--json") == 0
+        bound = RDP * (name != "published")
+        assert plan(forward, VARIANTS[name], "--json", *bound) == 0
         examples.append(json.loads(capsys.readouterr().out)["examples"])
     assert examples == [250 * 32, N, 2 * 250 * 32]
 

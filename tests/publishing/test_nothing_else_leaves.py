@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import tiny
 from loopback_hub import TOKEN, USER
 from peft import LoraConfig
@@ -46,8 +45,10 @@ class WritesAllDown(TrainerCallback):
             (place / "notes.txt").write_text(f"{TOKEN} {Path.home()} {PERSON} {MACHINE}")
 
 
-def published(hub, tmp_path: Path, monkeypatch, strategy: str, adapter: bool) -> dict[str, bytes]:
-    """Train and push; return what must not have left, by name."""
+def published(
+    hub, tmp_path: Path, monkeypatch, strategy: str, adapter: bool
+) -> tuple[dict[str, bytes], DPTrainer]:
+    """Train and push; return what must not have left, by name, and the trainer."""
     home = tmp_path / "home-of-people" / PERSON
     output = home / "outputs-ruritania" / "run-sealand"
     monkeypatch.setenv("HOME", str(home))
@@ -57,7 +58,7 @@ def published(hub, tmp_path: Path, monkeypatch, strategy: str, adapter: bool) ->
     base = home / "bases-freedonia" / "bert"
     tiny.model().save_pretrained(base)
     tiny.tokenizer().save_pretrained(base)
-    words = tiny.tokenizer().from_pretrained(base)
+    reader = tiny.tokenizer().from_pretrained(base)
     rows = [f"row-{i}-of-graustark {row['sentence']}" for i, row in enumerate(tiny.rows(40))]
     data = tiny.dataset().add_column("sentence", rows)
     data.to_parquet(home / "data-elbonia" / "train.parquet")
@@ -77,8 +78,8 @@ def published(hub, tmp_path: Path, monkeypatch, strategy: str, adapter: bool) ->
             "model": str(base),
             "peft_config": config,
             "train_dataset": data,
-            "processing_class": words,
-            "data_collator": DataCollatorWithPadding(words),
+            "processing_class": reader,
+            "data_collator": DataCollatorWithPadding(reader),
             "callbacks": [WritesAllDown(rows, draws)],
         },
         save_strategy="steps",
@@ -100,7 +101,7 @@ def published(hub, tmp_path: Path, monkeypatch, strategy: str, adapter: bool) ->
     losses = [loss for loss in losses if loss]  # 0 for an empty draw
     drawn = [found for found in draws if len(found) >= 4]
     assert losses and min(losses) > LOSS / 9 and drawn
-    return {
+    words = {
         "a row": b"-of-graustark",
         "the output folder": b"outputs-ruritania",
         "the run's folder": b"run-sealand",
@@ -117,6 +118,7 @@ def published(hub, tmp_path: Path, monkeypatch, strategy: str, adapter: bool) ->
         },
         **{f"draw {n}": json.dumps(found)[1:-1].encode() for n, found in enumerate(drawn)},
     }
+    return words, trainer
 
 
 def found(words: dict[str, bytes], texts: Iterator[tuple[str, bytes]]) -> dict[str, str]:
@@ -131,30 +133,31 @@ def on_disk(folder: Path) -> Iterator[tuple[str, bytes]]:
             yield str(path), path.read_bytes()
 
 
-@pytest.mark.parametrize(("strategy", "adapter"), [("end", True), ("every_save", False)])
-def test_of_what_is_private_nothing_is_received(hub, tmp_path, monkeypatch, strategy, adapter):
-    words = published(hub, tmp_path, monkeypatch, strategy, adapter)
+def test_of_what_is_private_nothing_is_received(hub, tmp_path, monkeypatch):
+    words, trainer = published(hub, tmp_path, monkeypatch, "every_save", False)
     assert set(found(words, on_disk(tmp_path))) == set(words)  # there to be found
-    assert len(hub.pushes(NAME)) == (3 if strategy == "every_save" else 1)
-    weights = "adapter_model.safetensors" if adapter else "model.safetensors"
-    assert any(weights in where for where, _ in hub.received())
+    assert len(hub.pushes(NAME)) == 3
+    assert any("model.safetensors" in where for where, _ in hub.received())
     assert found(words, hub.received()) == {}
 
-
-def test_a_planted_leak_is_seen(hub, tmp_path, monkeypatch):
-    """The same, with an allow-list that lets everything go."""
-    monkeypatch.setattr(allowed, "_GOES", {r"(?!_|checkpoint).*": "planted"})
-    monkeypatch.setattr("hf_dp.publishing.scan.Scan.published", lambda self, name, text: text)
-    words = published(hub, tmp_path, monkeypatch, "every_save", False)
-    seen = found(words, hub.received())
-    losses = [name for name in words if name.startswith("loss")]
-    draws = [name for name in words if name.startswith("draw")]
-    assert {"a row", "the user", "the machine", "the token", *losses, *draws} <= set(seen)
-    assert {"the output folder", "the run's folder"} <= set(seen)
-
-
-def test_one_planted_file_is_seen(hub, tmp_path, monkeypatch):
+    # The same, with an allow-list to which one file is added, or that lets everything go.
+    checkpoint = f"{trainer.args.output_dir}/checkpoint-4"
     goes = {r"trainer_state\.json": "planted", **allowed._GOES}
     monkeypatch.setattr(allowed, "_GOES", goes)
-    words = published(hub, tmp_path, monkeypatch, "every_save", False)
+    trainer._push_from_checkpoint(checkpoint)
     assert any(name.startswith("loss") for name in found(words, hub.received()))
+    monkeypatch.setattr(allowed, "_GOES", {r"(?!_|checkpoint).*": "planted"})
+    monkeypatch.setattr("hf_dp.publishing.scan.Scan.published", lambda self, name, text: text)
+    trainer._push_from_checkpoint(checkpoint)
+    seen = set(found(words, hub.received()))
+    shown = {name for name in words if name.startswith(("loss", "draw"))}
+    assert {"a row", "the user", "the machine", "the token", *shown} <= seen
+    assert {"the output folder", "the run's folder"} <= seen
+
+
+def test_nothing_private_is_received_of_an_adapter(hub, tmp_path, monkeypatch):
+    words, _ = published(hub, tmp_path, monkeypatch, "end", True)
+    assert set(found(words, on_disk(tmp_path))) == set(words)
+    assert len(hub.pushes(NAME)) == 1
+    assert any("adapter_model.safetensors" in where for where, _ in hub.received())
+    assert found(words, hub.received()) == {}

@@ -5,18 +5,23 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import tiny
 from loopback_hub import BASE, USER
+from warm import run_program
 
 from hf_dp.publishing.hub import publish
 
 TEXTS = ["good film", "the plot was very bad and long", "fine"]
+# The Hub on loopback, as HF_ENDPOINT and HF_HOME would say; the client is imported already.
 PROGRAM = """
 import json, sys
+from huggingface_hub import constants, hf_api
+path = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
+constants.ENDPOINT = hf_api.api.endpoint = sys.argv[3]
+constants.HUGGINGFACE_CO_URL_TEMPLATE = sys.argv[3] + path
+constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET = "cache", False, True
 from transformers import pipeline
 texts, found = json.loads(sys.argv[1]), {}
 for method in ("full", "lora"):
@@ -49,20 +54,9 @@ def test_what_is_pulled_computes_what_was_pushed(hub, trained, base, tmp_path):
             "text-classification", model=model, tokenizer=tiny.tokenizer(), top_k=None
         )
         here[method] = [{row["label"]: row["score"] for row in rows} for rows in classify(TEXTS)]
-    environment = {
-        **os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"),
-        "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1",
-        "NO_PROXY": "127.0.0.1",
-    }  # fmt: skip
-    del environment["HF_TOKEN"]  # they are public
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(TEXTS), USER],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environment,
-        check=False,
-    )
+    environment = {key: value for key, value in os.environ.items() if key != "HF_TOKEN"}  # public
+    words = [json.dumps(TEXTS), USER, hub.url]
+    done = run_program(PROGRAM, tmp_path, words, environment)
     assert done.returncode == 0, done.stderr[-3000:]
     pulled = json.loads(done.stdout.splitlines()[-1])
     for method, rows in here.items():  # float32 sums depend on where in memory they are formed

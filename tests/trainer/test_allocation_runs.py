@@ -62,8 +62,9 @@ def test_an_epoch_is_recorded_whole_before_its_first_step(tmp_path, monkeypatch,
     statement = trainer.privacy_statement()
     assert statement.epsilon == epsilon(event, 1 / 80).rounded_up(3)
     assert "2 random allocations, each of up to 2 steps, of DP-SGD" in statement.sentence()
-    assert statement.sampling.startswith("random allocation: each row joins one of the 2 steps")
-    assert "Poisson" not in f"{statement.sampling} {statement.sentence()}"
+    sampling = statement.plan.words.sampling
+    assert sampling.startswith("random allocation: each row joins one of the 2 steps")
+    assert "Poisson" not in f"{sampling} {statement.sentence()}"
     trainer.save_model()
     assert verify(tmp_path).outcome != "FAILED"
 
@@ -161,7 +162,7 @@ def test_users_are_allocated_with_all_of_their_rows(tmp_path, monkeypatch):
     count = len(set(users.owners()))
     assert sorted(sum(drawn[0], [])) == list(range(count))
     assert trainer.ledger.events == (RandomAllocationGaussian(1.0, count // 4, 3),)
-    assert "each user joins one of the 3 steps" in trainer.privacy_statement().sampling
+    assert "each user joins one of the 3 steps" in trainer.privacy_statement().plan.words.sampling
 
 
 def test_an_audit_refutes_allocations_without_noise(tmp_path, monkeypatch):

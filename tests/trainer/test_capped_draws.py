@@ -35,7 +35,7 @@ def test_what_ran_is_what_is_accounted(tmp_path):
     statement = trainer.privacy_statement()
     assert statement.epsilon == epsilon(event, 1 / 80).rounded_up(3)
     assert statement.epsilon > epsilon(PoissonSampledGaussian(1.0, 0.2, 6), 1 / 80).rounded_up(3)
-    assert "of a draw of more than 9 rows" in statement.sampling
+    assert "of a draw of more than 9 rows" in statement.plan.words.sampling
     assert "with truncated Poisson sampling" in statement.sentence()
     trainer.save_model()
     written = json.loads((tmp_path / "privacy.json").read_text())

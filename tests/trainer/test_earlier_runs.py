@@ -17,7 +17,7 @@ from hf_dp.plans.units import Users
 from hf_dp.run.earlier import earlier_claims
 from hf_dp.run.ledger_file import COPY, LEDGER
 from hf_dp.run.witnesses import read_run
-from hf_dp.statement.record import FILE_NAME, DamagedRecordError, disagreements, read
+from hf_dp.statement.record import FILE_NAME, disagreements, read
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -132,7 +132,7 @@ def test_an_earlier_run_whose_ledger_went_back_is_refused(run, tmp_path):
             InvalidArgumentError,
             "with privacy_unit='.*', not 'user'",
         ),
-        ({"neighboring_relation": "add_remove"}, DamagedRecordError, "`neighboring_relation`"),
+        ({"neighboring_relation": "add_remove"}, LedgerError, "`neighboring_relation`"),
     ],
 )
 def test_a_run_with_another_unit_or_relation_is_refused(finished, tmp_path, theirs, error, why):

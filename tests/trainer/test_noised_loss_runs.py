@@ -262,7 +262,7 @@ def test_a_limit_of_the_draw(tmp_path):
         TruncatedPoissonSampledGaussian(1.0, 0.2, 2, 40, 9, beside={"loss": 2.0}),
     )
     assert 0 < sum(counted) <= 2 * 9
-    assert "of a draw of more than 9 rows" in trainer.privacy_statement().sampling
+    assert "of a draw of more than 9 rows" in trainer.privacy_statement().plan.words.sampling
 
 
 # -- resuming --
