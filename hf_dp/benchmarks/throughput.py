@@ -18,6 +18,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import torch
+
 from hf_dp.benchmarks.modes import (
     NON_PRIVATE,
     Refused,
@@ -35,7 +37,6 @@ from hf_dp.benchmarks.workload import (
     build_model,
     environment,
     make_batch,
-    threads_of,
 )
 
 Log = Callable[[str], None]
@@ -61,28 +62,28 @@ def measure_throughput(
     protocol, names = protocol or Protocol(), check_modes(modes)
     timers: dict[str, Callable[[], float]] = {}
     rows: dict[str, Row] = {}
-    with threads_of(workload):
-        shared = build_model(workload)
-        batches = [make_batch(workload, shared)]
-        for name in names:
-            log(f"warming up {name}")
-            try:
-                mode = build_mode(name, workload, shared)
-                with refusals(name):
-                    mode.step(batches)
-                mode.reset()
-                timers[name] = partial(seconds_of_step, mode, batches)
-                rows[name] = {"note": mode.note}
-            except Refused as refused:
-                shared.zero_grad(set_to_none=True)
-                rows[name] = {"refused": str(refused)}
-        refuse_without_yardstick(workload, rows[NON_PRIVATE])
-        repeats = protocol.repeats or math.ceil(_SECONDS_OF_ROUND / timers[NON_PRIVATE]())
-        runs = []
-        for number in range(protocol.runs):
-            interleave(timers, protocol.warmups)
-            log(f"run {number + 1} of {protocol.runs}: rounds of {repeats} steps")
-            runs.append(interleave(timers, protocol.rounds, log, repeats))
+    torch.set_num_threads(workload.threads or 1)
+    shared = build_model(workload)
+    batches = [make_batch(workload, shared)]
+    for name in names:
+        log(f"warming up {name}")
+        try:
+            mode = build_mode(name, workload, shared)
+            with refusals(name):
+                mode.step(batches)
+            mode.reset()
+            timers[name] = partial(seconds_of_step, mode, batches)
+            rows[name] = {"note": mode.note}
+        except Refused as refused:
+            shared.zero_grad(set_to_none=True)
+            rows[name] = {"refused": str(refused)}
+    refuse_without_yardstick(workload, rows[NON_PRIVATE])
+    repeats = protocol.repeats or math.ceil(_SECONDS_OF_ROUND / timers[NON_PRIVATE]())
+    runs = []
+    for number in range(protocol.runs):
+        interleave(timers, protocol.warmups)
+        log(f"run {number + 1} of {protocol.runs}: rounds of {repeats} steps")
+        runs.append(interleave(timers, protocol.rounds, log, repeats))
     for name in timers:
         seconds = statistics.median(each[name] for rounds in runs for each in rounds)
         spreads = [spread(rounds, name, NON_PRIVATE) for rounds in runs]

@@ -11,8 +11,8 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -187,35 +187,18 @@ def build_model(workload: Workload, tied: bool = True) -> nn.Module:
     return trained
 
 
-def made_up(model: nn.Module, examples: int, length: int) -> Batch:
-    """Return random tokens, (b, T), or images, and labels, the same in each call."""
+def make_batch(workload: Workload, model: nn.Module) -> Batch:
+    """Return a physical batch of random tokens, (b, T), and labels, the same in each call."""
     import torch
 
     from hf_dp.run.synthetic import synthetic_examples
 
+    lengths = [workload.max_length] * workload.per_device_train_batch_size
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        alone = synthetic_examples(model, [length] * examples, [length] * examples)
+        alone = synthetic_examples(model, lengths, lengths)
     device = next(model.parameters()).device
     return {name: torch.cat([each[name] for each in alone]).to(device) for name in alone[0]}
-
-
-def make_batch(workload: Workload, model: nn.Module) -> Batch:
-    """Return a physical batch, every example of full length."""
-    return made_up(model, workload.per_device_train_batch_size, workload.max_length)
-
-
-@contextmanager
-def threads_of(workload: Workload) -> Iterator[None]:
-    """Set torch's number of threads to the workload's, inside the context."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(workload.threads or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def environment(workload: Workload) -> dict[str, object]:

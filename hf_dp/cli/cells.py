@@ -144,6 +144,12 @@ def with_settings(recipe: Recipe, settings: Recipe) -> Recipe:
     return values
 
 
+def values_of(recipe: Recipe, cell: Cell) -> Recipe:
+    """Return the keys of a run, without where it writes."""
+    values = {**with_settings(recipe, cell.settings), "seed": cell.seed, "output_dir": None}
+    return {key: value for key, value in values.items() if value is not None}
+
+
 # -- a run ---
 
 
@@ -157,8 +163,7 @@ def run_cell(
         launched: what else its command line says: how many processes, for example.
         timed: whether it writes how long it took, beside its output folder.
     """
-    values = {**with_settings(recipe, cell.settings), "seed": cell.seed, "output_dir": None}
-    values = {key: value for key, value in values.items() if value is not None}
+    values = values_of(recipe, cell)
     config = cell.folder / "config.yaml"
     if config.exists() and (before := read_yaml(str(config))) != values:
         changed = sorted(key for key in {*before, *values} if before.get(key) != values.get(key))

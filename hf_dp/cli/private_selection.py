@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from hf_dp.cli.cells import Cell, result, run_cell, why_it_failed, with_settings
+from hf_dp.cli.cells import Cell, result, run_cell, values_of, why_it_failed
 from hf_dp.cli.config import DEFAULT_TASK, Recipe
 from hf_dp.errors import ConfigError, HfDpError
 from hf_dp.plans.dp_sgd import MEAN_RUNS, check_mean_runs
@@ -153,10 +153,8 @@ def check_runs(search: Search) -> None:
     first = {cell.label: cell for cell in reversed(search.cells)}  # a seed changes nothing
     for label, cell in first.items():
         with tempfile.TemporaryDirectory() as folder:
-            values = with_settings(search.settings, cell.settings)
-            values |= {"seed": cell.seed, "output_dir": folder}
-            values = {key: value for key, value in values.items() if value is not None}
-            values.setdefault("task", DEFAULT_TASK)
+            values = {"task": DEFAULT_TASK, **values_of(search.settings, cell)}
+            values["output_dir"] = folder
             try:
                 scores = _scores_to_come(private_task(values["task"]).trainer_of(values, []))
             except HfDpError as problem:

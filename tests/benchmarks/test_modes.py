@@ -20,7 +20,7 @@ from hf_dp.benchmarks.modes import (
     check_modes,
     refusals,
 )
-from hf_dp.benchmarks.workload import SHAPES, Workload, build_model, made_up, make_batch
+from hf_dp.benchmarks.workload import SHAPES, Workload, build_model, make_batch
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.errors import HfDpError, InvalidArgumentError, UnsupportedModelError
 from hf_dp.losses import per_example_loss
@@ -54,7 +54,8 @@ def test_private_modes_form_the_clipped_sum_of_a_logical_batch(model, name):
     mode = build_mode(name, workload)
     if "untied" in mode.note:
         pytest.skip(mode.note)  # another model: the head has a weight of its own
-    batches = [make_batch(workload, mode.model), made_up(mode.model, 3, 12)]
+    smaller = dataclasses.replace(workload, per_device_train_batch_size=3)
+    batches = [make_batch(each, mode.model) for each in (workload, smaller)]
     for _ in range(2):  # a step starts from nothing
         mode.step(batches)
     found, expected = mode.gradients(), clipped_sum(workload, batches)

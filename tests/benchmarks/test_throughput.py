@@ -88,23 +88,6 @@ def test_a_wrong_protocol_is_refused(field):
         Protocol(**{field: 0})
 
 
-def test_the_number_of_threads_is_put_back():
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        seen = []
-        measure_throughput(
-            TINY,
-            [],
-            Protocol(rounds=3, repeats=1),
-            lambda line: seen.append(torch.get_num_threads()),
-        )
-        assert set(seen) == {1}
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_a_round_lasts_eight_seconds(monkeypatch):
     monkeypatch.setattr(throughput, "seconds_of_step", lambda mode, batches: 3.0)
     found = measure_throughput(TINY, [], Protocol(rounds=3, warmups=1))
