@@ -16,6 +16,7 @@ import torch
 import transformers as hf
 from architectures import INFILLING, MASK, assert_exact, collate
 from families import bert
+from peft import LoraConfig
 from warm import run_program
 
 from hf_dp.clipping import rules
@@ -39,22 +40,24 @@ LENGTHS = {
 }
 
 
+def without_labels(architecture, model, lengths):
+    batch = collate(model, architecture.examples(model, lengths))
+    return {name: batch[name] for name in ("input_ids", "attention_mask")}
+
+
 @pytest.mark.parametrize("name", INFILLING)
 def test_logits_are_the_base_models_at_the_mask(name):
     architecture = INFILLING[name]
     model = architecture.build().eval()
-    batch = collate(model, architecture.examples(model, (6, 2, 9)))
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    inputs = without_labels(architecture, model, (6, 2, 9))
     # The base with a vocabulary projection of its own again, on all positions.
     projection = model.masked_lm.get_output_embeddings()
     whole = torch.nn.Linear(projection.weight.shape[1], len(projection.weight), dtype=torch.float64)
     whole.weight, whole.bias = projection.weight, projection.bias
     found = model(**inputs).logits
     model.masked_lm.set_output_embeddings(whole)
-    expected = model.masked_lm(**inputs).logits[batch["input_ids"] == MASK][
-        :, model.config.label_word_ids
-    ]
-    torch.testing.assert_close(found, expected)
+    at_the_mask = model.masked_lm(**inputs).logits[inputs["input_ids"] == MASK]
+    torch.testing.assert_close(found, at_the_mask[:, model.config.label_word_ids])
 
 
 # Every model, every case of lengths and every strategy, but not each with each.
@@ -93,16 +96,24 @@ def loaded(base: Path):
     return load_infilling(str(base), bert(), GLUE["sst2"], ["negative", "positive"])
 
 
+def trained(base, folder, texts, **given):
+    """The trainer, its model and tokenizer after two private steps."""
+    model, tokenizer = loaded(base)
+    rows = datasets.Dataset.from_dict({"sentence": texts, "label": [0, 1] * (len(texts) // 2)})
+    encoded = encode(rows, tokenizer, ["sentence"], "label", ["negative", "positive"], 24)
+    arguments = tiny.arguments(folder / "out", max_steps=2)
+    trainer = DPTrainer(
+        model, arguments, train_dataset=encoded, processing_class=tokenizer, **given
+    )
+    trainer.train()
+    return trainer, model, tokenizer
+
+
 def test_a_trained_run_reloads_in_a_fresh_process_and_serves_raw_text(base, tmp_path):
     """Private training through DPTrainer; then `pipeline` alone, in another process, on raw
     text."""
-    model, tokenizer = loaded(base)
     texts = ["it was great", "dull", "a [MASK] film", "the film was good", "bad", "terrible"] * 6
-    rows = datasets.Dataset.from_dict({"sentence": texts, "label": [0, 1] * 18})
-    encoded = encode(rows, tokenizer, ["sentence"], "label", ["negative", "positive"], 24)
-    arguments = tiny.arguments(tmp_path / "out", max_steps=2)
-    trainer = DPTrainer(model, arguments, train_dataset=encoded, processing_class=tokenizer)
-    trainer.train()
+    trainer, model, tokenizer = trained(base, tmp_path, texts)
     trainer.save_model()
     more = f"import json; print(json.dumps(model({texts[:3]!r})))"
     for text, found in zip(texts, json.loads(run_the_cards_lines(tmp_path, base, more))):
@@ -122,8 +133,7 @@ def test_every_base_reloads_to_the_same_logits(name, tmp_path):
         tmp_path, output_loading_info=True
     )
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    batch = collate(model, architecture.examples(model, (6, 2)))
-    inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    inputs = without_labels(architecture, model, (6, 2))
     torch.testing.assert_close(again.eval()(**inputs).logits, model(**inputs).logits)
 
 
@@ -147,27 +157,16 @@ def test_what_is_saved_is_what_is_loaded(base, tmp_path):
     assert again.config.base_config.model_type == "bert"
     assert again.config.pretraining_sources == ["quora", "wikipedia"]
     projection = again.masked_lm.get_output_embeddings()
-    assert projection.weight is again.masked_lm.get_input_embeddings().weight, (
-        "tied, as in the base"
-    )
+    tied = again.masked_lm.get_input_embeddings()
+    assert projection.weight is tied.weight, "as in the base"
     inputs = tokenizer(["a film", "great"], padding=True, return_tensors="pt")
     torch.testing.assert_close(again.eval()(**inputs).logits, model.eval()(**inputs).logits)
 
 
 def test_lora_on_an_infilling_model(base, tmp_path):
-    from peft import LoraConfig
-
-    model, tokenizer = loaded(base)
-    rows = datasets.Dataset.from_dict(
-        {"sentence": ["great film", "bad"] * 20, "label": [1, 0] * 20}
-    )
-    encoded = encode(rows, tokenizer, ["sentence"], "label", ["negative", "positive"], 24)
     adapter = LoraConfig(r=2, target_modules=["query", "value"])
-    arguments = tiny.arguments(tmp_path / "out", max_steps=2)
-    trainer = DPTrainer(
-        model, arguments, train_dataset=encoded, processing_class=tokenizer, peft_config=adapter
-    )
-    trainer.train()
+    texts = ["bad", "great film"] * 20
+    trainer, model, tokenizer = trained(base, tmp_path, texts, peft_config=adapter)
     trainer.describe(base_model=str(base))
     trainer.save_model()
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
@@ -180,9 +179,8 @@ def test_lora_on_an_infilling_model(base, tmp_path):
 def run_the_cards_lines(folder: Path, base: Path, more: str) -> str:
     """What the lines under "Use" of a card print, run beside the model and its base."""
     (folder / base.name).symlink_to(base)
-    lines = re.search(
-        r"## Use\n+```python\n(.*?)```", (folder / "out" / "README.md").read_text(), re.DOTALL
-    ).group(1)
+    card = (folder / "out" / "README.md").read_text()
+    lines = re.search(r"## Use\n+```python\n(.*?)```", card, re.DOTALL).group(1)
     lines = lines.replace("path/to/this/folder", "out").replace("BASE_MODEL", base.name)
     done = run_program(f"{lines}\n{more}", folder, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert done.returncode == 0, done.stderr[-2000:]
@@ -226,13 +224,11 @@ def test_a_planted_bug_in_the_projections_rule_is_seen(monkeypatch, lost):
         if lost == "the bias":
             found["bias"] = dataclasses.replace(found["bias"], grads=found["bias"].grads * 0)
         else:  # recorded at tokens that no text holds
-            found["weight"] = dataclasses.replace(
-                found["weight"], tokens=found["weight"].tokens + 40
-            )
+            tokens = found["weight"].tokens + 40
+            found["weight"] = dataclasses.replace(found["weight"], tokens=tokens)
         return found
 
-    monkeypatch.setitem(
-        rules.RULES, LabelWordProjection, dataclasses.replace(rule, gradients=broken)
-    )
+    planted = dataclasses.replace(rule, gradients=broken)
+    monkeypatch.setitem(rules.RULES, LabelWordProjection, planted)
     with pytest.raises(AssertionError):
         assert_exact(architecture, model, architecture.examples(model, (9, 7)))

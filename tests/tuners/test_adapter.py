@@ -17,21 +17,9 @@ from hf_dp.tuners.adapter import AdapterConfig, AdapterLayer
 from tests import tiny
 
 KNOWN = (
-    "bert",
-    "distilbert",
-    "roberta",
-    "albert",
-    "electra",
-    "modernbert",
-    "mpnet",
-    "gpt2_tied",
-    "opt",
-    "llama",
-    "t5",
-    "bart",
-    "vit",
-    "dinov2",
-)
+    "bert", "distilbert", "roberta", "albert", "electra", "modernbert", "mpnet", "gpt2_tied", "opt", "llama", "t5",
+    "bart", "vit", "dinov2",
+)  # fmt: skip
 
 
 def logits(architecture, model, batch):
@@ -68,11 +56,8 @@ def test_changes_nothing_at_first_and_is_exact_to_clip(name):
 
 def test_houlsby_has_two_a_block_and_pfeiffer_one():
     def built(style):
-        return adapters(
-            get_peft_model(
-                ARCHITECTURES["bert"].build(), AdapterConfig(style=style, task_type="SEQ_CLS")
-            )
-        )
+        config = AdapterConfig(style=style, task_type="SEQ_CLS")
+        return adapters(get_peft_model(ARCHITECTURES["bert"].build(), config))
 
     blocks = ARCHITECTURES["bert"].build().config.num_hidden_layers
     assert len(built("houlsby")) == 2 * blocks
@@ -81,9 +66,8 @@ def test_houlsby_has_two_a_block_and_pfeiffer_one():
 
 
 def test_computes_what_it_says():
-    model = get_peft_model(
-        ARCHITECTURES["bert"].build(), AdapterConfig(bottleneck_size=3, activation="relu")
-    )
+    config = AdapterConfig(bottleneck_size=3, activation="relu")
+    model = get_peft_model(ARCHITECTURES["bert"].build(), config)
     layer = next(iter(adapters(model).values()))
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -92,9 +76,8 @@ def test_computes_what_it_says():
     h = layer.base_layer(x)
     down, up = layer.adapter_down["default"], layer.adapter_up["default"]
     assert down.weight.shape == (3, layer.base_layer.out_features)
-    torch.testing.assert_close(
-        layer(x), h + ACT2FN["relu"](h @ down.weight.mT + down.bias) @ up.weight.mT + up.bias
-    )
+    inner = ACT2FN["relu"](h @ down.weight.mT + down.bias)
+    torch.testing.assert_close(layer(x), h + inner @ up.weight.mT + up.bias)
 
 
 LOAD = """
@@ -111,23 +94,18 @@ torch.save(model(torch.tensor([[2, 5, 6, 3]]), torch.ones(1, 4, dtype=torch.long
 @pytest.mark.slow
 def test_trains_privately_and_loads_where_hf_dp_is_imported(tmp_path):
     tiny.model().save_pretrained(tmp_path / "base")
-    trainer = tiny.trainer(
-        tmp_path / "run",
-        given={"peft_config": AdapterConfig(bottleneck_size=4)},
-        save_strategy="steps",
-        save_steps=2,
-    )
+    given = {"peft_config": AdapterConfig(bottleneck_size=4)}
+    trainer = tiny.trainer(tmp_path / "run", given=given, save_strategy="steps", save_steps=2)
     trainer.train()
     trainer.save_model()
     text = (tmp_path / "run" / "README.md").read_text()
     assert "import hf_dp" in text and "(ADAPTER)" in text
-    ours = trainer.model.eval()(
-        torch.tensor([[2, 5, 6, 3]]), torch.ones(1, 4, dtype=torch.long)
-    ).logits
+    text = (torch.tensor([[2, 5, 6, 3]]), torch.ones(1, 4, dtype=torch.long))
+    ours = trainer.model.eval()(*text).logits
     words = [str(tmp_path / name) for name in ("base", "run", "logits.pt")]
     subprocess.run([sys.executable, "-W", "ignore", "-c", LOAD, *words], check=True, cwd=tmp_path)
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), ours.detach(), rtol=0, atol=1e-6)
-    again = tiny.trainer(tmp_path / "run", given={"peft_config": AdapterConfig(bottleneck_size=4)})
+    again = tiny.trainer(tmp_path / "run", given=given)
     again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     assert again.ledger.steps() == 6
 
@@ -138,10 +116,6 @@ def test_refusals():
         model.merge_and_unload()
     with pytest.raises(InvalidArgumentError, match="target_modules.*'convnext'"):
         get_peft_model(ARCHITECTURES["convnext"].build(), AdapterConfig())
-    for bad, name in (
-        ({"bottleneck_size": 0}, "bottleneck_size"),
-        ({"style": "x"}, "style"),
-        ({"activation": "x"}, "activation"),
-    ):
+    for name, bad in {"bottleneck_size": 0, "style": "x", "activation": "x"}.items():
         with pytest.raises(InvalidArgumentError, match=name):
-            AdapterConfig(**bad)
+            AdapterConfig(**{name: bad})

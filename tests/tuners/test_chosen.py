@@ -1,8 +1,9 @@
-"""What DP-FROST chose, read from ``selection.json``: in words and as a picture."""
+"""What DP-FROST chose, read from ``selection.json``."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -19,11 +20,9 @@ from hf_dp.tuners.public_choice import RandomConfig
 from tests import tiny
 
 GIVEN = {
-    "unfreeze_ratio": 0.3,
-    "selection_sample_rate": 0.3,
-    "selection_iterations": 3,
+    "unfreeze_ratio": 0.3, "selection_sample_rate": 0.3, "selection_iterations": 3,
     "selection_noise_multiplier": 0.5,
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -54,30 +53,18 @@ def test_each_partition_has_its_estimate_and_its_place_in_the_order(run):
         assert (found.magnitude, found.norm_order, found.noised) == ("mgna", 1, True)
 
 
-def test_the_picture(run, tmp_path, capsys, monkeypatch):
+def test_the_command_prints_what_a_figure_reads(run, capsys):
+    """tests/cli/test_figure.py draws such a record."""
     assert main(["partitions", "--chosen", str(run)]) == 0
-    printed = capsys.readouterr().out
-    assert len(json.loads(printed)[0]["parts"]) == 21
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    shown = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **options: shown.append(self))
-    (tmp_path / "a.json").write_text(printed)
-    words = ["--x", "kind", "--y", "block", "--color", "parts.magnitude", "-o", "a.png"]
-    monkeypatch.chdir(tmp_path)
-    assert main(["figure", "a.json", *words]) == 0
-    for axes, found in zip(shown[0].axes, read_chosen(str(run)), strict=False):
-        said = sorted(text.get_text() for text in axes.texts if text.get_text())
-        assert said == sorted(f"{each.magnitude:.4g}" for each in found.parts)
+    for printed, found in zip(
+        json.loads(capsys.readouterr().out), read_chosen(str(run)), strict=True
+    ):
+        assert printed["parts"] == [asdict(part) for part in found.parts]
 
 
 SMALL = {
-    "num_hidden_layers": 2,
-    "hidden_size": 16,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-}
+    "num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32
+}  # fmt: skip
 FAMILIES = {
     "bert": SMALL,
     "roberta": SMALL,
@@ -113,13 +100,8 @@ def test_other_matrices_keep_their_names_and_come_last():
         ("b.layers.0.query", "b.layers 0", "query"),
         ("embeddings.word", "", "embeddings.word"),
     ]
-    assert in_order(["scale", "output", "layer norm 2", "layer norm 1", "query"]) == [
-        "query",
-        "output",
-        "layer norm 1",
-        "layer norm 2",
-        "scale",
-    ]
+    given = ["scale", "output", "layer norm 2", "layer norm 1", "query"]
+    assert in_order(given) == ["query", "output", "layer norm 1", "layer norm 2", "scale"]
 
 
 def test_what_holds_no_selection_of_frost_is_named(tmp_path):

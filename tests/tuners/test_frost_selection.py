@@ -41,6 +41,7 @@ def by_the_text(observed, sensitivities, sample_rate, rounds):
     scales = [sample_rate] + [1.0] * (t_max - 1)
     v = [0.0] * m
     for _ in range(rounds):
+        before = list(scales)
         for i in range(m):
             seen = [t for t in range(t_max) if not math.isnan(observed[t, i])]
             above = sum(observed[t, i] * scales[t] / sensitivities[t] ** 2 for t in seen)
@@ -51,6 +52,8 @@ def by_the_text(observed, sensitivities, sample_rate, rounds):
             scales[t] = sum(observed[t, i] * v[i] / delta for i in there) / sum(
                 v[i] ** 2 / delta for i in there
             )
+        if scales == before:
+            break  # all further rounds are the same
     return v
 
 
@@ -72,12 +75,8 @@ def test_pgm_est_maximizes_the_likelihood():
         return np.nansum(((observed - scales[:, None] * v) / sensitivities[:, None]) ** 2) * 1e6
 
     start = np.concatenate([observed[0] / rate, np.ones(t - 1)])
-    best = minimize(
-        loss,
-        start,
-        method="L-BFGS-B",
-        options={"maxiter": 20000, "maxfun": 200000, "ftol": 1e-15, "gtol": 1e-12},
-    )
+    options = {"maxiter": 20000, "maxfun": 200000, "ftol": 1e-15, "gtol": 1e-12}
+    best = minimize(loss, start, method="L-BFGS-B", options=options)
     found = estimate(observed, sensitivities, rate)
     scales = scales_of(observed, found, rate)
     ours = loss(np.concatenate([found, scales[1:] * 50]))
@@ -93,12 +92,26 @@ def test_variance_is_lemma_6():
     noisy = scales * truth + sigma * sensitivities * source.normal(size=(20_000, len(scales)))
     weights = scales / sensitivities**2
     estimates = noisy @ weights / np.sum(weights * scales)
-    assert estimates.std() == pytest.approx(
-        math.sqrt(variance(sigma, scales, sensitivities)), rel=0.02
-    )
+    expected = math.sqrt(variance(sigma, scales, sensitivities))
+    assert estimates.std() == pytest.approx(expected, rel=0.02)
 
 
 # -- PSEL ---
+
+
+def chosen(sizes, observe, gamma=0.3, iterations=1, rate=1.0, gap=5.0, sigma=0.0, names=None):
+    """Select among partitions of these sizes. ``observe`` takes the numbers of those that remain."""
+    names = names or [f"p{i}" for i in range(len(sizes))]
+    numbers = {name: number for number, name in enumerate(names)}
+    return select(
+        [partition(name, size) for name, size in zip(names, sizes, strict=True)],
+        lambda rest: observe([numbers[part.name] for part in rest]),
+        unfreeze_ratio=gamma,
+        iterations=iterations,
+        sample_rate=rate,
+        gap_coefficient=gap,
+        noise_multiplier=sigma,
+    )
 
 
 def psel_by_the_text(sizes, observe, gamma, iterations, rate, gap, sigma):
@@ -148,12 +161,8 @@ def test_psel_is_algorithm_4(seed, sigma):
         )
 
     plain = observer()
-    parts = [partition(f"p{i}", size) for i, size in enumerate(sizes)]
     ours = observer()
-    found = select(
-        parts, lambda rest: ours([int(p.name[1:]) for p in rest]), unfreeze_ratio=0.4, iterations=4, sample_rate=0.05,
-        gap_coefficient=1.5, noise_multiplier=sigma,
-    )  # fmt: skip
+    found = chosen(sizes, ours, **settings)
     assert [int(name[1:]) for name in found.names] == psel_by_the_text(sizes, plain, **settings)
     assert sum(sizes[int(name[1:])] for name in found.names) <= 0.4 * sum(sizes)
 
@@ -173,10 +182,7 @@ def test_a_single_shot_begins_with_what_the_papers_loop_selects(seed):
     source = np.random.default_rng(seed)
     sizes = source.integers(5, 60, 9).tolist()
     noisy = source.normal(3, 1, 9)
-    found = select(
-        [partition(f"p{i}", size) for i, size in enumerate(sizes)], lambda rest: (noisy.tolist(), 1.0),
-        unfreeze_ratio=0.4, iterations=1, sample_rate=1.0, gap_coefficient=5, noise_multiplier=1.0,
-    )  # fmt: skip
+    found = chosen(sizes, lambda rest: (noisy.tolist(), 1.0), gamma=0.4, sigma=1.0)
     ours = [int(name[1:]) for name in found.names]
     papers = line_20_as_printed(np.argsort(-noisy).tolist(), sizes, 0.4 * sum(sizes))
     assert ours[: len(papers)] == papers
@@ -185,25 +191,17 @@ def test_a_single_shot_begins_with_what_the_papers_loop_selects(seed):
 
 
 def test_without_noise_the_largest_that_fit_are_chosen():
-    parts = [partition("embedding", 60), partition("a", 10), partition("b", 10), partition("c", 20)]
-    truth = {"embedding": 9.0, "a": 5.0, "b": 1.0, "c": 3.0}
-    found = select(
-        parts, lambda rest: ([truth[p.name] for p in rest], 1.0), unfreeze_ratio=0.3, iterations=3, sample_rate=1.0,
-        gap_coefficient=5, noise_multiplier=0.0,
-    )  # fmt: skip
-    # The embedding is the largest and does not fit (60 of 30): it is skipped, not stopped at.
-    assert set(found.names) == {"a", "c"}
-    assert [set(row) for row in found.observed][0] == set(truth)
+    truth = [9.0, 5.0, 1.0, 3.0]
+    found = chosen([60, 10, 10, 20], lambda rest: ([truth[i] for i in rest], 1.0), iterations=3)
+    # The first is the largest and does not fit (60 of 30): it is skipped, not stopped at.
+    assert set(found.names) == {"p1", "p3"}
+    assert len(found.observed[0]) == len(truth)
     assert len(found.sensitivities) == len(found.observed) == 3
 
 
 def test_ties_are_broken_by_name():
-    parts = [partition(name, 10) for name in "dbca"]
-    for order in (parts, parts[::-1]):
-        found = select(
-            order, lambda rest: ([1.0] * len(rest), 1.0), unfreeze_ratio=0.5, iterations=1, sample_rate=1.0,
-            gap_coefficient=0, noise_multiplier=0.0,
-        )  # fmt: skip
+    for names in ("dbca", "acbd"):
+        found = chosen([10] * 4, lambda rest: ([1.0] * len(rest), 1.0), gamma=0.5, names=names)
         assert found.names == ("d", "c")
 
 
@@ -212,37 +210,26 @@ def test_rounding_of_what_stays_frozen_ends_at_the_largest():
     left."""
     order = [partition(name, 1) for name in "abc"]
     assert _last_frozen(order, (1 - 0.7) * 10).name == "c"
-    assert [_last_frozen(order, numbers).name for numbers in (0.5, 1, 1.5, 2, 3)] == [
-        "a",
-        "a",
-        "b",
-        "b",
-        "c",
-    ]
+    found = [_last_frozen(order, numbers).name for numbers in (0.5, 1, 1.5, 2, 3)]
+    assert "".join(found) == "aabbc"
 
 
 def test_more_noise_chooses_worse_as_lemma_6_says():
     """Planted truth: three of twelve matter. The share found falls as the standard deviation of
     lemma 6 nears their gap."""
-    parts = [partition(f"p{i:02d}", 10) for i in range(12)]
     truth = np.array([3.0] * 3 + [1.0] * 9)
 
     def found(sigma):
         hits = 0
-        for seed in range(8):
+        for seed in range(4):
             noise = np.random.default_rng(seed)
 
             def observe(rest, noise=noise):
-                return [
-                    0.02 * truth[int(p.name[1:])] + sigma * 0.01 * noise.normal() for p in rest
-                ], 0.01
+                return [0.02 * truth[i] + sigma * 0.01 * noise.normal() for i in rest], 0.01
 
-            chosen = select(
-                parts, observe, unfreeze_ratio=0.25, iterations=5, sample_rate=0.02, gap_coefficient=5,
-                noise_multiplier=sigma,
-            )  # fmt: skip
-            hits += len({"p00", "p01", "p02"} & set(chosen.names))
-        return hits / 24
+            picked = chosen([10] * 12, observe, gamma=0.25, iterations=3, rate=0.02, sigma=sigma)
+            hits += len({"p0", "p1", "p2"} & set(picked.names))
+        return hits / 12
 
     # One iteration's deviation of v is sigma * 0.01 / 0.02 = sigma / 2, beside a gap of 2.
     little, more, most = (found(sigma) for sigma in (0.2, 2.0, 20.0))
@@ -254,9 +241,6 @@ def test_more_noise_chooses_worse_as_lemma_6_says():
 def test_a_budget_that_no_partition_fits_is_refused():
     with pytest.raises(
         InvalidArgumentError,
-        match="`unfreeze_ratio` to leave room.*smallest partition, 'b' with 40",
+        match="`unfreeze_ratio` to leave room.*smallest partition, 'p1' with 40",
     ):
-        select(
-            [partition("a", 60), partition("b", 40)], lambda rest: ([1.0] * len(rest), 1.0), unfreeze_ratio=0.3,
-            iterations=1, sample_rate=1.0, gap_coefficient=0, noise_multiplier=0.0,
-        )  # fmt: skip
+        chosen([60, 40], lambda rest: ([1.0] * len(rest), 1.0))

@@ -57,10 +57,8 @@ def test_tied_parameters_are_one_partition_with_all_its_owners():
     # BERT's decoder is tied to the embedding; the vocabulary's bias belongs to it.
     found = by_name("bert_masked_lm")
     tied = found["bert.embeddings.word_embeddings"]
-    assert set(tied.parameters) == {
-        "bert.embeddings.word_embeddings.weight",
-        "cls.predictions.bias",
-    }
+    bias = "cls.predictions.bias"
+    assert set(tied.parameters) == {"bert.embeddings.word_embeddings.weight", bias}
     assert "cls.predictions.decoder" in tied.owners
     t5 = by_name("t5")
     assert set(t5["shared"].owners) >= {"shared", "encoder.embed_tokens", "decoder.embed_tokens"}
@@ -78,15 +76,13 @@ def test_the_command(tmp_path, capsys):
     assert main(["partitions", str(tmp_path), "--num-labels", "3"]) == 0
     text = capsys.readouterr().out
     head = sum(p.numel() for p in model.classifier.parameters())
-    assert (
-        f"{len(partitions(model)) - 1} partitions, {model.num_parameters() - head:,} parameters"
-        in text
-    )
+    count, numbers = len(partitions(model)) - 1, model.num_parameters() - head
+    assert f"{count} partitions, {numbers:,} parameters" in text
     assert f"{head} of a new head, which always train" in text
     assert main(["partitions", str(tmp_path), "--num-labels", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (
-        found["parameters"] + found["always_train"] + found["stay_frozen"] == model.num_parameters()
+    assert sum(found[name] for name in ("parameters", "always_train", "stay_frozen")) == (
+        model.num_parameters()
     )
     vision = ARCHITECTURES["vit"].build()
     vision.save_pretrained(tmp_path)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
+from dataclasses import dataclass
 
 import pytest
 import tiny
@@ -19,9 +20,11 @@ from hf_dp.errors import ConfigError, InvalidArgumentError, UnsupportedModelErro
 from hf_dp.tuners.public_choice import BitFitConfig, HeadConfig, RandomConfig, TopBlocksConfig
 from hf_dp.tuners.selection import SelectionConfig, register, target_modules
 
-MODELS = ARCHITECTURES | {
-    f"infilling {name}": INFILLING[name] for name in ("bert untied", "albert", "modernbert")
-}
+# Each kind of layer that owns parameters, and each way in which one is tied, reused or bare.
+MODELS = {name: ARCHITECTURES[name] for name in (
+    "bert", "albert", "deberta_v2", "modernbert", "mpnet", "bert_masked_lm", "gpt2_tied", "opt", "qwen3_tied",
+    "gemma3", "phi3", "t5", "bart", "vit", "convnext",
+)} | {f"infilling {name}": INFILLING[name] for name in ("bert untied", "albert")}  # fmt: skip
 
 
 def logits(architecture, model, batch):
@@ -35,10 +38,8 @@ def moved(model) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.add_(
-                    torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype),
-                    alpha=0.1,
-                )
+                shape, dtype = parameter.shape, parameter.dtype
+                parameter.add_(torch.randn(shape, generator=generator, dtype=dtype), alpha=0.1)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -86,27 +87,26 @@ def test_only_what_trains_is_saved(tmp_path):
     model = get_peft_model(ARCHITECTURES["bert"].build(), BitFitConfig(task_type="SEQ_CLS"))
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "adapter_model.safetensors")
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    assert sum(value.numel() for value in saved.values()) == sum(
-        p.numel() for p in trained.values()
-    )
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert sum(value.numel() for value in saved.values()) == trained
     assert all(key.endswith("bias") or "classifier" in key for key in saved)
+
+
+def copies_of_the_embedding(gpt2):
+    """What trains of the tied embedding: in its own place, and in the head."""
+    model = gpt2.base_model.model
+    owners = (model.transformer.wte, model.lm_head)
+    return [each.ln_tuning_layers["default"].weight for each in owners]
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_tied_parameter_trains_as_one_and_is_saved_for_each_owner(tmp_path):
     base = ARCHITECTURES["gpt2_tied"].build()
     model = get_peft_model(base, RandomConfig(unfreeze_ratio=1.0))
-    transformer = model.base_model.model
-    one = transformer.transformer.wte.ln_tuning_layers["default"].weight
-    other = transformer.lm_head.ln_tuning_layers["default"].weight
+    one, other = copies_of_the_embedding(model)
     assert one is other and one.requires_grad
     model.save_pretrained(tmp_path)
-    saved = [
-        key
-        for key in load_file(tmp_path / "adapter_model.safetensors")
-        if "ln_tuning_layers" in key
-    ]
+    saved = [key for key in load_file(tmp_path / "adapter_model.safetensors") if "ln_tun" in key]
     assert len([key for key in saved if "wte" in key or "lm_head" in key]) == 2
     merged = model.merge_and_unload()
     assert merged.lm_head.weight is merged.transformer.wte.weight
@@ -131,23 +131,19 @@ def test_top_blocks():
 
 def test_head_alone():
     model, _ = chosen(HeadConfig(task_type="SEQ_CLS"))
-    assert {n.split(".")[2] for n, p in model.named_parameters() if p.requires_grad} == {
-        "classifier"
-    }
+    trained = {n.split(".")[2] for n, p in model.named_parameters() if p.requires_grad}
+    assert trained == {"classifier"}
     with pytest.raises(UnsupportedModelError, match="modules_to_save"):
         chosen(HeadConfig())
 
 
 def test_random_is_a_function_of_its_seed_within_its_ratio():
     def pick(seed, ratio=0.4):
-        model, names = chosen(
-            RandomConfig(unfreeze_ratio=ratio, selection_seed=seed, task_type="SEQ_CLS")
-        )
+        own = {"unfreeze_ratio": ratio, "selection_seed": seed}
+        model, names = chosen(RandomConfig(**own, task_type="SEQ_CLS"))
         picked = model.peft_config["default"].parameters
-        candidates = [n for n in names if not n.startswith("classifier")]
-        assert sum(names[n].numel() for n in picked) <= ratio * sum(
-            names[n].numel() for n in candidates
-        )
+        sizes = {n: p.numel() for n, p in names.items() if not n.startswith("classifier")}
+        assert sum(sizes[n] for n in picked) <= ratio * sum(sizes.values())
         return picked
 
     assert pick(0) == pick(0) != pick(1)
@@ -195,13 +191,11 @@ def test_a_name_that_is_no_parameter_is_refused():
 
 
 def test_targets_are_exact_where_names_end_alike():
-    model = nn.ModuleDict(
-        {"head": nn.Linear(2, 2), "decoder": nn.ModuleDict({"head": nn.Linear(2, 2)})}
-    )
+    decoder = nn.ModuleDict({"head": nn.Linear(2, 2)})
+    model = nn.ModuleDict({"head": nn.Linear(2, 2), "decoder": decoder})
     assert target_modules(model, ["decoder.head.weight"]) == ["decoder.head"]
-    assert (
-        target_modules(model, ["head.weight"]) == "head"
-    )  # as a pattern, which PEFT matches in full
+    # As a pattern, which PEFT matches in full.
+    assert target_modules(model, ["head.weight"]) == "head"
 
 
 def test_what_the_model_itself_owns_cannot_be_copied():
@@ -215,9 +209,8 @@ def test_what_the_model_itself_owns_cannot_be_copied():
 
 
 def test_configurations_round_trip_and_refuse_others(tmp_path):
-    config = RandomConfig(
-        unfreeze_ratio=0.125, selection_seed=7, parameters=["a"], modules_to_save=["b"]
-    )
+    own = {"unfreeze_ratio": 0.125, "selection_seed": 7}
+    config = RandomConfig(**own, parameters=["a"], modules_to_save=["b"])
     config.save_pretrained(tmp_path)
     again = RandomConfig.from_pretrained(str(tmp_path))
     assert (again.options(), again.parameters) == (config.options(), config.parameters)
@@ -234,15 +227,12 @@ def test_planted_untied_copies_are_seen(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = get_peft_model(ARCHITECTURES["gpt2_tied"].build(), RandomConfig(unfreeze_ratio=1.0))
-    transformer = model.base_model.model
-    assert transformer.transformer.wte.ln_tuning_layers["default"].weight is not (
-        transformer.lm_head.ln_tuning_layers["default"].weight
-    )
+    one, other = copies_of_the_embedding(model)
+    assert one is not other
 
 
 def test_a_method_of_ones_own(tmp_path):
     """What the documentation says: a dataclass with ``method`` and ``choose``."""
-    from dataclasses import dataclass
 
     @register
     @dataclass
@@ -253,8 +243,5 @@ def test_a_method_of_ones_own(tmp_path):
             return [name for name, _ in model.named_parameters() if "LayerNorm" in name]
 
     model, _ = chosen(LayerNorms(task_type="SEQ_CLS"))
-    assert all(
-        "LayerNorm" in n or "classifier" in n
-        for n, p in model.named_parameters()
-        if p.requires_grad
-    )
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    assert all("LayerNorm" in name or "classifier" in name for name in trained)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,26 +26,25 @@ def folder(tmp_path_factory):
     return path
 
 
-def embeddings(folder, text: str) -> np.ndarray:
+def embeddings(encoder, text: str) -> np.ndarray:
     """Unit vectors of the last layer, those of [CLS] and [SEP] first and last."""
     encoded = tiny.tokenizer()([text], return_tensors="pt", return_token_type_ids=False)
     with torch.no_grad():
-        vectors = BertModel.from_pretrained(folder)(**encoded).last_hidden_state[0].double().numpy()
+        vectors = encoder(**encoded).last_hidden_state[0].double().numpy()
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
-def f1(folder, predicted: str, expected: str) -> float:
+def f1(encoder, predicted: str, expected: str) -> float:
     """Zhang et al. 2020: each token meets the nearest of the other text; [CLS] and [SEP] may be met,
     but do not count."""
-    cosines = embeddings(folder, predicted) @ embeddings(folder, expected).T
+    cosines = embeddings(encoder, predicted) @ embeddings(encoder, expected).T
     precision, recall = cosines.max(1)[1:-1].mean(), cosines.max(0)[1:-1].mean()
     return 2 * precision * recall / (precision + recall)
 
 
 def test_it_is_the_mean_over_rows_of_the_best_reference(folder):
-    best = [
-        max(f1(folder, text, other) for other in row) for text, row in zip(PREDICTIONS, REFERENCES)
-    ]
+    of = partial(f1, BertModel.from_pretrained(folder))
+    best = [max(of(text, other) for other in row) for text, row in zip(PREDICTIONS, REFERENCES)]
     found = score(["bertscore_f1"], PREDICTIONS, REFERENCES, bertscore_model=folder)
     assert found.values["bertscore_f1"] == pytest.approx(np.mean(best), rel=1e-5)
     assert "tiny-encoder, layer 1 of 1" in found.how["bertscore_f1"]
@@ -53,12 +53,8 @@ def test_it_is_the_mean_over_rows_of_the_best_reference(folder):
 
 def test_empty_predictions_score_nothing(folder):
     full = score(["bertscore_f1"], PREDICTIONS, REFERENCES, bertscore_model=str(folder))
-    more = score(
-        ["bertscore_f1"],
-        [*PREDICTIONS, "", " "],
-        [*REFERENCES, ["a"], ["b"]],
-        bertscore_model=folder,
-    )
+    texts, rows = [*PREDICTIONS, "", " "], [*REFERENCES, ["a"], ["b"]]
+    more = score(["bertscore_f1"], texts, rows, bertscore_model=folder)
     assert more.values["bertscore_f1"] == pytest.approx(full.values["bertscore_f1"] * 3 / 5)
     nothing = score(["bertscore_f1"], [""], [["a"]], bertscore_model=folder)
     assert nothing.values == {"bertscore_f1": 0.0}

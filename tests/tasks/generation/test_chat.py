@@ -69,23 +69,15 @@ def test_the_loss_of_the_users_turns_is_zero():
     words = chat.tokenizer
     row = chat.example(TURNS, 0)
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(words),
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-        )
-    ).double()
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = LlamaConfig(vocab_size=len(words), num_attention_heads=2, **sizes)
+    model = LlamaForCausalLM(config).double()
     batch = {name: torch.tensor([value]) for name, value in row.items()}
     logits = model(batch["input_ids"]).logits[0].detach()
     own = []  # the places of the assistant's tokens, from the characters of the text
     text = words.decode(row["input_ids"])
-    spans = [
-        (text.index(t), text.index(t) + len(t))
-        for t in ("Thai food.</s>\n", "The riverside.</s>\n")
-    ]
+    told = ("Thai food.</s>\n", "The riverside.</s>\n")
+    spans = [(text.index(t), text.index(t) + len(t)) for t in told]
     offset = 0
     for place, token in enumerate(row["input_ids"]):
         length = len(words.decode([token]))

@@ -21,6 +21,7 @@ from hf_dp.tasks.generation.encoding import (
 from hf_dp.tasks.generation.language_models import CAUSAL, SEQ2SEQ
 
 E2E = TextArguments(data_format="e2e", max_length=160)
+PAIRS = TextArguments(data_format="pairs", prompt_column="q", target_column="a")
 
 
 def rows(**columns):
@@ -42,10 +43,10 @@ def test_labels_stand_on_the_target_alone():
 
 def test_an_encoder_decoder_has_prompt_and_target_apart():
     words = tiny_text.tokenizer()
-    data = TextArguments(data_format="pairs", prompt_column="q", target_column="a")
-    row = encode(rows(q=["food : Thai"], a=["Thai food"]), data, encoding_of(SEQ2SEQ, words, data))
-    assert words.decode(row[0]["input_ids"]) == "food : Thai"
-    assert words.decode(row[0]["labels"]) == "Thai food"
+    given = rows(q=["food : Thai"], a=["Thai food"])
+    (row,) = encode(given, PAIRS, encoding_of(SEQ2SEQ, words, PAIRS))
+    assert words.decode(row["input_ids"]) == "food : Thai"
+    assert words.decode(row["labels"]) == "Thai food"
 
 
 def test_free_text_is_predicted_from_its_first_token_on():
@@ -62,23 +63,20 @@ def test_what_a_tokenizer_puts_before_any_text_stands_before_a_prompt(begin, end
     pieces = Tokenizer.from_str(tiny_text.tokenizer().backend_tokenizer.to_str())
     pieces.add_special_tokens([begin, end])
     number = pieces.token_to_id(begin)
-    pieces.post_processor = TemplateProcessing(
-        single=f"{begin} $A", special_tokens=[(begin, number)]
-    )
+    special = [(begin, number)]
+    pieces.post_processor = TemplateProcessing(single=f"{begin} $A", special_tokens=special)
     words = PreTrainedTokenizerFast(tokenizer_object=pieces, bos_token=begin, eos_token=end)
-    data = TextArguments(data_format="pairs", prompt_column="q", target_column="a")
-    (row,) = encode(rows(q=["food"], a=["Thai"]), data, encoding_of(CAUSAL, words, data))
+    (row,) = encode(rows(q=["food"], a=["Thai"]), PAIRS, encoding_of(CAUSAL, words, PAIRS))
     separator = begin if begin == end else "\n"
     assert words.decode(row["input_ids"]) == f"{begin}food{separator}Thai{end}"
     assert row["labels"].count(-100) == len(words("food" + separator)["input_ids"])
 
 
 def test_several_references_are_rows_of_their_own_and_one_question():
-    data = TextArguments(data_format="pairs", prompt_column="q", target_column="a")
     given = rows(q=["one", "two", "one"], a=[["x", "y"], ["z"], ["w"]])
-    encoding = encoding_of(CAUSAL, tiny_text.tokenizer(), data)
-    assert len(encode(given, data, encoding)) == 4
-    asked = questions(given, data, encoding)
+    encoding = encoding_of(CAUSAL, tiny_text.tokenizer(), PAIRS)
+    assert len(encode(given, PAIRS, encoding)) == 4
+    asked = questions(given, PAIRS, encoding)
     assert asked.references == [["x", "y", "w"], ["z"]]
     assert [tiny_text.tokenizer().decode(p).split("<")[0] for p in asked.prompts] == ["one", "two"]
     assert len(asked.first(1).prompts) == len(asked.first(1).references) == 1
@@ -119,13 +117,9 @@ def test_missing_columns_are_named():
 
 
 def test_a_row_that_does_not_fit_is_named_by_its_index():
-    data = TextArguments(data_format="pairs", prompt_column="q", target_column="a")
+    encoding = encoding_of(CAUSAL, tiny_text.tokenizer(), PAIRS)
     with pytest.raises(DataError, match="Row 1"):
-        encode(
-            rows(q=["a", None], a=["b", "c"]),
-            data,
-            encoding_of(CAUSAL, tiny_text.tokenizer(), data),
-        )
+        encode(rows(q=["a", None], a=["b", "c"]), PAIRS, encoding)
 
 
 def test_arguments_that_do_not_go_together():

@@ -39,6 +39,12 @@ def settings(**given):
     return DecodingArguments(**{"max_new_tokens": 12, "decoding_batch_size": 4, **given})
 
 
+def written(model, prompts=None, **given):
+    """What a model writes after these prompts, by default all."""
+    prompts = ids() if prompts is None else prompts
+    return decode(model, words(), prompts, settings(**given), progress=False)
+
+
 def prompt_tuned():
     torch.manual_seed(0)
     config = PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
@@ -54,33 +60,30 @@ def prompt_tuned():
 @pytest.mark.parametrize("decoding", ["beam", "greedy"])
 def test_a_batch_writes_what_each_prompt_alone_writes(make, decoding):
     model = make().double()
-    together = decode(model, words(), ids(), settings(decoding=decoding), progress=False)
+    together = written(model, decoding=decoding)
     for prompt, text in zip(ids(), together):
-        alone = decode(model, words(), [prompt], settings(decoding=decoding), progress=False)
-        assert alone == [text]
+        assert written(model, [prompt], decoding=decoding) == [text]
     assert len(set(together)) > 1  # or nothing would have been compared
 
 
 def test_greedy_is_the_most_likely_token_each_time():
     model = tiny_text.gpt2()
-    (text,) = decode(model, words(), ids(["food"]), settings(decoding="greedy"), progress=False)
-    sequence = list(ids(["food"])[0])
+    (asked,) = ids(["food"])
+    sequence = list(asked)
     for _ in range(12):
         token = int(model(torch.tensor([sequence])).logits[0, -1].argmax())
         if token == words().eos_token_id:
             break
         sequence.append(token)
-    assert (
-        text == words().decode(sequence[len(ids(["food"])[0]) :], skip_special_tokens=True).strip()
-    )
+    expected = words().decode(sequence[len(asked) :], skip_special_tokens=True).strip()
+    assert written(model, [asked], decoding="greedy") == [expected]
 
 
 def test_sampling_repeats_by_its_seed_and_leaves_the_generator_alone():
     model = tiny_text.gpt2()
 
     def write(seed):
-        given = settings(decoding="nucleus", decoding_seed=seed)
-        return decode(model, words(), ids(), given, progress=False)
+        return written(model, decoding="nucleus", decoding_seed=seed)
 
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -94,30 +97,26 @@ def test_sampling_repeats_by_its_seed_and_leaves_the_generator_alone():
 def test_nucleus_keeps_to_the_share_of_probability():
     """With a share so small that one token holds it, sampling is greedy."""
     model = tiny_text.gpt2()
-    one = settings(decoding="nucleus", top_p=1e-6)
-    assert decode(model, words(), ids(), one, progress=False) == decode(
-        model, words(), ids(), settings(decoding="greedy"), progress=False
-    )
+    one = written(model, decoding="nucleus", top_p=1e-6)
+    assert one == written(model, decoding="greedy")
 
 
 def test_a_text_ends_at_a_stop():
     model = tiny_text.gpt2().train()
-    (whole,) = decode(model, words(), ids(["food"]), settings(decoding="greedy"), progress=False)
+    (whole,) = written(model, ids(["food"]), decoding="greedy")
     stop = whole[len(whole) // 2]
-    (cut,) = decode(
-        model, words(), ids(["food"]), settings(decoding="greedy", stop=[stop]), progress=False
-    )
+    (cut,) = written(model, ids(["food"]), decoding="greedy", stop=[stop])
     assert cut == whole.split(stop)[0].strip()
     assert model.training  # as before
 
 
 def test_prompts_that_cannot_be_written_after_are_named():
     with pytest.raises(DataError, match="Prompt 1 has no token"):
-        decode(tiny_text.gpt2(), words(), [[1], []], settings(), progress=False)
+        written(tiny_text.gpt2(), [[1], []])
     with pytest.raises(DataError, match=r"Prompt 1 has 150 tokens.* passes the 160 positions"):
-        decode(tiny_text.gpt2(), words(), [[1], [1] * 150], settings(), progress=False)
+        written(tiny_text.gpt2(), [[1], [1] * 150])
     with pytest.raises(DataError, match=r"146 tokens.* passes the 157 positions"):
-        decode(prompt_tuned(), words(), [[1] * 146], settings(), progress=False)
+        written(prompt_tuned(), [[1] * 146])
     with pytest.raises(DataError, match=r"146 tokens.* passes the 157 positions"):
         check_prompts(tiny_text.gpt2(), [[1] * 146], settings(), virtual=3)
     check_prompts(tiny_text.gpt2(), [[1] * 146], settings())
@@ -135,6 +134,15 @@ def test_settings_are_checked(given):
 # -- perplexity --
 
 E2E = TextArguments(data_format="e2e")
+
+
+def assert_likelihood(model, words, rows, kind):
+    """Compare with the sum over rows and tokens; return the number of tokens."""
+    total, count = negative_log_likelihood(model, DataCollatorForSeq2Seq(words), rows, 5)
+    by_hand = [one_by_one(model, row, kind) for row in rows]
+    assert count == sum(each for _, each in by_hand)
+    assert math.isclose(total, sum(each for each, _ in by_hand), rel_tol=1e-9)
+    return count
 
 
 def one_by_one(model, row, kind):
@@ -163,11 +171,7 @@ def test_perplexity_is_the_mean_over_all_target_tokens(make, kind, side):
     words.pad_token, words.padding_side = words.eos_token, side
     model = make().double()
     encoded = encode(tiny_text.tables()["validation"], E2E, encoding_of(kind, words, E2E))
-    rows = [dict(row) for row in encoded]
-    found = negative_log_likelihood(model, DataCollatorForSeq2Seq(words), rows, 5)
-    by_hand = [one_by_one(model, row, kind) for row in rows]
-    assert found[1] == sum(count for _, count in by_hand)
-    assert math.isclose(found[0], sum(total for total, _ in by_hand), rel_tol=1e-9)
+    assert_likelihood(model, words, [dict(row) for row in encoded], kind)
     words.padding_side = "right"
 
 
@@ -176,11 +180,8 @@ def test_a_first_token_that_nothing_stands_before_is_not_counted():
     words.pad_token = words.eos_token
     ids = [words(text)["input_ids"] for text in ("The Golden Fern", "a cheap pub", "food")]
     rows = [{"input_ids": i, "attention_mask": [1] * len(i), "labels": i} for i in ids]
-    model = tiny_text.gpt2().double()
-    found = negative_log_likelihood(model, DataCollatorForSeq2Seq(words), rows, 3)
-    by_hand = [one_by_one(model, row, CAUSAL) for row in rows]
-    assert found[1] == sum(count for _, count in by_hand) == sum(len(i) - 1 for i in ids)
-    assert math.isclose(found[0], sum(total for total, _ in by_hand), rel_tol=1e-9)
+    count = assert_likelihood(tiny_text.gpt2().double(), words, rows, CAUSAL)
+    assert count == sum(len(i) - 1 for i in ids)
 
 
 def test_a_model_that_knows_nothing_is_in_doubt_between_all_tokens():

@@ -7,13 +7,7 @@ import pytest
 from hf_dp.errors import DataError
 from hf_dp.tasks.generation.arguments import TextArguments
 from hf_dp.tasks.generation.encoding import columns_read
-from hf_dp.tasks.generation.formats import (
-    FORMATS,
-    dart_triples,
-    e2e_table,
-    persona_dialog,
-    read_row,
-)
+from hf_dp.tasks.generation.formats import dart_triples, e2e_table, persona_dialog, read_row
 
 # Li et al. (2021), appendix O, table 11, first row; its meaning representation is of the E2E test
 # set, its dashes are the table's typesetting of "|".
@@ -53,15 +47,9 @@ def test_what_is_no_table_is_refused(meaning):
 
 def test_triples_are_written_as_in_the_paper():
     # table 12, second row
-    assert (
-        dart_triples(
-            [
-                ["United States", "ETHNIC_GROUP", "Asian Americans"],
-                ["Albany", "IS_PART_OF", "Oregon"],
-            ]
-        )
-        == "United States : ethnic group : Asian Americans | Albany : is part of : Oregon"
-    )
+    first = ["United States", "ETHNIC_GROUP", "Asian Americans"]
+    expected = "United States : ethnic group : Asian Americans | Albany : is part of : Oregon"
+    assert dart_triples([first, ["Albany", "IS_PART_OF", "Oregon"]]) == expected
     with pytest.raises(DataError, match="triples of subject"):
         dart_triples([["a", "b"]])
 
@@ -78,10 +66,8 @@ def test_every_layout_reads_its_columns():
     named = {"prompt_column": "question", "target_column": "answer", "text_column": "note"}
     assert columns_read(TextArguments(**named)) == ["question", "answer"]
     assert columns_read(TextArguments(data_format="text", **named)) == ["note"]
-    assert columns_read(TextArguments(data_format="e2e")) == [
-        "meaning_representation",
-        "human_reference",
-    ]
+    e2e = ["meaning_representation", "human_reference"]
+    assert columns_read(TextArguments(data_format="e2e")) == e2e
     assert read_row("pairs", ["q", "a"], 0).targets == ("a",)
     assert read_row("pairs", ["q", ["a", "b"]], 0).targets == ("a", "b")
     assert read_row("text", ["free"], 0).prompt == ""
@@ -89,25 +75,20 @@ def test_every_layout_reads_its_columns():
     assert read_row("persona_chat", [["p"], ["h"], ["no", "yes"]], 0).targets == (" yes",)
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name in ("pairs", "text")])
+@pytest.mark.parametrize("name", ["pairs", "text"])
 def test_a_column_that_is_not_named_is_refused(name):
     with pytest.raises(DataError, match=rf"{name}.*_column"):
         columns_read(TextArguments(data_format=name))
 
 
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("pairs", ["q", None]),
-        ("pairs", [3, "a"]),
-        ("pairs", ["q", [1]]),
-        ("pairs", ["q", []]),
-        ("dart", [[["a", "b", "c"]], {"text": []}]),
-        ("dart", [[["a", "b"]], {"text": ["x"]}]),
-        ("persona_chat", [["p"], ["h"], []]),
-        ("e2e", ["nonsense", "x"]),
-    ],
-)
+UNFIT = [
+    ("pairs", ["q", None]), ("pairs", [3, "a"]), ("pairs", ["q", [1]]), ("pairs", ["q", []]),
+    ("dart", [[["a", "b", "c"]], {"text": []}]), ("dart", [[["a", "b"]], {"text": ["x"]}]),
+    ("persona_chat", [["p"], ["h"], []]), ("e2e", ["nonsense", "x"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "values"), UNFIT)
 def test_a_row_that_does_not_fit_is_named(name, values):
     with pytest.raises(DataError, match="Row 17"):
         read_row(name, values, 17)
