@@ -87,7 +87,7 @@ def trainer(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **optio
         given["eval_dataset"] = None
     else:  # of one class, so that gradients do not cancel, and float32 has digits to compare
         given["train_dataset"] = tiny.dataset().map(lambda row: {"label": 1})
-    values = {"expected_batch_size": 40, "max_steps": 3, **PLAIN_STEPS}
+    values = {"expected_batch_size": 40, "max_steps": 2, **PLAIN_STEPS}
     return silenced(tiny.trainer(folder, given=given, **{**values, **options}))
 
 

@@ -45,6 +45,14 @@ def token_labels(last=0):
     ]
 
 
+def assert_refused(folder, message, train_dataset, options=None, **given):
+    given = {"eval_dataset": None, "train_dataset": train_dataset, **given}
+    trainer = tiny.trainer(folder, given=given, **(options or {}))
+    with pytest.raises(DataError, match=message):
+        trainer.train()
+    assert trainer.ledger.steps() == 0 and not (folder / "ledger.jsonl").exists()
+
+
 CASES = {
     "a label out of range": (lambda: rows(("label", 2)), {}, "Row 7 .*`labels` holds 2. Expected "
     "whole numbers from 0 to 1"),
@@ -74,10 +82,7 @@ CASES = {
 def test_a_bad_row_is_refused_with_its_index(case, tmp_path):
     make, given, message = CASES[case]
     given = {name: value() if name == "model" else value for name, value in given.items()}
-    trainer = tiny.trainer(tmp_path, given={"eval_dataset": None, **given, "train_dataset": make()})
-    with pytest.raises(DataError, match=message):
-        trainer.train()
-    assert trainer.ledger.steps() == 0 and not (tmp_path / "ledger.jsonl").exists()
+    assert_refused(tmp_path, message, make(), **given)
 
 
 def ids_as_they_are(rows):
@@ -129,11 +134,8 @@ def test_columns_that_do_not_fit_the_tokens(case, tmp_path):
     (model, data, collator, words), message = BESIDE_TOKENS[case]
     if isinstance(data[7]["label"], list):
         data = [{**row, "label": [0, 1, 2]} if i != 7 else row for i, row in enumerate(data)]
-    given = {"model": model(), "train_dataset": data, "eval_dataset": None, "data_collator": collator,
-             "processing_class": words}  # fmt: skip
-    with pytest.raises(DataError, match=f"Row 7 .*({message})"):
-        tiny.trainer(tmp_path, given=given).train()
-    assert not (tmp_path / "ledger.jsonl").exists()
+    given = {"model": model(), "data_collator": collator, "processing_class": words}
+    assert_refused(tmp_path, f"Row 7 .*({message})", data, **given)
 
 
 def test_labels_that_are_not_of_tokens_are_never_padded(tmp_path):
@@ -142,14 +144,8 @@ def test_labels_that_are_not_of_tokens_are_never_padded(tmp_path):
         for i in range(40)
     ]
     model = bert(num_labels=3, problem_type="multi_label_classification")
-    given = {
-        "model": model,
-        "train_dataset": data,
-        "eval_dataset": None,
-        "data_collator": ids_as_they_are,
-    }
-    with pytest.raises(DataError, match="`labels` .int64. differs in length between rows"):
-        tiny.trainer(tmp_path, given=given).train()
+    message = "`labels` .int64. differs in length between rows"
+    assert_refused(tmp_path, message, data, model=model, data_collator=ids_as_they_are)
 
 
 def listed(change):
@@ -167,9 +163,7 @@ def listed(change):
     ],
 )  # fmt: skip
 def test_rows_whose_columns_differ(change, message, tmp_path):
-    given = {"train_dataset": listed(change), "eval_dataset": None}
-    with pytest.raises(DataError, match=message):
-        tiny.trainer(tmp_path, given=given).train()
+    assert_refused(tmp_path, message, listed(change))
 
 
 def words_left_out(rows):
@@ -187,11 +181,8 @@ WORDS = ["good" if i % 2 else "bad" for i in range(40)]
 @pytest.mark.parametrize("collator", [words_left_out, words_passed_on])
 def test_labels_in_words_are_named_though_the_collator_takes_them(collator, tmp_path):
     data = rows(labels=WORDS).remove_columns("label")
-    given = {"train_dataset": data, "eval_dataset": None, "data_collator": collator}
     message = r"Row 0 .*the text 'bad' as `labels`.*dataset.cast_column\('labels'"
-    with pytest.raises(DataError, match=message):
-        tiny.trainer(tmp_path, given=given).train()
-    assert not (tmp_path / "ledger.jsonl").exists()
+    assert_refused(tmp_path, message, data, data_collator=collator)
 
 
 def test_a_loss_of_the_users_own_may_leave_labels_in_words_alone(tmp_path):
@@ -237,9 +228,7 @@ def test_a_column_that_cannot_be_padded_is_named_before_the_first_draw(tmp_path)
 
 
 def test_every_row_is_looked_at_by_workers_too(tmp_path):
-    given = {"train_dataset": rows(("label", 5), at=39), "eval_dataset": None}
-    with pytest.raises(DataError, match="Row 39 "):
-        tiny.trainer(tmp_path, given=given, dataloader_num_workers=2).train()
+    assert_refused(tmp_path, "Row 39 ", rows(("label", 5), at=39), {"dataloader_num_workers": 2})
 
 
 def test_the_limits_of_tasks():
@@ -247,21 +236,10 @@ def test_the_limits_of_tasks():
         "classes": bert(num_labels=4), "one value": bert(num_labels=1), "decoder": gpt2(), "both": t5(),
         "masked": bert(BertForMaskedLM), "several": bert(num_labels=3, problem_type="multi_label_classification"),
     }.items()}  # fmt: skip
-    assert labels == {
-        "classes": 4,
-        "one value": None,
-        "decoder": 19,
-        "both": 19,
-        "masked": 19,
-        "several": None,
-    }
-    below = Limits.of(bert(), own_loss=True).below
-    assert below == {
-        "input_ids": 19,
-        "decoder_input_ids": 19,
-        "token_type_ids": 2,
-        "position_ids": 24,
-    }
+    of_tokens = dict.fromkeys(("decoder", "both", "masked"), 19)
+    assert labels == {"classes": 4, "one value": None, "several": None, **of_tokens}
+    below = {"input_ids": 19, "decoder_input_ids": 19, "token_type_ids": 2, "position_ids": 24}
+    assert Limits.of(bert(), own_loss=True).below == below
 
 
 def test_planted_look_at_the_first_rows_only_is_seen(tmp_path, monkeypatch):

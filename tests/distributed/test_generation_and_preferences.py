@@ -38,6 +38,7 @@ def answered(folder):
         learning_rate=1e-9,  # the answers stay those of the model before
         per_device_eval_batch_size=1,
         max_steps=1,
+        accountant="rdp",
     )
     tested.train()
     types = {type(each.data).__name__ for each in tested.model.parameters()}

@@ -1,9 +1,10 @@
-"""Processes act together or not at all."""
+"""Processes act together or not at all. Three of them answer most questions, one after the other."""
 
 from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -31,35 +32,82 @@ def test_one_process_needs_no_group():
     here.refuse_equal("source", "same", "")
 
 
-def test_what_the_main_process_finds_all_have():
-    def act():
-        here = Processes.here()
-        return here.on_main(lambda: ("found by", here.rank)), here.largest(10 * here.rank)
+def answers() -> dict[str, Any]:
+    here = Processes.here()
+    own = torch.full((3,), float(here.rank + 1))
 
-    assert on_processes(3, act) == [(("found by", 0), 20)] * 3
+    def fail(rank: int):
+        def act():
+            if here.rank == rank:
+                raise LedgerError("the disk is full")
+
+        return _error(lambda: here.together(act)), _error(lambda: here.on_main(act))
+
+    def late():
+        if here.is_main:
+            time.sleep(0.3)
+        return time.monotonic()
+
+    here.refuse_differences({"the argument `seed`": "1"})
+    here.refuse_equal("source", str(here.rank), "")
+    return {
+        "from main": here.on_main(lambda: ("found by", here.rank)),
+        "largest": here.largest(10 * here.rank),
+        "failed": {rank: fail(rank) for rank in (0, 1)},
+        "goes on": here.together(lambda: "goes on"),
+        "disagree": _error(lambda: here.agree(f"entry {here.rank // 2}")),
+        "differ": _error(
+            lambda: here.refuse_differences({"the argument `max_steps`": f"{4 + here.rank // 2}"})
+        ),
+        "lack": _error(lambda: here.refuse_differences({"a": "1"} if here.is_main else {})),
+        "equal": _error(lambda: here.refuse_equal("source", str(here.rank % 2), "Fork later.")),
+        "late": (here.together(late), time.monotonic()),
+        "tensors": (here.summed(own.clone()).tolist(), here.from_main(own.clone()).tolist()),
+    }
+
+
+@pytest.fixture(scope="module")
+def found():
+    return on_processes(3, answers)
+
+
+SAID = {
+    "disagree": "Ranks [2] of 3 disagree with rank 0",
+    "differ": "differ in the argument `max_steps`: rank 2 has 5, rank 0 has 4",
+    "lack": "differ in a: rank 1 has None",
+    "equal": "DistributedError: Ranks 0 and 2 have the same source. Fork later.",
+}
+
+
+@pytest.mark.parametrize("what", SAID)
+def test_what_must_be_equal_or_differ_is_named_in_all(what, found):
+    assert all(SAID[what] in each[what] for each in found)
+
+
+def test_what_the_main_process_finds_all_have(found):
+    assert [(each["from main"], each["largest"]) for each in found] == [(("found by", 0), 20)] * 3
+
+
+def test_tensors_are_summed_and_shared(found):
+    assert [each["tensors"] for each in found] == [([6.0] * 3, [1.0] * 3)] * 3
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_when_one_fails_all_stop_and_know_why(failing):
-    def act():
-        here = Processes.here()
+def test_when_one_fails_all_stop_and_know_why(failing, found):
+    own, *others = sorted(found, key=lambda each: each is not found[failing])
+    assert own["failed"][failing][0] == "LedgerError: the disk is full"
+    for each in others:
+        together, on_main = each["failed"][failing]
+        assert together.startswith(f"DistributedError: Rank {failing} of 3 failed")
+        assert "LedgerError: the disk is full" in together
+        assert ("Rank 0 of 3 failed" in on_main) == (failing == 0)
+    assert (own["failed"][failing][1] == "LedgerError: the disk is full") == (failing == 0)
+    assert [each["goes on"] for each in found] == ["goes on"] * 3
 
-        def fail():
-            if here.rank == failing:
-                raise LedgerError("the disk is full")
 
-        first = _error(lambda: here.together(fail))
-        on_main = _error(lambda: here.on_main(fail))
-        return first, on_main, here.together(lambda: "goes on")
-
-    found = on_processes(2, act)
-    own, other = found[failing], found[1 - failing]
-    assert own[0] == "LedgerError: the disk is full"
-    assert other[0].startswith("DistributedError: Rank")
-    assert f"Rank {failing} of 2 failed" in other[0] and "LedgerError: the disk is full" in other[0]
-    if failing == 0:
-        assert own[1] == "LedgerError: the disk is full" and "Rank 0 of 2 failed" in other[1]
-    assert [each[2] for each in found] == ["goes on"] * 2
+def test_nobody_goes_on_before_all_have_acted(found):
+    acted, after = zip(*(each["late"] for each in found), strict=True)
+    assert min(after) >= max(acted)
 
 
 def test_a_failure_before_the_others_arrive_is_told():
@@ -79,44 +127,6 @@ def test_a_failure_before_the_others_arrive_is_told():
     assert "Rank 1 of 2 failed" in main and "OutOfMemoryError: out of memory" in main
 
 
-def test_processes_that_disagree_stop():
-    def act():
-        here = Processes.here()
-        return _error(lambda: here.agree(f"entry {here.rank // 2}"))
-
-    for message in on_processes(3, act):
-        assert "Ranks [2] of 3 disagree with rank 0" in message
-
-
-def test_what_differs_is_named_with_both_values():
-    def act():
-        here = Processes.here()
-        facts = {"the argument `seed`": "1", "the argument `max_steps`": f"{4 + here.rank}"}
-        here.refuse_differences({"the argument `seed`": "1"})
-        return _error(lambda: here.refuse_differences(facts))
-
-    for message in on_processes(2, act):
-        assert "differ in the argument `max_steps`: rank 1 has 5, rank 0 has 4" in message
-
-
-def test_a_fact_that_one_process_lacks_is_named():
-    def act():
-        here = Processes.here()
-        return _error(lambda: here.refuse_differences({"a": "1"} if here.is_main else {}))
-
-    assert all("differ in a: rank 1 has None" in message for message in on_processes(2, act))
-
-
-def test_what_must_differ_is_compared():
-    def act():
-        here = Processes.here()
-        here.refuse_equal("source", str(here.rank), "")
-        return _error(lambda: here.refuse_equal("source", str(here.rank % 2), "Fork later."))
-
-    for message in on_processes(3, act):
-        assert message == "DistributedError: Ranks 0 and 2 have the same source. Fork later."
-
-
 def test_a_lost_process_ends_the_others_with_a_clear_error():
     def act():
         dist.init_process_group("gloo")
@@ -129,28 +139,3 @@ def test_a_lost_process_ends_the_others_with_a_clear_error():
     main, _ = outcomes(2, act)
     assert "Another process of this run is gone" in main.result
     assert "resume from the last checkpoint" in main.result
-
-
-def test_nobody_goes_on_before_all_have_acted():
-    def act():
-        here = Processes.here()
-
-        def late():
-            if here.is_main:
-                time.sleep(0.3)
-            return time.monotonic()
-
-        acted = here.together(late)
-        return acted, time.monotonic()
-
-    found = on_processes(2, act)
-    assert min(after for _, after in found) >= max(acted for acted, _ in found)
-
-
-def test_tensors_are_summed_and_shared():
-    def act():
-        here = Processes.here()
-        own = torch.full((3,), float(here.rank + 1))
-        return here.summed(own.clone()).tolist(), here.from_main(own.clone()).tolist()
-
-    assert on_processes(3, act) == [([6.0] * 3, [1.0] * 3)] * 3

@@ -5,26 +5,39 @@ The processes are forked from this one and meet over gloo, as torchrun would sta
 
 from __future__ import annotations
 
+import functools
 import os
+import re
+import shutil
 import signal
-from dataclasses import replace
+import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import silence
 import tiny
 import torch
 from processes import Outcome, outcomes, results
+from scipy import stats
 from silence import MODELS, assert_standard_normal, distance, moved_by_noise, trained, weights
+from torch.utils.data import ConcatDataset, Subset
 from transformers import Trainer, TrainerCallback
 
 from hf_dp.accounting import PoissonSampledGaussian
 from hf_dp.distributed.processes import Processes
+from hf_dp.errors import HfDpError
 from hf_dp.noise import SecretRandomness
-from hf_dp.run import other_training
+from hf_dp.plans.samplers import AllocationSampler, PoissonSampler, Share
+from hf_dp.run import meeting, other_training
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.witnesses import read_run
 from hf_dp.statement.record import disagreements, read
+
+LOSS = {"noised_loss_bound": 0.7, "noised_loss_budget_ratio": 0.2}
 
 
 def assert_all_equal(found: list[dict[str, torch.Tensor]]) -> None:
@@ -55,23 +68,29 @@ def cases():
                 yield pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
 
 
+@functools.cache
+def alone(kind: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The weights that one process makes, of one physical batch a step."""
+    with tempfile.TemporaryDirectory() as folder:
+        return trained(Path(folder), kind, dtype, per_device_train_batch_size=40)
+
+
 @pytest.mark.parametrize(("kind", "dtype", "way"), cases())
 def test_the_update_does_not_depend_on_the_processes(kind, dtype, way, tmp_path):
     count, size, options = WAYS[way]
-    alone = trained(tmp_path / "alone", kind, dtype, per_device_train_batch_size=40)
     found = results(
-        count,
-        lambda: trained(tmp_path / "t", kind, dtype, per_device_train_batch_size=size, **options),
+        count, lambda: trained(tmp_path, kind, dtype, per_device_train_batch_size=size, **options)
     )
     assert_all_equal(found)
-    assert distance(found[0], alone, kind) < (1e-9 if dtype == torch.float64 else 1e-4)
+    near = 1e-9 if dtype == torch.float64 else 1e-4
+    assert distance(found[0], alone(kind, dtype), kind) < near
 
 
 def test_planted_example_that_two_processes_draw_is_seen(tmp_path, monkeypatch):
-    alone = trained(tmp_path / "alone", "bert", torch.float64)
+    expected = alone("bert", torch.float64)
     silence.plant_a_unit_that_all_processes_draw(monkeypatch)
-    found = results(2, lambda: trained(tmp_path / "two", "bert", torch.float64))
-    assert distance(found[0], alone, "bert") > 1e-3
+    found = results(2, lambda: trained(tmp_path, "bert", torch.float64))
+    assert distance(found[0], expected, "bert") > 1e-3
 
 
 # -- the draws --
@@ -79,21 +98,12 @@ def test_planted_example_that_two_processes_draw_is_seen(tmp_path, monkeypatch):
 
 def drawn(rate: float, steps: int, shift: float = 0.0) -> list[list[int]]:
     """This process's draws, as a run makes them. Args: shift: of rank 1's rate, planted."""
-    import dataclasses
-
-    from hf_dp.plans.samplers import PoissonSampler, Share
-
-    rank = int(os.environ["RANK"])
-    sampler = PoissonSampler(40, rate + shift * rank, steps)
-    mine = dataclasses.replace(sampler, share=Share(rank, int(os.environ["WORLD_SIZE"])))
-    return list(mine)
+    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return list(PoissonSampler(40, rate + shift * rank, steps, share=Share(rank, count)))
 
 
 def assert_is_a_poisson_draw(by_rank: list[list[list[int]]], rate: float) -> None:
     """Every example is in each draw independently with the same probability."""
-    import numpy as np
-    from scipy import stats
-
     steps = len(by_rank[0])
     joined = np.zeros((steps, 40))
     for draws in by_rank:
@@ -120,19 +130,17 @@ def test_planted_other_rate_of_one_process_is_seen():
 
 
 def test_a_process_without_examples_of_its_own_takes_part(tmp_path):
-    # three processes, and so few examples in a draw that most are empty
+    # so few examples in a draw that most of a process's are empty
     def train():
         made = tiny.trainer(tmp_path, expected_batch_size=1, max_steps=3, accountant="rdp")
         made.train()
         return weights(made)
 
-    assert_all_equal(results(3, train))
+    assert_all_equal(results(2, train))
     assert read_run(tmp_path).ledger.steps() == 3
 
 
 def test_an_allocation_is_recorded_once_by_all_processes(tmp_path, monkeypatch):
-    from hf_dp.plans.samplers import AllocationSampler
-
     drawn, honest = [], AllocationSampler.__iter__
 
     def watched(self):
@@ -140,14 +148,14 @@ def test_an_allocation_is_recorded_once_by_all_processes(tmp_path, monkeypatch):
             drawn.append(batch)
             yield batch
 
-    monkeypatch.setattr(AllocationSampler, "__iter__", watched)
-
-    def train():
-        made = tiny.trainer(tmp_path, sampling="random_allocation", max_steps=6)
+    def train(folder: Path):
+        made = tiny.trainer(folder, sampling="random_allocation", max_steps=6)
         made.train()
         return weights(made), drawn[:5]
 
-    found = results(2, train)
+    monkeypatch.setattr(AllocationSampler, "__iter__", watched)
+    tiny.trainer(tmp_path / "plan", sampling="random_allocation", max_steps=6)  # known to all
+    found = results(2, lambda: train(tmp_path))
     assert_all_equal([each for each, _ in found])
     together = [index for _, batches in found for batch in batches for index in batch]
     assert sorted(together) == list(range(40))
@@ -165,100 +173,18 @@ def test_the_noise_of_a_run_of_two_processes_is_that_of_one(tmp_path):
     assert_standard_normal(first)
 
 
-# -- the noised loss: the sum of all losses, with one noise, the same for all --
-
-LOSS = {"noised_loss_bound": 0.7, "noised_loss_budget_ratio": 0.2}
-
-
-def losses_of(made) -> list[float]:
-    made.train()
-    return [row["noised_loss"] for row in made.state.log_history if "noised_loss" in row]
-
-
-def test_a_run_of_two_processes_logs_what_one_logs(tmp_path):
-    def losses(name: str, **options):
-        return losses_of(
-            silence.trainer(tmp_path / name, "bert", torch.float64, max_steps=2, **LOSS, **options)
-        )  # every row in each step, no noise
-
-    alone = losses("one", per_device_train_batch_size=40)
-    assert len(alone) == 2 and alone[0] > 0
-    for found in results(2, lambda: losses("two")):
-        assert found == pytest.approx(alone, rel=1e-9)
-
-
-def test_two_processes_log_the_same_noised_numbers(tmp_path):
-    def train():
-        return losses_of(tiny.trainer(tmp_path, accountant="rdp", max_steps=2, **LOSS))
-
-    first, second = results(2, train)
-    assert first == second and len(set(first)) == 2
-    record = read(tmp_path)
-    assert record.ledger.events == (PoissonSampledGaussian(1.0, 0.2, 2, beside={"loss": 2.0}),)
-    assert disagreements(record) == []
-
-
 # -- one ledger, one card --
 
 
-def test_statement_and_folder_are_those_of_one_process(tmp_path):
-    def train(folder: Path):
-        made = tiny.trainer(folder, save_strategy="steps", save_steps=2, accountant="rdp")
-        made.train()
-        made.save_model()
-
-    train(tmp_path / "one")
-    results(2, lambda: train(tmp_path / "two"))
-    one, two = tmp_path / "one", tmp_path / "two"
-    assert names(two) == names(one)
-    first, second = read(one), read(two)
-    assert first.ledger.to_list() == second.ledger.to_list()
-    assert first.plan == second.plan
-    assert first.statement == second.statement
-    assert disagreements(second) == []
-    assert (one / "README.md").read_text() == (two / "README.md").read_text().replace("two", "one")
+def checkpointing(folder: Path, **given: Any) -> Any:
+    """A trainer that also noises the loss, and saves a checkpoint after two of its three steps."""
+    options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2, "accountant": "rdp"}
+    return tiny.trainer(folder, given=given, **options, **LOSS)
 
 
-def names(folder: Path) -> set[str]:
-    found = {str(path.relative_to(folder)) for path in folder.rglob("*")}
-    return {name for name in found if "rng_state" not in name}  # one for each process
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        pytest.param(2, 1, marks=pytest.mark.slow),
-        pytest.param(1, 2, marks=pytest.mark.slow),
-        (2, 3),
-    ],
-)
-def test_a_run_goes_on_with_another_number_of_processes(before, after, tmp_path):
-    whole = trained(tmp_path / "whole", "bert", torch.float64, max_steps=2)
-
-    def train(resume: bool):
-        options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-        made = silence.trainer(tmp_path / "run", "bert", torch.float64, **options)
-        if not resume:
-            made.add_callback(StopAfterOne())
-        made.train(resume_from_checkpoint=resume or None)
-        return weights(made)
-
-    results(before, lambda: train(False))
-    found = results(after, lambda: train(True))
-    assert_all_equal(found)
-    assert distance(found[0], whole, "bert") < 1e-9
-    assert read_run(tmp_path / "run").ledger.steps() == 2
-
-
-class StopAfterOne(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = True
-
-
-def recorded_when_gradients_are_set(folder: Path) -> list[tuple[int, int]]:
-    """(steps on disk, steps whose gradient is being set), in each step of this process."""
-    made = tiny.trainer(folder, max_steps=3, accountant="rdp")
-    found, honest = [], made.mechanism.set_gradients
+def watch_the_disk(made: Any) -> list[tuple[int, int]]:
+    """Return a list that gets (steps on disk, steps whose gradient is being set) in each step."""
+    found, honest, folder = [], made.mechanism.set_gradients, made.run.folder
 
     def watched(clipped, release):
         on_disk = read_run(folder).ledger.steps() if (folder / "ledger.jsonl").exists() else 0
@@ -266,18 +192,58 @@ def recorded_when_gradients_are_set(folder: Path) -> list[tuple[int, int]]:
         honest(clipped, release)
 
     made.mechanism.set_gradients = watched
-    made.train()
     return found
 
 
-def test_the_ledger_is_durable_before_any_process_sets_a_gradient(tmp_path):
-    for found in results(2, lambda: recorded_when_gradients_are_set(tmp_path)):
+def losses_of(made: Any) -> list[float]:
+    return [row["noised_loss"] for row in made.state.log_history if "noised_loss" in row]
+
+
+def whole_run(folder: Path) -> tuple[Any, list[float], list[tuple[int, int]]]:
+    """Train from weights of this process's own: the weights, the noised losses, and the disk."""
+    made = checkpointing(folder, model=tiny.model(seed=int(os.environ.get("RANK", "0"))))
+    on_disk = watch_the_disk(made)
+    made.train()
+    made.save_model()
+    return weights(made), losses_of(made), on_disk
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory):
+    """The folder of a whole run of two processes, and what each of them saw."""
+    folder = tmp_path_factory.mktemp("runs") / "pair"
+    return folder, results(2, lambda: whole_run(folder))
+
+
+def test_statement_and_folder_are_those_of_one_process(of_two, tmp_path):
+    (two, _), one = of_two, tmp_path / "one"
+    whole_run(one)
+    assert names(two) == names(one)
+    first, second = read(one), read(two)
+    assert first.ledger.to_list() == second.ledger.to_list()
+    assert first.plan == second.plan
+    assert first.statement == second.statement
+    assert disagreements(second) == []
+    assert (one / "README.md").read_text() == (two / "README.md").read_text().replace("pair", "one")
+
+
+def test_every_process_trains_the_same_weights_from_the_start(of_two):
+    assert_all_equal([each for each, _, _ in of_two[1]])
+
+
+def test_two_processes_log_the_same_noised_numbers(of_two):
+    (_, first, _), (_, second, _) = of_two[1]
+    assert first == second and len(set(first)) == 3
+    record = read(of_two[0])
+    assert record.ledger.events == (PoissonSampledGaussian(1.0, 0.2, 3, beside={"loss": 2.0}),)
+
+
+def test_the_ledger_is_durable_before_any_process_sets_a_gradient(of_two):
+    for _, _, found in of_two[1]:
         assert len(found) == 3 and all(on_disk >= step for on_disk, step in found)
 
 
 def test_planted_process_that_does_not_wait_for_the_ledger_is_seen(tmp_path, monkeypatch):
-    import time
-
     def hurried(self, act):
         if self.is_main:
             time.sleep(0.2)
@@ -290,9 +256,66 @@ def test_planted_process_that_does_not_wait_for_the_ledger_is_seen(tmp_path, mon
             patch.setattr(Processes, "together", hurried)
             append(self, event, purpose)
 
+    def train():
+        made = tiny.trainer(tmp_path, max_steps=2, accountant="rdp")
+        found = watch_the_disk(made)
+        made.train()
+        return found
+
     monkeypatch.setattr(RunLedger, "append", without_waiting)
-    _, other = results(2, lambda: recorded_when_gradients_are_set(tmp_path))
+    _, other = results(2, train)
     assert any(on_disk < step for on_disk, step in other)
+
+
+def test_resume_in_one_process_alone_is_refused(of_two, tmp_path):
+    shutil.copytree(of_two[0], tmp_path / "two")
+
+    def go_on():
+        resume = True if os.environ["RANK"] == "0" else None
+        checkpointing(tmp_path / "two").train(resume_from_checkpoint=resume)
+
+    for each in outcomes(2, go_on):
+        assert "Ranks [1] of 2 disagree with rank 0" in each.message
+
+
+def names(folder: Path) -> set[str]:
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*")}
+    return {name for name in found if "rng_state" not in name}  # one for each process
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (1, 2),
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        pytest.param(2, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_goes_on_with_another_number_of_processes(before, after, tmp_path):
+    """It makes the same weights, and logs the same sums of losses: there is no noise."""
+
+    def train(name: str, resume: bool = False, stops: bool = False):
+        options = {"save_strategy": "steps", "save_steps": 1, **LOSS}
+        made = silence.trainer(tmp_path / name, "bert", torch.float64, **options)
+        if stops:
+            made.add_callback(StopAfterOne())
+        made.train(resume_from_checkpoint=resume or None)
+        return weights(made), losses_of(made)
+
+    whole, expected = train("whole")
+    results(before, lambda: train("run", stops=True))
+    found = results(after, lambda: train("run", resume=True))
+    assert_all_equal([each for each, _ in found])
+    assert distance(found[0][0], whole, "bert") < 1e-9
+    assert len(expected) == 2 and expected[0] > 0
+    for _, losses in found:
+        assert losses == pytest.approx(expected, rel=1e-9)
+    assert read_run(tmp_path / "run").ledger.steps() == 2
+
+
+class StopAfterOne(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = True
 
 
 def test_processes_whose_ledgers_differ_stop(tmp_path):
@@ -303,7 +326,7 @@ def test_processes_whose_ledgers_differ_stop(tmp_path):
         def meddle(clipped, release):
             honest(clipped, release)
             if made.run.processes.rank == 1:
-                made.run.book.head = replace(made.run.book.head, run_id="another run")
+                made.run.book.lines.run_id = "another run"
                 for module in made.model.modules():  # which remembers the run
                     vars(module).pop(other_training._NOTE, None)
 
@@ -317,65 +340,6 @@ def test_processes_whose_ledgers_differ_stop(tmp_path):
 
 
 # -- what is refused at the start --
-
-DIFFERENCES = {
-    "arguments": (lambda rank: {"learning_rate": 1e-2 * (rank + 1)}, "the argument `learning_rate`"),
-    "plan": (lambda rank: {"noise_multiplier": 1.0 + rank}, "the privacy plan's `mechanism`|the privacy plan's `noise_multiplier`"),
-    "data": (lambda rank: {"given": {"train_dataset": _rows(rank)}}, "the rows of train_dataset"),
-    "size": (lambda rank: {"given": {"train_dataset": tiny.dataset(40 + rank)}}, "num_examples"),
-    "model": (lambda rank: {"given": {"model": tiny.model(num_labels=2 + rank)}}, "the parameters of the model"),
-}  # fmt: skip
-
-
-def _rows(rank: int):
-    rows = tiny.dataset()
-    return rows if rank == 0 else rows.select([1, 0, *range(2, 40)])
-
-
-@pytest.mark.parametrize("what", DIFFERENCES)
-def test_processes_that_differ_are_refused(what, tmp_path):
-    options, named = DIFFERENCES[what]
-
-    def train():
-        made = tiny.trainer(tmp_path, accountant="rdp", **options(int(os.environ["RANK"])))
-        made.train()
-
-    ended = outcomes(2, train)
-    import re
-
-    for each in ended:
-        assert each.error == "DistributedError", each.trace
-        assert re.search(f"differ in .*({named})", each.message), each.message
-    assert not (tmp_path / "ledger.jsonl").exists()
-
-
-def test_other_code_is_refused(tmp_path, monkeypatch):
-    from hf_dp.run import meeting
-
-    def train():
-        monkeypatch.setattr(meeting, "_digest_of_code", lambda: os.environ["RANK"])
-        tiny.trainer(tmp_path, accountant="rdp").train()
-
-    for each in outcomes(2, train):
-        assert "differ in the code of hf_dp" in each.message
-
-
-@pytest.mark.parametrize("source", [SecretRandomness(5), SecretRandomness()], ids=["seed", "copy"])
-def test_one_random_source_in_two_processes_is_refused(source, tmp_path):
-    def train():
-        made = tiny.trainer(tmp_path, accountant="rdp")
-        made.run.randomness = source
-        made.train()
-
-    for each in outcomes(2, train):
-        assert "Ranks 0 and 1 have the same source of random numbers" in each.message
-    assert not (tmp_path / "ledger.jsonl").exists()
-
-
-def test_a_fork_cannot_draw_the_same_noise():
-    source = SecretRandomness()
-    (found,) = outcomes(1, lambda: source.gaussian_like(torch.zeros(3), 1.0))
-    assert found.error == "LedgerError" and "was forked" in found.message
 
 
 class Shuffled(torch.utils.data.Dataset):
@@ -392,50 +356,64 @@ class Shuffled(torch.utils.data.Dataset):
         return {"input_ids": ids, "attention_mask": [1] * 5, "label": int(self.order[index]) % 2}
 
 
-def test_rows_that_cannot_be_compared_are_refused(tmp_path):
-    def train():
-        tiny.trainer(tmp_path, given={"train_dataset": Shuffled()}, accountant="rdp").train()
+def start(folder: Path, source: Any = None, code: str = "", **options: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if code:
+            patch.setattr(meeting, "_digest_of_code", lambda: code)
+        made = tiny.trainer(folder, accountant="rdp", **options)
+        made.run.randomness = source or made.run.randomness
+        made.train()
 
-    for each in outcomes(2, train):
-        assert each.error == "DataError" and "differ each time they are read" in each.message
+
+ROWS = {0: tiny.dataset(), 1: tiny.dataset().select([1, 0, *range(2, 40)])}
+SOURCES = {"seed": SecretRandomness(5), "copy": SecretRandomness()}
+SAME = "Ranks 0 and 1 have the same source of random numbers"
+STARTS: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
+    "arguments": (lambda rank: {"learning_rate": 1e-2 * (rank + 1)}, "^Distri.* differ in the argument `learning_rate`"),
+    "plan": (lambda rank: {"noise_multiplier": 1.0 + rank}, "^Distri.* differ in the privacy plan's `(mechanism|noise_m)"),
+    "data": (lambda rank: {"given": {"train_dataset": ROWS[rank]}}, "^Distri.* differ in the rows of train_dataset"),
+    "size": (lambda rank: {"given": {"train_dataset": tiny.dataset(40 + rank)}}, "^Distri.* differ in .*num_examples"),
+    "model": (lambda rank: {"given": {"model": tiny.model(num_labels=2 + rank)}}, "^Distri.* differ in the parameters of the m"),
+    "code": (lambda rank: {"code": f"of rank {rank}"}, "differ in the code of hf_dp"),
+    "one seed": (lambda _: {"source": SOURCES["seed"]}, SAME),
+    "one source": (lambda _: {"source": SOURCES["copy"]}, SAME),
+    "other rows each time": (lambda _: {"given": {"train_dataset": Shuffled()}}, "^DataError.* differ each time they are read"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory):
+    """The folder of starts that two processes make one after the other, and the errors, by rank."""
+    folder = tmp_path_factory.mktemp("starts")
+
+    def error_of(name: str) -> str:
+        with pytest.raises(HfDpError) as error:
+            start(folder / name, **STARTS[name][0](int(os.environ["RANK"])))
+        return f"{type(error.value).__name__}: {error.value}"
+
+    return folder, results(2, lambda: {name: error_of(name) for name in STARTS})
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_processes_that_may_not_start_together_are_refused(name, refused):
+    folder, found = refused
+    for each in found:
+        assert re.search(STARTS[name][1], each[name]), each[name]
+    assert not (folder / name / "ledger.jsonl").exists()
+
+
+def test_a_fork_cannot_draw_the_same_noise():
+    source = SecretRandomness()
+    (found,) = outcomes(1, lambda: source.gaussian_like(torch.zeros(3), 1.0))
+    assert found.error == "LedgerError" and "was forked" in found.message
 
 
 def test_the_order_inside_joined_parts_is_compared():
-    from torch.utils.data import ConcatDataset, Subset
-
-    from hf_dp.run.meeting import digest_of_rows
-
     rows = [{"text": str(number)} for number in range(40)]
     halves = ConcatDataset([rows[:20], rows[20:]])
     orders = [list(range(40)), list(range(39, -1, -1))]
     mixed = [ConcatDataset([Subset(halves, order)]) for order in orders]
-    assert digest_of_rows(mixed[0]) != digest_of_rows(mixed[1])
-
-
-def test_resume_in_one_process_alone_is_refused(tmp_path):
-    results(
-        2,
-        lambda: tiny.trainer(
-            tmp_path, save_strategy="steps", save_steps=2, accountant="rdp"
-        ).train(),
-    )
-
-    def go_on():
-        made = tiny.trainer(tmp_path, save_strategy="steps", save_steps=2, accountant="rdp")
-        made.train(resume_from_checkpoint=True if os.environ["RANK"] == "0" else None)
-
-    for each in outcomes(2, go_on):
-        assert "Ranks [1] of 2 disagree with rank 0" in each.message
-
-
-def test_every_process_trains_the_same_weights_from_the_start(tmp_path):
-    def train():
-        model = tiny.model(seed=int(os.environ["RANK"]))
-        made = tiny.trainer(tmp_path, given={"model": model}, accountant="rdp")
-        made.train()
-        return weights(made)
-
-    assert_all_equal(results(2, train))
+    assert meeting.digest_of_rows(mixed[0]) != meeting.digest_of_rows(mixed[1])
 
 
 @pytest.mark.parametrize(
@@ -477,49 +455,70 @@ def failing_in_step(folder: Path, step: int, fail, resume: bool = False, **optio
     made.train(resume_from_checkpoint=resume or None)
 
 
-@pytest.mark.parametrize("where", ["in its loss", "when it fetches rows"])
-def test_what_ran_is_saved_by_all_if_one_fails(where, tmp_path, monkeypatch):
-    def fail(*args):
-        raise ValueError("odd row")
+def odd_row(*_: object) -> None:
+    raise ValueError("odd row")
 
-    def run():
-        with pytest.MonkeyPatch.context() as patch:
-            if where == "when it fetches rows":
-                patch.setattr(
-                    Trainer,
-                    "get_batch_samples",
-                    lambda made, *args: (
-                        fail()
-                        if made.state.global_step == 1 and made.args.process_index == 1
-                        else stock(made, *args)
-                    ),
-                )
-            failing_in_step(tmp_path, 1 if where == "in its loss" else 9, fail, save_strategy="no")
 
+def too_large(*_: object) -> None:
+    raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+
+
+def failing_when_it_fetches(folder: Path) -> None:
     stock = Trainer.get_batch_samples
-    main, other = outcomes(2, run)
-    assert (main.error, other.error) == ("DistributedError", "StepError")
-    for message in (main.message, other.message):
+
+    def fetch(made, *args):
+        fails = made.state.global_step == 1 and made.args.process_index == 1
+        return (odd_row if fails else stock)(made, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "get_batch_samples", fetch)
+        failing_in_step(folder, 9, odd_row, save_strategy="no")
+
+
+FAILURES: dict[str, Callable[[Path], None]] = {
+    "in its loss": lambda folder: failing_in_step(folder, 1, odd_row, save_strategy="no"),
+    "when it fetches rows": failing_when_it_fetches,
+    "out of memory": lambda folder: failing_in_step(folder, 1, too_large),
+}
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory):
+    """The folder of runs that fail in rank 1, one after the other, and the errors, by rank."""
+    folder = tmp_path_factory.mktemp("failed")
+
+    def error_of(name: str) -> tuple[str, str]:
+        with pytest.raises(HfDpError) as error:
+            FAILURES[name](folder / name)
+        return type(error.value).__name__, str(error.value)
+
+    return folder, results(2, lambda: {name: error_of(name) for name in FAILURES})
+
+
+@pytest.mark.parametrize("where", ["in its loss", "when it fetches rows"])
+def test_what_ran_is_saved_by_all_if_one_fails(where, failed):
+    folder, (main, other) = failed
+    assert (main[where][0], other[where][0]) == ("DistributedError", "StepError")
+    for _, message in (main[where], other[where]):
         assert "odd row" in message and "1 steps ran before it" in message
-        assert f"Their weights are in {tmp_path / 'checkpoint-1'}" in message
-    assert read_run(tmp_path).ledger.steps() == 1
+        assert f"Their weights are in {folder / where / 'checkpoint-1'}" in message
+    assert read_run(folder / where).ledger.steps() == 1
 
 
-def test_a_process_out_of_memory_stops_all_before_the_step_is_released(tmp_path):
-    def fail():
-        raise torch.OutOfMemoryError("tried to allocate 3 GiB")
-
-    main, other = outcomes(2, lambda: failing_in_step(tmp_path, 1, fail))
-    assert other.error == "MemoryShortError"
-    assert main.error == "DistributedError"
-    assert "Rank 1 of 2 failed" in main.message and "tried to allocate 3 GiB" in main.message
-    assert read_run(tmp_path).ledger.steps() == 1
+def test_a_process_out_of_memory_stops_all_before_the_step_is_released(failed):
+    folder, (main, other) = failed
+    assert other["out of memory"][0] == "MemoryShortError"
+    error, message = main["out of memory"]
+    assert error == "DistributedError"
+    assert "Rank 1 of 2 failed" in message and "tried to allocate 3 GiB" in message
+    assert read_run(folder / "out of memory").ledger.steps() == 1
 
 
 def test_a_killed_process_stops_all_before_the_step_is_released(tmp_path):
-    main, other = outcomes(
-        2, lambda: failing_in_step(tmp_path, 1, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    )
+    def killed():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    main, other = outcomes(2, lambda: failing_in_step(tmp_path, 1, killed))
     assert other == Outcome(error="Killed", trace="the process was killed", exit=9)
     assert main.error == "DistributedError" and "Another process" in main.message
     assert read_run(tmp_path).ledger.steps() == 1

@@ -14,15 +14,14 @@ import pytest
 import silence
 import tiny
 import torch
+from loops import plan, run, steps
 from processes import on_processes, where_accelerate_shards
 from safetensors.torch import load_file
 from silence import Silent, assert_standard_normal, distance, moved_by_noise, weights, whole
 from torch.distributed.fsdp import fully_shard
-from transformers import DataCollatorWithPadding
 
-from hf_dp import DpSgdPlan, NoisedLoss, PrivacyPlan, PrivateRun, mechanism_for
-from hf_dp.batches.loader import BatchOptions
-from hf_dp.run.options import RunOptions
+from hf_dp import NoisedLoss, mechanism_for
+from hf_dp.errors import HfDpError
 from hf_dp.run.witnesses import read_run
 from hf_dp.statement.record import disagreements, read
 from hf_dp.tuners.frost.tuner import FrostConfig
@@ -94,7 +93,10 @@ def published(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if not path.name.startswith("_")}
 
 
-def looped(folder: Path, shards: bool, batch: int = 40) -> dict[str, torch.Tensor]:
+ROWS = 41
+
+
+def looped(folder: Path, shards: bool, batch: int = ROWS) -> dict[str, torch.Tensor]:
     """Weights, and the noised losses, of a plain PyTorch loop on a model that ``fully_shard`` was
     called on."""
     model = tiny.model().double()
@@ -102,56 +104,34 @@ def looped(folder: Path, shards: bool, batch: int = 40) -> dict[str, torch.Tenso
         for layer in model.bert.encoder.layer:
             fully_shard(layer)
         fully_shard(model)
-    plan = PrivacyPlan.solve(
-        num_examples=40,
-        expected_batch_size=batch,
-        mechanism=DpSgdPlan(0.1, 1.0, loss=NoisedLoss(0.7, 0.2)),
-        max_steps=2,
-        accountant="rdp",
-    )
-    private = PrivateRun(
-        model,
-        plan,
-        folder,
-        train_dataset=tiny.dataset().rename_column("label", "labels"),
-        data_collator=DataCollatorWithPadding(tiny.tokenizer()),
-        options=RunOptions(batches=BatchOptions(physical_batch_size=5, quiet=True)),
-    )
-    if batch == 40:
+    planned = plan(ROWS, NoisedLoss(0.7, 0.2), expected_batch_size=batch, max_steps=2)
+    private = run(folder, planned, model=model, size=20)
+    if batch == ROWS:
         private.randomness = Silent(0, private.processes.rank)
     mechanism, losses = mechanism_for(private), []
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    for batches in mechanism.logical_batches():
-        clipped = mechanism.clip(batches)
-        with private.release_step() as release:
-            mechanism.set_gradients(clipped, release)
+    for _ in steps(mechanism):
         losses.append(mechanism.noised["noised_loss"].reshape(1))
         optimizer.step()
-        optimizer.zero_grad()
     found = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
     return {**found, "losses": torch.cat(losses)}
 
 
 def test_a_loop_on_a_sharded_model_is_that_of_one_process(tmp_path):
-    # Processes have unequally many batches of 5, so that one makes up examples.
+    # Of 41 rows one process has 21, in two batches, and the other 20, so that it makes up a batch.
     alone = looped(tmp_path / "one", False)
-    for found in on_processes(3, looped, tmp_path / "fsdp", True):
+    for found in on_processes(2, looped, tmp_path / "fsdp", True):
         for name, value in found.items():
             torch.testing.assert_close(value, alone[name], rtol=1e-9, atol=1e-12)
 
 
 def test_processes_without_examples_make_the_same_forwards(tmp_path):
-    found = on_processes(3, looped, tmp_path, True, 2)  # most draws of most processes are empty
-    for other in found[1:]:
-        assert all(torch.equal(found[0][name], other[name]) for name in other)
+    first, other = on_processes(2, looped, tmp_path, True, 1)  # most draws of both are empty
+    assert all(torch.equal(first[name], other[name]) for name in other)
     assert read_run(tmp_path).ledger.steps() == 2
 
 
-def test_the_noise_of_shards_is_that_of_one_process(tmp_path):
-    first, second = sharded(2, "bert", lambda: moved_by_noise(tmp_path, steps=1))
-    assert torch.equal(first, second)
-    assert_standard_normal(first)
-
+# -- several questions to one launch: each other one costs a third of the first --
 
 REFUSED = {
     "rgp": ({"given": {"peft_config": RgpConfig(rank=2, task_type="SEQ_CLS")}}, "RGP makes"),
@@ -172,18 +152,51 @@ REFUSED = {
 }
 
 
+def error_of(folder: Path, options: dict[str, Any]) -> str:
+    with pytest.raises(HfDpError) as refused:
+        tiny.trainer(folder, **options).train()
+    return str(refused.value)
+
+
+def in_bf16(folder: Path) -> tuple[dict[str, torch.Tensor], set[torch.dtype]]:
+    made = tiny.trainer(folder, bf16=True, max_steps=1, accountant="rdp")
+    made.train()
+    found = {name: whole(value) for name, value in weights(made).items()}
+    return found, {p.dtype for p in made.model.parameters()}
+
+
+@pytest.fixture(scope="module")
+def of_bert(tmp_path_factory):
+    """The folder, and of two processes: errors, noise, weights in bfloat16 and their types."""
+    folder = tmp_path_factory.mktemp("bert")
+
+    def ask():
+        errors = {name: error_of(folder / name, options) for name, (options, _) in REFUSED.items()}
+        return errors, moved_by_noise(folder / "noise", steps=1), *in_bf16(folder / "bf16")
+
+    return folder, sharded(2, "bert", ask)
+
+
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_needs_whole_weights_is_refused_by_name(what, tmp_path):
-    options, named = REFUSED[what]
+def test_what_needs_whole_weights_is_refused_by_name(what, of_bert):
+    folder, found = of_bert
+    for errors, *_ in found:
+        assert REFUSED[what][1] in errors[what]
+        assert "cannot be sharded with FSDP2. Train it with DDP" in errors[what]
+    assert not (folder / what / "ledger.jsonl").exists()
 
-    def train():
-        with pytest.raises(Exception, match=named) as refused:
-            tiny.trainer(tmp_path, **options).train()
-        return str(refused.value)
 
-    for message in sharded(2, "bert", train):
-        assert "cannot be sharded with FSDP2. Train it with DDP" in message
-    assert not (tmp_path / "ledger.jsonl").exists()
+def test_the_noise_of_shards_is_that_of_one_process(of_bert):
+    (_, first, *_), (_, second, *_) = of_bert[1]
+    assert torch.equal(first, second)
+    assert_standard_normal(first)
+
+
+def test_bf16_with_float32_master_weights(of_bert):
+    folder, ((*_, first, types), (*_, second, _)) = of_bert
+    assert types == {torch.float32}
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert "bfloat16" in (folder / "bf16" / "README.md").read_text()
 
 
 @pytest.mark.slow
@@ -200,15 +213,3 @@ def test_frost_selects_before_the_model_is_sharded(tmp_path):
     first, second = sharded(2, "bert", train)
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert disagreements(read(tmp_path)) == []
-
-
-def test_bf16_with_float32_master_weights(tmp_path):
-    def train():
-        made = tiny.trainer(tmp_path, bf16=True, max_steps=1, accountant="rdp")
-        made.train()
-        assert {p.dtype for p in made.model.parameters()} == {torch.float32}
-        return {name: whole(value) for name, value in weights(made).items()}
-
-    first, second = sharded(2, "bert", train)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert "bfloat16" in (tmp_path / "README.md").read_text()

@@ -211,19 +211,21 @@ def expected(way: str, sizes: dict[str, int], processes: int) -> tuple[Traffic, 
     return traffic, {**own, "whole": 8 * (p - s), "bucket": max(8 * (p - s), exchanged)}
 
 
-@pytest.mark.parametrize(
-    ("way", "at_the_end", "processes"),
-    [
-        pytest.param(way, at_the_end, processes, marks=[pytest.mark.slow] * slow)
-        for way, at_the_end in [("ddp", 2**25), ("fsdp2", 2**25), ("fsdp2", 2000), ("fsdp2", 0)]
-        for processes in (2, 4)
-        for slow in [processes != 2]
-    ],
-)
-def test_ours_sends_and_holds_what_the_page_says(way, at_the_end, processes, tmp_path, monkeypatch):
-    monkeypatch.setattr(sharded_sums, "_WHOLE", at_the_end)
-    for traffic, held, sizes in on_processes(processes, lambda: counted(way, tmp_path)):
-        assert (traffic, held) == expected(way, sizes, processes)
+WAYS = [("ddp", 2**25), ("fsdp2", 2**25), ("fsdp2", 2000), ("fsdp2", 0)]
+
+
+def counted_in_all_ways(folder: Path) -> Iterator[Any]:
+    for way, at_the_end in WAYS:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sharded_sums, "_WHOLE", at_the_end)
+            yield counted(way, folder / f"{way} {at_the_end}")
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ours_sends_and_holds_what_the_page_says(processes, tmp_path):
+    for found in on_processes(processes, lambda: list(counted_in_all_ways(tmp_path))):
+        for (way, _), (traffic, held, sizes) in zip(WAYS, found, strict=True):
+            assert (traffic, held) == expected(way, sizes, processes)
 
 
 def test_a_sum_that_travels_twice_is_seen(tmp_path, monkeypatch):

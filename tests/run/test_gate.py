@@ -42,6 +42,10 @@ def book(tmp_path) -> Iterator[RunLedger]:
     ledger.stop()
 
 
+def gate_of(book: RunLedger, kind: type[Gate] = Gate) -> Gate:
+    return kind(book, IndependentNoise(SecretRandomness()))
+
+
 # -- the noise is that of the event --
 
 
@@ -74,7 +78,7 @@ PLANNED = [
 
 @pytest.mark.parametrize(("planned", "part"), PLANNED)
 def test_the_noise_is_the_events_multiplier_times_the_sensitivity(book, planned, part):
-    assert has_the_planned_noise(Gate(book, IndependentNoise(SecretRandomness())), planned, part)
+    assert has_the_planned_noise(gate_of(book), planned, part)
 
 
 @pytest.mark.parametrize("factor", [2 / 3, 3 / 2])
@@ -83,9 +87,7 @@ def test_planted_wrong_standard_deviation_is_seen(book, monkeypatch, factor):
     monkeypatch.setattr(
         PlannedRelease, "noise_std", lambda self, part: factor * original(self, part)
     )
-    assert not has_the_planned_noise(
-        Gate(book, IndependentNoise(SecretRandomness())), PLAN.step_release()
-    )
+    assert not has_the_planned_noise(gate_of(book), PLAN.step_release())
 
 
 def test_the_parts_are_those_of_the_event():
@@ -134,14 +136,12 @@ class ForgetsTheSecond(Gate):
 
 
 def test_the_ledger_is_durable_before_the_value(book):
-    assert is_durable_before_anything_is_out(Gate(book, IndependentNoise(SecretRandomness())), book)
+    assert is_durable_before_anything_is_out(gate_of(book), book)
 
 
 @pytest.mark.parametrize("planted", [AppendsAfterwards, ForgetsTheSecond])
 def test_planted_gates_that_record_late_or_not_at_all_are_seen(book, planted):
-    assert not is_durable_before_anything_is_out(
-        planted(book, IndependentNoise(SecretRandomness())), book
-    )
+    assert not is_durable_before_anything_is_out(gate_of(book, planted), book)
 
 
 def test_nothing_is_recorded_and_nothing_leaves_beyond_the_target(tmp_path):
@@ -154,7 +154,7 @@ def test_nothing_is_recorded_and_nothing_leaves_beyond_the_target(tmp_path):
     )
     book = RunLedger(tmp_path, plan)
     book.start(2)
-    gate = Gate(book, IndependentNoise(SecretRandomness()))
+    gate = gate_of(book)
     for _ in range(2):
         with gate.release(plan.step_release()) as release:
             release.sum({"w": torch.zeros(3)})
@@ -168,7 +168,7 @@ def test_nothing_is_recorded_and_nothing_leaves_beyond_the_target(tmp_path):
 
 
 def test_a_closed_release_lets_nothing_out(book):
-    with Gate(book, IndependentNoise(SecretRandomness())).release(PLAN.step_release()) as release:
+    with gate_of(book).release(PLAN.step_release()) as release:
         pass
     with pytest.raises(LedgerError, match="closed"):
         release.sum({"w": torch.zeros(3)})
@@ -183,7 +183,7 @@ def test_a_closed_release_lets_nothing_out(book):
 
 
 def test_what_the_event_does_not_release_cannot_leave(book):
-    gate = Gate(book, IndependentNoise(SecretRandomness()))
+    gate = gate_of(book)
     with gate.release(PLAN.step_release()) as release:
         with pytest.raises(ConfigError, match="got 'vectors'"):
             release.vectors(torch.zeros(2, 3))
@@ -192,7 +192,7 @@ def test_what_the_event_does_not_release_cannot_leave(book):
 
 
 def test_sums_losses_and_vectors_leave_once(book):
-    gate = Gate(book, IndependentNoise(SecretRandomness()))
+    gate = gate_of(book)
     with gate.release(WITH_A_LOSS) as release:
         release.loss(torch.zeros(()))
         release.sum({"w": torch.zeros(3)})
@@ -264,7 +264,7 @@ def test_releases_that_the_plan_does_not_make_count_against_the_target(tmp_path)
         book = RunLedger(tmp_path / purpose, plan)
         book.start(8)
         other = PlannedRelease(Gaussian(20.0, 1), purpose, {"sum": 1.0})
-        gate, taken = Gate(book, IndependentNoise(SecretRandomness())), []
+        gate, taken = gate_of(book), []
 
         def steps(gate=gate, taken=taken):
             for _ in range(8):
@@ -360,21 +360,17 @@ def callers(package: Path) -> set[tuple[str, str]]:
     for path in package.rglob("*.py"):
         file = path.relative_to(package).as_posix()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            if not isinstance(node, ast.Call):
+                continue
+            if isinstance(node.func, ast.Name) and node.func.id == "Release":
+                found.add((file, "release"))
+            if not isinstance(node.func, ast.Attribute):
                 continue
             if node.func.attr in NOISE:
                 found.add((file, "noise"))
             # A list's append takes one argument.
             if node.func.attr == "append" and len(node.args) + len(node.keywords) == 2:
                 found.add((file, "record"))
-        if "Release(" in path.read_text(encoding="utf-8").replace("PlannedRelease(", ""):
-            names = {
-                node.func.id
-                for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-            }
-            if "Release" in names:
-                found.add((file, "release"))
     return found
 
 

@@ -9,7 +9,6 @@ import torch
 import transformers as hf
 from transformers import BertForSequenceClassification
 
-from hf_dp import DPTrainer
 from hf_dp.errors import SelfCheckError
 
 FROM = 16  # the self-check's own examples have 12 tokens at most
@@ -39,22 +38,21 @@ def scaling() -> ScalesWithThePaddedLength:
     return ScalesWithThePaddedLength(tiny.model().config)
 
 
+def trainer_on(folder, longest: int, **given):
+    given = {"train_dataset": rows(longest), "eval_dataset": None, **given}
+    return tiny.trainer(folder, given=given, max_steps=1, accountant="rdp")
+
+
 def test_a_model_that_changes_from_a_length_on_is_refused(tmp_path):
-    given = {"model": scaling(), "train_dataset": rows(FROM), "eval_dataset": None}
-    trainer = tiny.trainer(tmp_path, given=given)
+    trainer = trainer_on(tmp_path, FROM, model=scaling())
     with pytest.raises(SelfCheckError, match="beside one as long as the longest row"):
         trainer.train()
     assert len(trainer.ledger) == 0
 
 
-def test_it_is_not_with_rows_that_are_shorter(tmp_path):
-    given = {"model": scaling(), "train_dataset": rows(FROM - 1), "eval_dataset": None}
-    tiny.trainer(tmp_path, given=given, max_steps=1).train()
-
-
-def test_an_ordinary_model_may_have_long_rows(tmp_path):
-    given = {"train_dataset": rows(FROM), "eval_dataset": None}
-    tiny.trainer(tmp_path, given=given, max_steps=1).train()
+def test_shorter_rows_and_an_ordinary_model_are_not(tmp_path):
+    trainer_on(tmp_path / "shorter", FROM - 1, model=scaling()).train()
+    trainer_on(tmp_path / "ordinary", FROM).train()
 
 
 def test_where_made_up_rows_do_not_pass_the_collator(tmp_path):
@@ -71,14 +69,8 @@ def test_where_made_up_rows_do_not_pass_the_collator(tmp_path):
                 raise ValueError("not one of ours")
             return self.pad(features)
 
-    given = {
-        "model": scaling(),
-        "train_dataset": rows(FROM),
-        "eval_dataset": None,
-        "data_collator": Refuses(),
-    }
     with pytest.raises(SelfCheckError, match="beside one as long as the longest row"):
-        tiny.trainer(tmp_path, given=given).train()
+        trainer_on(tmp_path, FROM, model=scaling(), data_collator=Refuses()).train()
 
 
 def llama4() -> hf.Llama4ForCausalLM:
@@ -108,7 +100,7 @@ def test_llama_4_scales_attention_by_places_in_the_padded_row(tmp_path, side, re
         "eval_dataset": None,
         "data_collator": hf.DataCollatorForLanguageModeling(tokenizer, mlm=False),
     }
-    trainer = tiny.trainer(tmp_path, given=given, max_steps=1)
+    trainer = tiny.trainer(tmp_path, given=given, max_steps=1, accountant="rdp")
     if refused:
         with pytest.raises(SelfCheckError, match="as long as the longest row"):
             trainer.train()
@@ -117,8 +109,7 @@ def test_llama_4_scales_attention_by_places_in_the_padded_row(tmp_path, side, re
 
 
 def test_nothing_is_left_of_the_check(tmp_path):
-    given = {"train_dataset": rows(FROM), "eval_dataset": None}
-    trainer = tiny.trainer(tmp_path, cls=DPTrainer, given=given)
+    trainer = trainer_on(tmp_path, FROM)
     trainer.model.eval()
     trainer.run.check_engine()
     assert not trainer.model.training

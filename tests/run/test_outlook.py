@@ -96,7 +96,12 @@ def test_a_delta_that_protects_nobody(delta, warned):
 
 
 def test_the_trainer_says_so_once(tmp_path, caplog):
-    options = {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 2}
+    options = {
+        "optim": "adamw_torch",
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "accountant": "rdp",
+    }
     made = tiny.trainer(tmp_path, learning_rate=5e-5, **options)
     with caplog.at_level(logging.WARNING, "hf_dp"):
         made.train()
@@ -234,7 +239,7 @@ def test_training_says_it_once_on_the_console_and_nowhere_else(tmp_path, monkeyp
     if planted:
         monkeypatch.setattr(TrainingRows, "repeats", lambda rows: (1, "nothing"))
     rows = tiny.dataset().select([*range(25), *[7] * 4])
-    trainer = tiny.trainer(tmp_path, given={"train_dataset": rows}, max_steps=1)
+    trainer = tiny.trainer(tmp_path, given={"train_dataset": rows}, max_steps=1, accountant="rdp")
     trainer.train()
     trainer.save_model()
     found = [text for text in said if "Up to 5 rows of the training set are equal" in text]

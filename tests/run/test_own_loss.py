@@ -229,7 +229,7 @@ def test_a_loss_that_is_named_trains(tmp_path):
             labels = inputs.pop("labels")
             return 5 * F.cross_entropy(model(**inputs).logits, labels, reduction="none")
 
-    trainer = tiny.trainer(tmp_path, cls=Named, given={"model": mine(Smoothed)})
+    trainer = tiny.trainer(tmp_path, cls=Named, given={"model": mine(Smoothed)}, accountant="rdp")
     trainer.train()
     assert trainer.ledger.steps() == 4
 

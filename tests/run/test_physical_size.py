@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from loops import plan, run
 from processes import outcomes
-from transformers import BertConfig, BertForSequenceClassification, DataCollatorWithPadding
+from transformers import BertConfig, BertForSequenceClassification
 
-from hf_dp import DpSgdPlan, FrostConfig, PrivacyPlan, PrivateRun, RgpConfig, mechanism_for
-from hf_dp.batches.loader import BatchOptions
+from hf_dp import FrostConfig, RgpConfig, mechanism_for
 from hf_dp.errors import (
     DataError,
     DoesNotFitError,
@@ -29,7 +29,6 @@ from hf_dp.errors import (
     UnsupportedArgumentError,
 )
 from hf_dp.run import physical_size
-from hf_dp.run.options import RunOptions
 from hf_dp.run.physical_size import largest_physical_batch
 from hf_dp.trainer.private import PrivateTraining
 
@@ -53,21 +52,9 @@ def rows(longest: int = 8, seed: int = 0) -> datasets.Dataset:
 
 
 def mechanism_of(folder, model=None, train_dataset=None, expected: int = 250):
-    plan = PrivacyPlan.solve(
-        num_examples=COUNT,
-        expected_batch_size=expected,
-        mechanism=DpSgdPlan(clipping_norm=0.1, noise_multiplier=1.0),
-        max_steps=2,
-    )
-    run = PrivateRun(
-        model or tiny.model(),
-        plan,
-        folder,
-        train_dataset=train_dataset or rows(),
-        data_collator=DataCollatorWithPadding(tiny.tokenizer()),
-        options=RunOptions(batches=BatchOptions(quiet=True)),
-    )
-    return mechanism_for(run)
+    planned = plan(COUNT, expected_batch_size=expected, max_steps=2)
+    data = train_dataset or rows()
+    return mechanism_for(run(folder, planned, model=model, train_dataset=data, size=8))
 
 
 def wide_model() -> BertForSequenceClassification:

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import datasets
 import pytest
 import tiny
 import torch
 from accelerate import Accelerator
+from loops import plan, run, steps
 from peft import get_peft_model
-from transformers import DataCollatorWithPadding
 
-from hf_dp import (
-    DpSgdPlan,
-    FrozenPlan,
-    PrivacyPlan,
-    PrivateRun,
-    mechanism_for,
-    save_run,
-)
-from hf_dp.batches.loader import BatchOptions
+from hf_dp import DpSgdPlan, FrozenPlan, PrivateRun, mechanism_for, save_run
 from hf_dp.errors import (
     BudgetExceededError,
     DataError,
@@ -32,51 +22,18 @@ from hf_dp.errors import (
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans import Search
 from hf_dp.run.ledger import RunLedger
-from hf_dp.run.options import RunOptions
 from hf_dp.statement.record import disagreements, read
 from hf_dp.tuners.base import Tuner
 from hf_dp.tuners.frost.tuner import FrostConfig
 
-OPTIONS = RunOptions(batches=BatchOptions(physical_batch_size=4, quiet=True))
-
-
-def rows():
-    return tiny.dataset().rename_column("label", "labels")
-
-
-def request(**changes) -> PrivacyPlan:
-    given = {
-        "num_examples": 40,
-        "expected_batch_size": 8,
-        "mechanism": DpSgdPlan(clipping_norm=0.1, noise_multiplier=1.0),
-        "max_steps": 4,
-    }
-    return PrivacyPlan.solve(**{**given, **changes})
-
-
-def run(folder, model=None, plan: PrivacyPlan | None = None, **given) -> PrivateRun:
-    return PrivateRun(
-        model or tiny.model(),
-        plan or request(),
-        folder,
-        train_dataset=given.pop("train_dataset", rows()),
-        data_collator=DataCollatorWithPadding(tiny.tokenizer()),
-        options=OPTIONS,
-        **given,
-    )
-
 
 def loop(private: PrivateRun, optimizer: torch.optim.Optimizer) -> int:
-    mechanism, steps = mechanism_for(private), 0
-    for batches in mechanism.logical_batches():
-        clipped = mechanism.clip(batches)
-        with private.release_step() as release:
-            mechanism.set_gradients(clipped, release)
+    mechanism, count = mechanism_for(private), 0
+    for _ in steps(mechanism):
         optimizer.step()
-        optimizer.zero_grad()
-        steps += 1
+        count += 1
     save_run(mechanism)
-    return steps
+    return count
 
 
 def test_a_plain_loop(tmp_path):
@@ -89,14 +46,15 @@ def test_a_plain_loop(tmp_path):
     record = read(tmp_path)
     assert record.status == "proven" and record.ledger.steps("training") == 4
     assert disagreements(record) == []
-    assert private.epsilon().value == pytest.approx(record.ledger.epsilon(record.plan.delta).value)
+    spent = record.ledger.epsilon(record.plan.delta, record.plan.accountant)
+    assert private.epsilon().value == pytest.approx(spent.value)
 
 
 def test_an_accelerate_loop(tmp_path):
     accelerator = Accelerator(cpu=True)
     model = tiny.model()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    private = run(tmp_path, model, accelerator=accelerator)
+    private = run(tmp_path, model=model, accelerator=accelerator)
     assert loop(private, optimizer) == 4
     assert read(tmp_path).status == "proven"
 
@@ -114,9 +72,10 @@ def test_the_trainer_and_the_loop_make_the_same_weights(tmp_path, monkeypatch):
         expected_batch_size=40,
         optim="sgd",
         lr_scheduler_type="constant",
+        accountant="rdp",
     )
     trainer.train()
-    private = run(tmp_path / "loop", _model(initial), trainer.privacy_plan)
+    private = run(tmp_path / "loop", trainer.privacy_plan, model=_model(initial))
     loop(private, torch.optim.SGD(private.model.parameters(), lr=1e-2))
     for name, value in trainer.model.state_dict().items():
         torch.testing.assert_close(private.model.state_dict()[name], value, rtol=1e-5, atol=1e-7)
@@ -129,11 +88,11 @@ def _model(state):
 
 
 def test_it_stops_before_the_target_is_passed(tmp_path):
-    plan = request(mechanism=DpSgdPlan(clipping_norm=0.1), target_epsilon=1.0, max_steps=3)
-    private = run(tmp_path, plan=plan)
+    planned = plan(mechanism=DpSgdPlan(clipping_norm=0.1), target_epsilon=1.0, max_steps=3)
+    private = run(tmp_path, planned)
     assert loop(private, torch.optim.SGD(private.model.parameters(), lr=0.1)) == 3
     assert private.epsilon().value <= 1.0
-    again = run(tmp_path / "second", plan=plan, earlier_runs=[str(tmp_path)])
+    again = run(tmp_path / "second", planned, earlier_runs=[str(tmp_path)])
     with pytest.raises(BudgetExceededError, match="target_epsilon"):
         loop(again, torch.optim.SGD(again.model.parameters(), lr=0.1))
 
@@ -155,7 +114,7 @@ def test_no_gradient_without_a_release(tmp_path):
 
 def test_bad_input_is_refused_before_the_first_step(tmp_path):
     with pytest.raises(DataError, match="40"):
-        loop(run(tmp_path / "a", train_dataset=rows().select(range(30))), None)
+        loop(run(tmp_path / "a", train_dataset=tiny.dataset(30)), None)
 
     def coupled(model, batch):
         losses = torch.nn.functional.cross_entropy(
@@ -179,28 +138,27 @@ def test_a_loop_refuses_a_selection_that_another_run_made(tmp_path):
         parameters=["bert.pooler.dense.weight"],
         made=[{"parameters": ["bert.pooler.dense.weight"], "magnitudes_without_noise": []}],
     )
-    private = run(tmp_path, get_peft_model(tiny.model(), named))
+    private = run(tmp_path, model=get_peft_model(tiny.model(), named))
     with pytest.raises(UnsupportedModelError, match="adapter 'default' .* this run did not make"):
         loop(private, None)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_loop_in_a_private_search_evaluates_on_no_training_row(tmp_path):
-    mechanism = DpSgdPlan(clipping_norm=0.1, noise_multiplier=1.0)
-    of_a_search = dataclasses.replace(mechanism, search=Search(5))
+    of_a_search = plan(mechanism=DpSgdPlan(0.1, 1.0, search=Search(5)))
     own = tiny.evaluation_set().rename_column("label", "labels")
-    one_equal = datasets.Dataset.from_list([*own.to_list(), rows()[3]])
+    equal = tiny.dataset().rename_column("label", "labels")[3]
+    one_equal = datasets.Dataset.from_list([*own.to_list(), equal])
     only_labels = own.select_columns(["labels"])
     released = ["evaluation_on_training_rows"]
     for number, given in enumerate(({}, {"released": released})):
-        plan = request(mechanism=of_a_search, accountant="rdp")
-        search = run(tmp_path / f"search{number}", plan=plan, **given)
+        search = run(tmp_path / f"search{number}", of_a_search, **given)
         search.check_evaluation(own)
         with pytest.raises(UnsupportedArgumentError, match="holds rows equal to training rows"):
             search.check_evaluation({"far": one_equal})
         with pytest.raises(UnsupportedArgumentError, match="cannot be compared"):
             search.check_evaluation(only_labels)
-    alone = run(tmp_path / "alone", plan=request(mechanism=mechanism))
+    alone = run(tmp_path / "alone")
     alone.check_evaluation(one_equal)
     assert alone.book.weaknesses.evaluation_compared
     alone.check_evaluation(only_labels)
@@ -237,8 +195,8 @@ def test_one_sample_pays_for_one_step(tmp_path):
 
 def test_a_release_of_another_run_sets_no_gradient(tmp_path):
     """Its noise is scaled to another clipping norm."""
-    loose = run(tmp_path / "loose", plan=request(mechanism=DpSgdPlan(1000.0, 1.0)))
-    tight = run(tmp_path / "tight", plan=request(mechanism=DpSgdPlan(1e-6, 1.0)))
+    loose = run(tmp_path / "loose", plan(mechanism=DpSgdPlan(1000.0, 1.0)))
+    tight = run(tmp_path / "tight", plan(mechanism=DpSgdPlan(1e-6, 1.0)))
     of_loose, of_tight = mechanism_for(loose), mechanism_for(tight)
     for batches, _ in zip(of_loose.logical_batches(), of_tight.logical_batches(), strict=True):
         clipped = of_loose.clip(batches)
@@ -253,8 +211,7 @@ def test_a_release_of_another_run_sets_no_gradient(tmp_path):
 
 def test_vectors_that_were_not_released_are_not_trained_on(tmp_path, monkeypatch):
     """A release that fails leaves nothing that the next attempt takes for released."""
-    plan = request(mechanism=FrozenPlan(1.0, 100.0))
-    private = run(tmp_path, plan=plan)
+    private = run(tmp_path, plan(mechanism=FrozenPlan(1.0, 100.0), accountant="pld"))
     mechanism = mechanism_for(private)
     original = RunLedger.append
 
@@ -277,12 +234,8 @@ def test_the_tuner_is_asked_before_each_step(tmp_path):
         def before_step(self, run, step):
             seen.append(step)
 
-    private = run(tmp_path)
-    mechanism = mechanism_for(private, Watching())
-    for batches in mechanism.logical_batches():
-        with private.release_step() as release:
-            mechanism.set_gradients(mechanism.clip(batches), release)
-        private.model.zero_grad()
+    for _ in steps(mechanism_for(run(tmp_path), Watching())):
+        pass
     assert seen == [0, 1, 2, 3]
 
 

@@ -57,6 +57,10 @@ def box(i: int) -> list[list[int]]:
     return [[j, i, j + 2, i + 3] for j in range(5)]
 
 
+ENTITIES = {
+    "entity_ids": lambda i: [1 + i % 18], "entity_attention_mask": lambda i: [1],
+    "entity_position_ids": lambda i: [[1, 2, -1, -1]],
+}  # fmt: skip
 KINDS = {
     "shape ids": (rocbert, {"input_shape_ids": lambda i: [i] * 5, "input_pronunciation_ids": lambda i: [i % 12] * 5},
                   ("input_shape_ids", [1, 1, 30, 1, 1]), "looks up 30 in `.*shape_embed.*0 to 29"),
@@ -65,13 +69,14 @@ KINDS = {
                                         "looks up -6 in `.*h_position_embeddings"),
     "below 0": (rocbert, {"input_shape_ids": lambda i: [i] * 5, "input_pronunciation_ids": lambda i: [3] * 5},
                 ("input_pronunciation_ids", [3, -1, 3, 3, 3]), "looks up -1 in .*0 to 11"),
+    "entities": (luke, ENTITIES, ("entity_ids", [20]), "looks up 20 in .*entity_emb.*0 to 19"),
 }  # fmt: skip
 
 
 def trainer_of(folder, model, data, **options):
     given = {"model": model, "train_dataset": datasets.Dataset.from_list(data), "eval_dataset": None,
              "data_collator": default_data_collator}  # fmt: skip
-    return tiny.trainer(folder, given=given, **options)
+    return tiny.trainer(folder, given=given, accountant="rdp", **options)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -84,18 +89,6 @@ def test_ids_beyond_their_table_are_found_before_the_first_draw(name, tmp_path):
     with pytest.raises(DataError, match=f"Row 17 of the training set .*{message}.*{column}"):
         trainer.train()
     assert trainer.ledger.steps() == 0
-
-
-def test_entities_of_luke(tmp_path):
-    entities = {
-        "entity_ids": lambda i: [1 + i % 18], "entity_attention_mask": lambda i: [1],
-        "entity_position_ids": lambda i: [[1, 2, -1, -1]],
-    }  # fmt: skip
-    data = rows(**entities)
-    trainer_of(tmp_path / "right", luke(), data, max_steps=1).train()
-    data[17]["entity_ids"] = [20]
-    with pytest.raises(DataError, match="Row 17 .* looks up 20 in .*entity_emb.*0 to 19"):
-        trainer_of(tmp_path / "wrong", luke(), data).train()
 
 
 @pytest.mark.parametrize(("sharded", "whole"), [(False, 1), (True, 24)])
@@ -138,12 +131,8 @@ class FailsAt:
     """A loss that raises in one step, as a row that none has foreseen."""
 
     def __init__(self, trainer, step: int, error: Exception):
-        self.trainer, self.step, self.error, self.of_model = (
-            trainer,
-            step,
-            error,
-            trainer.run._of_model,
-        )
+        self.trainer, self.step, self.error = trainer, step, error
+        self.of_model = trainer.run._of_model
 
     def __call__(self, model, batch):
         if self.trainer.state.global_step == self.step and self.trainer.run._step_is_open:
@@ -151,13 +140,14 @@ class FailsAt:
         return self.of_model(model, batch)
 
 
-@pytest.mark.parametrize("save", ["no", "steps"])
-@pytest.mark.parametrize("error", [ValueError("odd row"), DataError("odd row.")])
-def test_what_ran_is_saved_and_what_it_cost_is_said(error, save, tmp_path):
-    options = {"max_steps": 4, "save_strategy": save, "save_steps": 100}
+@pytest.mark.parametrize(
+    ("error", "kind", "save"),
+    [(ValueError("odd row"), StepError, "no"), (DataError("odd row."), DataError, "steps")],
+)
+def test_what_ran_is_saved_and_what_it_cost_is_said(error, kind, save, tmp_path):
+    options = {"max_steps": 4, "save_strategy": save, "save_steps": 100, "accountant": "rdp"}
     trainer = tiny.trainer(tmp_path, **options)
     trainer.run._of_model = FailsAt(trainer, 3, error)
-    kind = DataError if isinstance(error, DataError) else StepError
     with pytest.raises(kind, match="odd row.*3 steps ran before it.*checkpoint-3") as raised:
         trainer.train()
     spent = trainer.epsilon()
@@ -174,7 +164,7 @@ def test_what_ran_is_saved_and_what_it_cost_is_said(error, save, tmp_path):
 
 
 def test_in_the_first_step_nothing_is_spent_nor_saved(tmp_path):
-    trainer = tiny.trainer(tmp_path)
+    trainer = tiny.trainer(tmp_path, accountant="rdp")
     trainer.run._of_model = FailsAt(trainer, 0, ValueError("odd row"))
     with pytest.raises(StepError, match="Step 1 failed .*nothing is spent.*start again.$"):
         trainer.train()
@@ -182,7 +172,7 @@ def test_in_the_first_step_nothing_is_spent_nor_saved(tmp_path):
 
 
 def test_a_row_that_cannot_be_fetched_any_more_costs_no_step_either(tmp_path, monkeypatch):
-    trainer = tiny.trainer(tmp_path, max_steps=4)
+    trainer = tiny.trainer(tmp_path, max_steps=4, accountant="rdp")
     examples = trainer.training_data().examples
     fetch = type(examples)._row
 
