@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from hf_dp.trainer.dpo import DPDPOConfig, DPDPOTrainer
 
-ROWS = 24
+ROWS = 12
 BETA = 0.5
 
 

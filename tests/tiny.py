@@ -55,15 +55,16 @@ def rows(count: int = 40) -> list[dict[str, Any]]:
 
 
 def dataset(count: int = 40) -> datasets.Dataset:
-    return copy.copy(_dataset(count))
+    return copy.copy(_encoded(count))
+
+
+def evaluation_set() -> datasets.Dataset:
+    return copy.copy(_encoded(None))
 
 
 @functools.cache
-def _dataset(count: int) -> datasets.Dataset:
-    return _encoded(rows(count))
-
-
-def _encoded(made: list[dict[str, Any]]) -> datasets.Dataset:
+def _encoded(count: int | None) -> datasets.Dataset:
+    made = held_out_rows() if count is None else rows(count)
     encoded = tokenizer()([row["sentence"] for row in made])
     columns = {name: encoded[name] for name in ("input_ids", "attention_mask")}
     return datasets.Dataset.from_dict({**columns, "label": [row["label"] for row in made]})
@@ -80,15 +81,6 @@ def held_out_rows() -> list[dict[str, Any]]:
         }
         for i in range(20)
     ]
-
-
-def evaluation_set() -> datasets.Dataset:
-    return copy.copy(_evaluation_set())
-
-
-@functools.cache
-def _evaluation_set() -> datasets.Dataset:
-    return _encoded(held_out_rows())
 
 
 def model(dropout: float = 0.0, seed: int = 0, **options: Any) -> BertForSequenceClassification:

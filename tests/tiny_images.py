@@ -50,34 +50,33 @@ def processor(**options: Any) -> Any:
     return hf.ViTImageProcessorPil(**{"size": {"height": SIZE, "width": SIZE}, **options})
 
 
-def vit(**options: Any) -> hf.ViTForImageClassification:
+def _classifier(kind: str, **options: Any) -> Any:
     torch.manual_seed(0)
-    return hf.ViTForImageClassification(hf.ViTConfig(**{**_SMALL, **options}))
+    config = getattr(hf, f"{kind}Config")(**options)
+    return getattr(hf, f"{kind}ForImageClassification")(config)
+
+
+def vit(**options: Any) -> hf.ViTForImageClassification:
+    return _classifier("ViT", **{**_SMALL, **options})
 
 
 def deit(**options: Any) -> hf.DeiTForImageClassification:
-    torch.manual_seed(0)
-    return hf.DeiTForImageClassification(hf.DeiTConfig(**{**_SMALL, **options}))
+    return _classifier("DeiT", **{**_SMALL, **options})
 
 
 def dinov2(**options: Any) -> hf.Dinov2ForImageClassification:
     """One whose position embeddings are interpolated: it was made for larger images."""
-    torch.manual_seed(0)
     small = {name: value for name, value in _SMALL.items() if name != "intermediate_size"}
-    config = hf.Dinov2Config(**{**small, "image_size": 12, "mlp_ratio": 2, **options})
-    return hf.Dinov2ForImageClassification(config)
+    return _classifier("Dinov2", **{**small, "image_size": 12, "mlp_ratio": 2, **options})
 
 
 def _of_text_and_images(kind: str, **options: Any) -> Any:
     """A classifier by the half of CLIP or SigLIP that reads images."""
-    torch.manual_seed(0)
     small = {name: value for name, value in _SMALL.items() if not name.endswith("dropout_prob")}
     texts = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24,
              "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # fmt: skip
-    config = getattr(hf, f"{kind}Config")(
-        vision_config={**small, **options}, text_config=texts, projection_dim=16
-    )
-    return getattr(hf, f"{kind}ForImageClassification")(config)
+    halves = {"vision_config": {**small, **options}, "text_config": texts}
+    return _classifier(kind, **halves, projection_dim=16)
 
 
 def clip(**options: Any) -> hf.CLIPForImageClassification:

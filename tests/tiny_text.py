@@ -41,19 +41,12 @@ def gpt2(seed: int = 0) -> GPT2LMHeadModel:
 def t5(seed: int = 0) -> T5ForConditionalGeneration:
     torch.manual_seed(seed)
     words = tokenizer()
-    made = T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=len(words),
-            d_model=16,
-            d_kv=8,
-            d_ff=32,
-            num_layers=1,
-            num_heads=2,
-            pad_token_id=words.eos_token_id,
-            eos_token_id=words.eos_token_id,
-            decoder_start_token_id=words.eos_token_id,
-        )
-    ).eval()
+    end = words.eos_token_id
+    config = T5Config(
+        vocab_size=len(words), d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2,
+        pad_token_id=end, eos_token_id=end, decoder_start_token_id=end,
+    )  # fmt: skip
+    made = T5ForConditionalGeneration(config).eval()
     with torch.no_grad():  # or a random T5 writes the same whatever it reads
         for weights in made.encoder.parameters():
             weights.mul_(4)

@@ -117,7 +117,8 @@ def infilling() -> dict[str, Any]:
 def preferences() -> dict[str, Any]:
     import preferences
 
-    return {"make": preferences.trainer, "optim": "adamw_torch"}
+    make = partial(preferences.trainer, made=partial(preferences.pairs, 24))
+    return {"make": make, "optim": "adamw_torch"}
 
 
 def forward(variant: str, **options: Any) -> dict[str, Any]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import faults
 import pytest
 import tiny
-import torch
 import users
 from transformers import TrainerCallback
 
 from hf_dp.accounting import RandomAllocationGaussian, epsilon
 from hf_dp.cards.verify import verify
 from hf_dp.errors import AuditError, BudgetExceededError, InvalidArgumentError, LedgerError
-from hf_dp.noise import SecretRandomness
 from hf_dp.plans import DpSgdPlan, RandomAllocation
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.samplers import AllocationSampler
@@ -172,9 +171,7 @@ def test_an_audit_refutes_allocations_without_noise(tmp_path, monkeypatch):
     trainer = tiny.trainer(tmp_path / "right", **ALLOCATED, **audited)
     trainer.train()
     assert trainer.privacy_statement().proven
-    monkeypatch.setattr(
-        SecretRandomness, "gaussian_like", lambda self, values, std: torch.zeros_like(values)
-    )
+    faults.noise_times(0.0)(monkeypatch)
     trainer = tiny.trainer(tmp_path / "wrong", **ALLOCATED, **audited)
     with pytest.raises(AuditError, match="not as private as it claims"):
         trainer.train()

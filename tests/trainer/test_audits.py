@@ -7,6 +7,7 @@ import math
 from collections import Counter
 
 import datasets
+import faults
 import numpy as np
 import pytest
 import tiny
@@ -20,7 +21,6 @@ from hf_dp.cli.main import main
 from hf_dp.errors import AuditError, DataError, UnsupportedArgumentError
 from hf_dp.features import canaries as canary_rows
 from hf_dp.features.canaries import Canaries, audit_of
-from hf_dp.noise import SecretRandomness
 from hf_dp.plans.samplers import PoissonSampler
 from hf_dp.statement import audited
 from hf_dp.statement.audited import AuditResult
@@ -186,8 +186,7 @@ def test_losses_are_compared_before_and_after(tmp_path):
 def test_planted_far_too_little_noise_is_an_error_and_the_card_claims_nothing(
     tmp_path, monkeypatch
 ):
-    honest = SecretRandomness.gaussian_like
-    monkeypatch.setattr(SecretRandomness, "gaussian_like", lambda self, *a: honest(self, *a) * 0.02)
+    faults.noise_times(0.02)(monkeypatch)
     many = {"audit_canaries": 200, "expected_batch_size": 60, "noise_multiplier": 4.0}
     made = trainer(tmp_path, max_steps=15, **many)
     with pytest.raises(AuditError, match="not as private as it claims.*privacy.json"):
@@ -201,12 +200,7 @@ def test_planted_far_too_little_noise_is_an_error_and_the_card_claims_nothing(
 
 
 def test_planted_rows_drawn_too_often_are_an_error(tmp_path, monkeypatch):
-    honest = PoissonSampler.draw
-
-    def often(self):
-        return sorted({row for _ in range(40) for row in honest(self)})
-
-    monkeypatch.setattr(PoissonSampler, "draw", often)
+    faults.drawn_times(40)(monkeypatch)
     few = {"expected_batch_size": 12, "noise_multiplier": 1.5, "target_delta": 1e-6}
     made = trainer(tmp_path, audit_canaries=200, max_steps=18, **few)
     with pytest.raises(AuditError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faults
 import pytest
 import tiny
 import torch
@@ -9,7 +10,6 @@ from scipy import stats
 
 from hf_dp.clipping import per_example_gradients
 from hf_dp.errors import LedgerError
-from hf_dp.features.always import StopBeforeTarget
 from hf_dp.losses import per_example_loss
 from hf_dp.mechanisms import DpSgd
 from hf_dp.noise import SecretRandomness
@@ -60,10 +60,7 @@ def test_an_empty_draw_is_pure_noise_of_the_planned_size(trainer):
 @pytest.mark.parametrize("factor", [0.5, 2**0.5])
 def test_planted_noise_of_another_size_is_seen(trainer, monkeypatch, factor):
     """Half of it, and as much as two draws have together."""
-    original = SecretRandomness.gaussian_like
-    monkeypatch.setattr(
-        SecretRandomness, "gaussian_like", lambda self, t, std: original(self, t, std) * factor
-    )
+    faults.noise_times(factor)(monkeypatch)
     assert noise_pvalue(trainer) < 1e-4
 
 
@@ -105,9 +102,10 @@ def test_planted_realized_divisor_is_seen(trainer, without_noise, monkeypatch):
 
 
 def test_planted_batch_mean_loss_is_seen(trainer, without_noise, monkeypatch):
-    monkeypatch.setattr(
-        trainer, "compute_per_example_loss", lambda m, i: per_example_loss(m, i) / 64
-    )
+    def mean(model, inputs):
+        return per_example_loss(model, inputs) / 64
+
+    monkeypatch.setattr(trainer, "compute_per_example_loss", mean)
     assert step_error(trainer, [0, 5, 6]) > 1e-4
 
 
@@ -164,17 +162,8 @@ def test_every_step_is_recorded(trainer):
     assert recorded_all(trainer)
 
 
-def test_planted_unrecorded_step_is_seen(trainer, monkeypatch):
-    original = RunLedger.append
-    calls = []
-
-    def forgetful(self, event, purpose):
-        calls.append(event)
-        if len(calls) != 2:
-            original(self, event, purpose)
-
-    monkeypatch.setattr(RunLedger, "append", forgetful)
-    monkeypatch.setattr(StopBeforeTarget, "on_step_end", lambda *args, **kwargs: None)
+def test_planted_unrecorded_steps_are_seen(trainer, monkeypatch):
+    faults.half_of_the_steps_unrecorded(monkeypatch)
     assert not recorded_all(trainer)
 
 
@@ -257,7 +246,7 @@ def test_fetching_rows_draws_nothing_from_the_public_generators(tmp_path):
             torch.rand(3)
             return self.rows[index]
 
-    trainer = tiny.trainer(tmp_path, given={"train_dataset": Augmented()}, dataloader_num_workers=0)
+    trainer = tiny.trainer(tmp_path, given={"train_dataset": Augmented()})
     before = torch.get_rng_state()
     loader = trainer.get_train_dataloader()
     batch = loader.collate_fn(loader.dataset.__getitems__([1, 5, 7]))

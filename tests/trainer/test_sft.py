@@ -25,7 +25,7 @@ from hf_dp.trainer.dpo import DPDPOConfig
 from hf_dp.trainer.inherited import unknown_fields
 from hf_dp.trainer.sft import SFT_REFUSED, SFT_WORKS, DPSFTConfig, DPSFTTrainer
 
-ROWS = 24
+ROWS = 12
 
 
 def prompts(count: int = ROWS, start: int = 0) -> Dataset:
@@ -263,7 +263,7 @@ def test_every_argument_of_trl_has_a_row():
 
 def test_rows_that_trl_would_drop_are_refused(tmp_path):
     long = Dataset.from_list([*prompts().to_list(), {"prompt": "film " * 50, "completion": "."}])
-    with pytest.raises(DataError, match="1 of the 25 rows have no token to predict within max_len"):
+    with pytest.raises(DataError, match="1 of the 13 rows have no token to predict within max_len"):
         trainer(tmp_path, given={"train_dataset": long}, max_length=40)
 
 
@@ -277,7 +277,7 @@ def test_rows_that_trl_would_drop_are_refused(tmp_path):
 )
 def test_rows_of_different_kinds_are_refused(other, kind, tmp_path):
     rows = Dataset.from_list([*talks().to_list(), other])
-    with pytest.raises(DataError, match=rf"Row 24 of the train_dataset has {kind} as .'messages'"):
+    with pytest.raises(DataError, match=rf"Row 12 of the train_dataset has {kind} as .'messages'"):
         trainer(tmp_path, given={"train_dataset": rows})
 
 
@@ -332,7 +332,7 @@ def test_a_missing_column_is_named(column, tmp_path):
 def test_a_turn_of_the_assistants_is_missing_under_a_template_without_markers(tmp_path):
     rows = Dataset.from_list([*talks().to_list(), {"messages": ONLY_USER}])
     given = {"processing_class": tokenizer(PLAIN), "train_dataset": rows}
-    with pytest.raises(DataError, match="Row 24 has no turn with the role 'assistant'"):
+    with pytest.raises(DataError, match="Row 12 has no turn with the role 'assistant'"):
         trainer(tmp_path, given=given, assistant_only_loss=True)
 
 
