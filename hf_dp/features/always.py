@@ -207,7 +207,7 @@ class Progress(Feature):
         self._shows = False
 
     def on_step_end(self, args: object, state: State, control: Control, **kw: object) -> None:
-        if not self._shows:
+        if not self._shows and (self._those("training_bar") or self._those("training_tracker")):
             self._show(self._seen.spent(), state)
 
     def on_log(
@@ -220,6 +220,11 @@ class Progress(Feature):
     ) -> None:
         self._show(logs or {}, state)
 
+    def _those(self, name: str) -> list[Any]:
+        """Return the bars or tables that the trainer's callbacks show now."""
+        found = (getattr(each, name, None) for each in self._seen.callbacks)
+        return [each for each in found if each is not None]
+
     def _show(self, logs: Mapping[str, float], state: State) -> None:
         if not {"epsilon", NO_EPSILON} & logs.keys():
             return
@@ -229,18 +234,19 @@ class Progress(Feature):
         if "epsilon" in logs:
             behind = f"epsilon {logs['epsilon']:g}"
             behind += "".join(f", {name} {value:.4g}" for name, value in noised.items())
-        of_evaluation = any(name.startswith("eval_") for name in logs)
-        for each in self._seen.callbacks:
-            if (bar := getattr(each, "training_bar", None)) is not None:
-                bar.set_postfix_str(behind)
-            table = getattr(each, "training_tracker", None)
-            if table is None or "epsilon" not in logs or of_evaluation:
-                continue
+        for bar in self._those("training_bar"):
+            bar.set_postfix_str(behind)
+        if "epsilon" not in logs or any(name.startswith("eval_") for name in logs):
+            return
+        for table in self._those("training_tracker"):
             columns = table.inner_table[0]
             place = state.global_step if columns[0] == "Step" else round(state.epoch or 0, 2)
-            row: dict[str, object]
-            row = dict.fromkeys(columns, "No log")  # the table's first row must fill all columns
-            row |= {columns[0]: place, "Training Loss": logs.get("loss", "withheld")}
-            row |= {"Epsilon": logs["epsilon"], **{n.title(): noised[n] for n in noised}}
+            row: dict[str, object] = {
+                **dict.fromkeys(columns, "No log"),  # the table's first row must fill all columns
+                columns[0]: place,
+                "Training Loss": logs.get("loss", "withheld"),
+                "Epsilon": logs["epsilon"],
+                **{name.title(): value for name, value in noised.items()},
+            }
             table.write_line(row)
             table.display()  # not only after the next step

@@ -106,7 +106,7 @@ class Checkpointing(ReleasedLogs):
             return
         listed = {"parameters": self._parameters(), "optimizer": self._order()}
         Path(checkpoint, _PARAMETERS).write_text(json.dumps(listed), encoding="utf-8")
-        if not self._in_shards:
+        if not self.in_shards:
             save_prompts(self.model, checkpoint)
 
     def _parameters(self) -> dict[str, str]:
@@ -124,7 +124,8 @@ class Checkpointing(ReleasedLogs):
         return [[names.get(id(each), "") for each in group["params"]] for group in groups]
 
     @property
-    def _in_shards(self) -> bool:
+    def in_shards(self) -> bool:
+        """Whether this process holds only a part of each weight (FSDP)."""
         return bool(self.is_fsdp_enabled) or is_sharded(self.model)
 
     # -- steps that fail --
@@ -135,7 +136,7 @@ class Checkpointing(ReleasedLogs):
         """Fetch what a step takes, as Trainer does; raises as :meth:`saves_what_ran`."""
         if self._run is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
-        told = nullcontext() if self._in_shards else self._run.processes.telling()
+        told = nullcontext() if self.in_shards else self._run.processes.telling()
         with self.saves_what_ran(), told, self.silent():
             return super().get_batch_samples(epoch_iterator, num_batches, device)
 
@@ -170,7 +171,7 @@ class Checkpointing(ReleasedLogs):
         checkpoint = run.folder / self._checkpoint_name
         if not self.state.global_step:
             return "Correct what failed, and start again."
-        if self._in_shards and not run.processes.alone:  # the others may wait in a forward
+        if self.in_shards and not run.processes.alone:  # the others may wait in a forward
             return f"Nothing was saved since the last complete checkpoint. {_GO_ON}"
         try:
             if not run.processes.on_main(checkpoint.exists):
@@ -251,7 +252,7 @@ class Checkpointing(ReleasedLogs):
         Raises: ConfigError, before anything is loaded, when the model has or trains others now.
         """
         self._refuse_other_parameters(Path(resume_from_checkpoint))
-        if self._in_shards or not load_prompts(self.model, resume_from_checkpoint):
+        if self.in_shards or not load_prompts(self.model, resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _refuse_other_parameters(self, checkpoint: Path) -> None:
@@ -275,7 +276,7 @@ class Checkpointing(ReleasedLogs):
         """Load the weights of the best checkpoint, as Trainer does."""
         self.put_average()  # first: it would take what is loaded for the point of the last step
         best = str(self.state.best_model_checkpoint)
-        if self._in_shards or not load_prompts(self.model, best):
+        if self.in_shards or not load_prompts(self.model, best):
             super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

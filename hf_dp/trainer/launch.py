@@ -106,13 +106,6 @@ def launch_problems(args: Any) -> Problems:
             f"to be without {CLIPPED_GRADIENT_NORM!r} with {count} processes",
             "None of them has the whole sum before its noise. Launch one process, or remove it.",
         )
-    if count > 1 and args.max_logical_batch_size is not None:
-        found.unsupported(
-            "max_logical_batch_size",
-            f"to be None with {count} processes",
-            "None of them knows when the whole draw is too large. Launch one process, or remove "
-            "it.",
-        )
     return found
 
 

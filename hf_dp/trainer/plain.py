@@ -17,7 +17,6 @@ from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from hf_dp._validate import invalid
 from hf_dp.batches.structure import Batch, DataSet
-from hf_dp.clipping.sharding import is_sharded
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.losses import means_over_rows
@@ -111,7 +110,7 @@ class Training:
         Raises: UnsupportedArgumentError for a sharded model.
         """
         trainer, args = self._trainer, self.args
-        if trainer.is_fsdp_enabled or is_sharded(trainer.model):
+        if trainer.in_shards:
             raise UnsupportedArgumentError(
                 f"{type(self.tuner).__name__} chooses by whole weights, and the model is sharded "
                 "(FSDP). Train it in one process, or without sharding."

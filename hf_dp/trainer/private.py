@@ -19,7 +19,6 @@ from transformers.trainer_utils import TrainOutput
 
 from hf_dp.batches.structure import DataSet
 from hf_dp.cards.evidence import write_card
-from hf_dp.clipping.sharding import is_sharded
 from hf_dp.distributed.processes import others_present
 from hf_dp.features import Inside, Seen, features_of
 from hf_dp.mechanisms import mechanism_for
@@ -211,7 +210,7 @@ class PrivateTraining(Training):
         run.arguments = {
             name: value for name, value in self.args.to_dict().items() if name not in _OF_A_PROCESS
         }
-        self.mechanism.refuse_shards(trainer.is_fsdp_enabled or is_sharded(trainer.model))
+        self.mechanism.refuse_shards(trainer.in_shards)
         with ExitStack() as at_the_end:
             at_the_end.callback(run.stop)
             for each in self.features:

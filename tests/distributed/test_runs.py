@@ -419,14 +419,14 @@ def test_the_order_inside_joined_parts_is_compared():
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ({"max_logical_batch_size": 12}, "`max_logical_batch_size` to be None with 2 processes"),
+        ({"max_logical_batch_size": 12}, "`max_batch_size` to be None with 2 processes"),
         ({"release": ["clipped_gradient_norm"]}, "without 'clipped_gradient_norm' with 2 proc"),
     ],
     ids=["a limit of the whole draw", "the norm of the whole sum"],
 )
 def test_what_only_one_process_knows_is_refused(tmp_path, option, said):
     def train():
-        tiny.trainer(tmp_path, **option)
+        tiny.trainer(tmp_path, **option).train()
 
     ended = outcomes(2, train)  # the first to refuse may end before the other has met it
     assert all(each.exit for each in ended)
