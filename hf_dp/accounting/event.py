@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
 from hf_dp._validate import in_unit_interval, integer, invalid, non_negative
 from hf_dp.accounting.knows import OUTSIDE
@@ -19,7 +19,7 @@ from hf_dp.errors import ConfigError, InvalidArgumentError, UnsupportedEventErro
 if TYPE_CHECKING:
     from dp_accounting.dp_event import DpEvent
 
-Description = dict[str, Any]  # of an event, ready for JSON
+Description = dict[str, object]  # of an event, ready for JSON
 
 # What an event releases with noise: a sum over examples, vectors of one example each, or the sum of
 # the examples' losses.

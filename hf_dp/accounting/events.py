@@ -284,7 +284,8 @@ class BestOfRandomRuns(Event):
     def from_fields(cls, values: Description) -> Self:
         if not isinstance(values["run"], list):
             raise InvalidArgumentError(f"Expected a list of events as `run`: {values['run']!r}.")
-        return cls(**{**values, "run": tuple(event_from_dict(each) for each in values["run"])})
+        run = tuple(event_from_dict(each) for each in values["run"])
+        return super().from_fields({**values, "run": run})
 
 
 class RowByRow(Event):

@@ -61,6 +61,7 @@ NOT_TOGETHER: frozenset[frozenset[str]] = frozenset(
         ),
     )
 )
+NO_BOUND = "No bound is known for both together."
 _ACCOUNTED_AS = {LOSS: POISSON, SELECTION: POISSON}
 
 UNESTABLISHED = (
@@ -100,7 +101,7 @@ def refuse_together(asked: Sequence[Asked], accountant: str) -> None:
                 other.argument,
                 other.value,
                 f"to be left out with {one}",
-                f"No bound is implemented for both. Remove it, or leave out `{one.argument}`.",
+                f"{NO_BOUND} Remove it, or leave out `{one.argument}`.",
                 UnsupportedArgumentError,
             )
     for each in asked:

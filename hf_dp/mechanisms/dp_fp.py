@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -154,7 +155,8 @@ class Frozen(Mechanism):
 
     def loader(self) -> DataLoader:
         plan = self.run.plan
-        sampler = plan.sampler(plan.epoch, random_bytes=self.run.randomness.random_bytes)
+        random_bytes = self.run.randomness.random_bytes
+        sampler = replace(plan.sampler(plan.epoch), random_bytes=random_bytes)
         return DataLoader(
             range(plan.num_examples),  # type: ignore[arg-type]
             batch_sampler=sampler,  # type: ignore[arg-type]

@@ -123,22 +123,19 @@ class LastLayer:
         check_classes(labels, self._blocks)
         return into_blocks(rows, labels, self._blocks)
 
-    def loss(self, released: Tensor, labels: Tensor) -> Tensor:
-        """Sum the losses of released vectors; ignore ``labels`` where the vectors hold them."""
-        released = released.to(next(self.layer.parameters()).dtype)
-        if self._blocks is None:
-            model = base_model(self.model)
-            return classification_loss(model, self.layer(released), labels).sum()
-        assert isinstance(self.layer, nn.Linear)
-        return block_loss(self.layer, released).sum()
-
     def gradients(self, released: Tensor, labels: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        """Return the sum of losses, (), and by parameter its gradient / the expected batch size."""
+        """Return the sum of the losses of released vectors, (), and by parameter its gradient / the
+        expected batch size. ``labels`` do not count where the vectors hold them."""
+        released = released.to(next(self.layer.parameters()).dtype)
         with self.run.randomness.streams():
-            loss = self.loss(released, labels)
-            mean = loss / self.run.plan.expected_batch_size
+            if self._blocks is None:
+                model = base_model(self.model)
+                losses = classification_loss(model, self.layer(released), labels)
+            else:
+                losses = block_loss(self.layer, released)
+            mean = losses.sum() / self.run.plan.expected_batch_size
             found = torch.autograd.grad(mean, self.parameters, allow_unused=True)
-        return loss.detach(), list(found)
+        return losses.detach().sum(), list(found)
 
     def vectors_of(self, batches: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, Tensor]:
         """Return what enters the layer, (n, d) in float32 or better, and labels (n, ...).
@@ -241,12 +238,10 @@ def find_last_layer(
             "this case open, section 6). Use privacy_mode='dp_sgd'."
         )
     modules = dict(model.named_modules())
-    entered: dict[str, list[object]] = {}
-    given: dict[str, object] = {}
+    calls: dict[str, list[tuple[object, object]]] = {}  # what enters, and what comes out
 
     def note(known: str, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
-        entered.setdefault(known, []).append(inputs[0] if inputs else None)
-        given[known] = output
+        calls.setdefault(known, []).append((inputs[0] if inputs else None, output))
 
     handles = [
         module.register_forward_hook(partial(note, known))
@@ -264,15 +259,16 @@ def find_last_layer(
     rows = len(next(iter(inputs.values())))
     could = [
         known
-        for known, seen in entered.items()
-        if all(isinstance(h, Tensor) and h.dim() == 2 and len(h) == rows for h in seen)
+        for known, pairs in calls.items()
+        if all(isinstance(h, Tensor) and h.dim() == 2 and len(h) == rows for h, _ in pairs)
     ]
-    found = []
-    for known in could:
-        output = given[known]
-        gives = isinstance(output, Tensor) and torch.equal(output, logits)
-        if gives and len(entered[known]) == 1 and name in (None, known):
-            found.append(known)
+
+    def gives_the_logits(known: str) -> bool:
+        output = calls[known][0][1]
+        once = len(calls[known]) == 1
+        return once and isinstance(output, Tensor) and torch.equal(output, logits)
+
+    found = [known for known in could if name in (None, known) and gives_the_logits(known)]
     if len(found) == 1:
         return found[0], modules[found[0]]
     wanted = "" if name is None else f"`representation_module`={name!r} to be "
@@ -370,7 +366,7 @@ def into_blocks(rows: Tensor, labels: Tensor, num_classes: int) -> Tensor:
     return blocks.flatten(1)
 
 
-def block_loss(layer: nn.Linear, vectors: Tensor) -> Tensor:
+def block_loss(layer: nn.Module, vectors: Tensor) -> Tensor:
     """Compute the cross-entropy of a linear layer, (b,), from vectors whose blocks hide the label.
 
     The labels themselves are not needed. Let v hold h in the block of its class y, and noise
@@ -379,6 +375,7 @@ def block_loss(layer: nn.Linear, vectors: Tensor) -> Tensor:
     the place of the label's logit. It is linear in v, so the label part of the gradient is
     unbiased. The gradient of a bias would need the label as well, so the bias stays as it is.
     """
+    assert isinstance(layer, nn.Linear)
     blocks = vectors.view(len(vectors), layer.out_features, layer.in_features)
     bias = None if layer.bias is None else layer.bias.detach()
     logits = nn.functional.linear(blocks.sum(1), layer.weight, bias)

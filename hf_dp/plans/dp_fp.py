@@ -92,11 +92,6 @@ class ForwardPlan(MechanismPlan):
     variant: ClassVar[str]
 
     @property
-    def may_select(self) -> bool:
-        """Whether a private selection may say what trains."""
-        return False
-
-    @property
     def labels_in_vector(self) -> bool:
         """Whether the vector has a block for each class, and the representation is in its own."""
         return False
@@ -154,7 +149,7 @@ class ForwardPlan(MechanismPlan):
             )
 
     def check(self, schedule: Schedule, selects: bool) -> None:
-        if selects and not self.may_select:
+        if selects:
             raise _validate.invalid(
                 "peft_config",
                 "a private selection",
@@ -398,9 +393,8 @@ class PrivateEncoderPlan(ForwardPlan):
         """The DP-SGD below the noise."""
         return DpSgdPlan(self.clipping_norm, self.noise_multiplier, self.clipping)
 
-    @property
-    def may_select(self) -> bool:
-        return self.draws == SEPARATE
+    def check(self, schedule: Schedule, selects: bool) -> None:
+        super().check(schedule, selects and self.draws != SEPARATE)
 
     @property
     def vector_clipping_norm(self) -> float:

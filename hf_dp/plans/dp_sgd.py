@@ -292,11 +292,6 @@ class DpSgdPlan(MechanismPlan):
                 f"With unit_sampling='examples' the draw is {UserRows()!r}.",
             )
 
-    def by_row(self) -> Self:
-        if self != replace(self, draw=Poisson(), loss=None, search=None):
-            return super().by_row()
-        return replace(self, draw=UserRows())
-
     def check(self, schedule: Schedule, selects: bool) -> None:
         super().check(schedule, selects)
         asked = [part.asked for part in (self.search, self.draw, self.loss) if part is not None]

@@ -17,7 +17,7 @@ from hf_dp.accounting import Event
 from hf_dp.accounting.knows import ALLOCATION, TRUNCATED, USER_ROWS, Asked
 from hf_dp.accounting.knows import POISSON as POISSON_SAMPLED
 from hf_dp.errors import ConfigError, UnsupportedArgumentError
-from hf_dp.plans.samplers import AllocationSampler, PoissonSampler, Sampler, UserRowsSampler
+from hf_dp.plans.samplers import AllocationSampler, PoissonSampler, Sampler
 from hf_dp.plans.units import BY_ROW, Users
 
 
@@ -214,10 +214,8 @@ class UserRows(Poisson):
     def asked(self) -> Asked:
         return Asked(self.kind, "unit_sampling", BY_ROW)
 
-    def sampler(self, schedule: Schedule, steps: int) -> UserRowsSampler:
-        most = _users(schedule).max_rows
-        rate = self.sample_rate(schedule)
-        return UserRowsSampler(schedule.drawn_from, rate, steps, rows_of_a_user=most)
+    def sampler(self, schedule: Schedule, steps: int) -> PoissonSampler:
+        return replace(super().sampler(schedule, steps), rows_of_a_user=_users(schedule).max_rows)
 
     def words(self, schedule: Schedule) -> str:
         users = _users(schedule)

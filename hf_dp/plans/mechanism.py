@@ -25,6 +25,7 @@ from hf_dp.accounting import (
     calibrate_noise_multiplier,
 )
 from hf_dp.accounting.calibration import MakeEvent
+from hf_dp.accounting.knows import NO_BOUND
 from hf_dp.errors import ConfigError, UnsupportedArgumentError
 from hf_dp.plans.draws import Draw, Poisson, Schedule
 from hf_dp.plans.units import BY_ROW, BY_USER, EXAMPLE, ZERO_OUT, Users
@@ -226,20 +227,13 @@ class MechanismPlan(Named, ABC):
         By default it knows draws of users, not of their rows.
         """
         if users is not None and users.by_row:
-            self.by_row()
-
-    def by_row(self) -> Self:
-        """Return this plan for draws of the rows of users.
-
-        Raises: UnsupportedArgumentError where no bound is known for several rows of a user.
-        """
-        raise _validate.invalid(
-            "unit_sampling",
-            BY_ROW,
-            f"to be {BY_USER!r} with a {type(self).__name__}",
-            "No bound is known for several rows of a user there.",
-            UnsupportedArgumentError,
-        )
+            raise _validate.invalid(
+                "unit_sampling",
+                BY_ROW,
+                f"to be {BY_USER!r} with a {type(self).__name__}",
+                NO_BOUND,
+                UnsupportedArgumentError,
+            )
 
     def calibrated(
         self, schedule: Schedule, target_epsilon: float, prior_events: Sequence[Event]

@@ -179,11 +179,9 @@ class PrivacyPlan(Schedule):
 
     # -- what is drawn and released --
 
-    def sampler(self, steps: int | None = None, **source: Any) -> Sampler:
-        """Return a sampler of this plan; ``random_bytes=`` replaces the operating system's source
-        (tests only)."""
-        count = self.steps if steps is None else steps
-        return replace(self.mechanism.draw.sampler(self, count), **source)
+    def sampler(self, steps: int | None = None) -> Sampler:
+        """Return a sampler of ``steps`` (default: all) logical batches of this plan."""
+        return self.mechanism.draw.sampler(self, self.steps if steps is None else steps)
 
     @property
     def epoch(self) -> int:
@@ -247,9 +245,12 @@ class PrivacyPlan(Schedule):
         max_steps: int = -1,
         target_epsilon: float | None = None,
         target_delta: float | None = None,
+        accountant: str = "pld",
         prior_events: Sequence[Event] = (),
+        selection: SelectionPlan | None = None,
+        privacy_unit: str = PRIVACY_UNITS[0],
+        neighboring_relation: str = NEIGHBORING_RELATIONS[0],
         users: Users | None = None,
-        **others: Any,
     ) -> Self:
         """Return the plan that a user asks for, its noise calibrated where a target is given.
 
@@ -263,7 +264,7 @@ class PrivacyPlan(Schedule):
             target_epsilon: what everything together may cost; None with given noise.
             target_delta: delta; None for 1/(2N), as in Li et al.
             prior_events: what already ran on the same rows, paid from the same target.
-            others: further fields of the plan.
+            others: as in the plan.
 
         Raises: InvalidArgumentError, naming the argument; CalibrationError when no noise meets the
             target.
@@ -287,9 +288,19 @@ class PrivacyPlan(Schedule):
             )
         delta = 1 / (2 * n) if target_delta is None else target_delta
         asked = cls(
-            n, b, steps, delta, mechanism, target_epsilon=target_epsilon, users=users, **others
+            n,
+            b,
+            steps,
+            delta,
+            mechanism,
+            accountant=accountant,
+            target_epsilon=target_epsilon,
+            users=users,
+            selection=selection,
+            privacy_unit=privacy_unit,
+            neighboring_relation=neighboring_relation,
         )
-        mechanism.check(asked, asked.selection is not None)
+        mechanism.check(asked, selection is not None)
         if target_epsilon is not None:
             return asked._calibrated(target_epsilon, prior_events)
         asked._require_noise()
@@ -319,16 +330,16 @@ class PrivacyPlan(Schedule):
         self.mechanism.require_noise()
         _validate.positive("noise_multiplier", self.noise_multiplier)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return all fields and what is derived from them, for ``privacy.json``."""
-        own = plain(self)
+        own: dict[str, object] = plain(self)
         if self.users is None:
             del own["users"]
         derived = ("noise_multiplier", "clipping_norm", "sample_rate", "noise_std")
         return {**own, **{name: getattr(self, name) for name in derived}}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+    def from_dict(cls, values: Mapping[str, object]) -> Self:
         """Read back what :meth:`to_dict` wrote.
 
         Raises: ConfigError when a field is missing; InvalidArgumentError when one could not have

@@ -116,12 +116,16 @@ class PoissonSampler(BernoulliSampler):
     Args:
         max_batch_size: the largest number of examples in a draw; a larger draw is reduced to a
             uniformly random part. None means no limit.
+        rows_of_a_user: the most of the N examples that are one user's rows, >= 1; the accountant
+            then answers for users.
     """
 
     max_batch_size: int | None = None
+    rows_of_a_user: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _validate.integer("rows_of_a_user", self.rows_of_a_user, 1)
         if self.max_batch_size is not None:
             _validate.integer("max_batch_size", self.max_batch_size, 1)
             if self.share.count > 1:
@@ -150,30 +154,12 @@ class PoissonSampler(BernoulliSampler):
         return drawn.tolist()
 
     def event(self, noise_multiplier: float, steps: int = 1) -> Event:
-        if self.max_batch_size is None:
-            return PoissonSampledGaussian(noise_multiplier, self.sample_rate, steps)
-        return TruncatedPoissonSampledGaussian(
-            noise_multiplier, self.sample_rate, steps, self.num_examples, self.max_batch_size
-        )
-
-
-@dataclass(frozen=True)
-class UserRowsSampler(PoissonSampler):
-    """Draws rows as :class:`PoissonSampler` does, and accounts for users.
-
-    Args: rows_of_a_user: the most of the N rows that are one user's, >= 1.
-    """
-
-    rows_of_a_user: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _validate.integer("rows_of_a_user", self.rows_of_a_user, 1)
-
-    def event(self, noise_multiplier: float, steps: int = 1) -> Event:
-        if self.rows_of_a_user == 1:
-            return super().event(noise_multiplier, steps)
-        return UserRowsGaussian(noise_multiplier, self.sample_rate, steps, self.rows_of_a_user)
+        drawn = noise_multiplier, self.sample_rate, steps
+        if self.rows_of_a_user > 1:
+            return UserRowsGaussian(*drawn, self.rows_of_a_user)
+        if self.max_batch_size is not None:
+            return TruncatedPoissonSampledGaussian(*drawn, self.num_examples, self.max_batch_size)
+        return PoissonSampledGaussian(*drawn)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_dp._validate import invalid
 from hf_dp.accounting import EARLIER, LedgerEntry
+from hf_dp.accounting.knows import NO_BOUND
 from hf_dp.batches.units import UnitTable
 from hf_dp.errors import LedgerError
 from hf_dp.run.ledger_file import LEDGER
@@ -62,8 +63,8 @@ def earlier_entries(
                     "earlier_runs",
                     path,
                     f"to be a run with {name}={ours!r}, not {theirs!r}",
-                    "No bound is known for both together. A run on other rows costs these nothing: "
-                    "leave it out. If it is in output_dir, choose another output_dir.",
+                    f"{NO_BOUND} A run on other rows costs these nothing: leave it out. If it is "
+                    "in output_dir, choose another output_dir.",
                 )
         if plan.users is not None:
             _refuse_other_users(path, plan.users.column, record.run_id, units)

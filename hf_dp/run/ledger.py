@@ -15,6 +15,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from hf_dp._dataclasses import plain
 from hf_dp.accounting import EARLIER, TRAINING, Event, Ledger, LedgerEntry
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import LedgerError
@@ -322,7 +323,7 @@ def _other_earlier_runs() -> LedgerError:
 
 
 def _refuse_another_plan(then: PrivacyPlan, now: PrivacyPlan) -> None:
-    old, new = ({**plan.to_dict(), **plan.to_dict()["mechanism"]} for plan in (then, now))
+    old, new = ({**plan.to_dict(), **plain(plan.mechanism)} for plan in (then, now))
     # What the user sets comes before what is derived from it.
     for name in [*_ARGUMENTS, *sorted((old | new).keys() - {*_ARGUMENTS, "mechanism", "steps"})]:
         if old.get(name) != new.get(name):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 
-from hf_dp.accounting import Event, epsilon
+from hf_dp.accounting import Event, PoissonSampledGaussian, UserRowsGaussian, epsilon
 from hf_dp.accounting.value import doubt_of_delta
-from hf_dp.errors import AccountingRangeError, HfDpError
+from hf_dp.errors import AccountingRangeError, HfDpError, UnsupportedEventError
 from hf_dp.planning import LEAST_SIGNAL, most_signal
 from hf_dp.plans.privacy import PrivacyPlan
-from hf_dp.plans.units import BY_ROW, MAX_ROWS, USER, Users
+from hf_dp.plans.units import MAX_ROWS
 
 SLOW = 5e-5  # transformers' default learning rate
 # Copies per unit of noise, from which nothing is left to protect, and the bound takes minutes.
@@ -60,16 +59,8 @@ def of_repeated_rows(plan: PrivacyPlan, most: int, compared: str) -> str:
         if most > min(MAX_ROWS, _LARGE * plan.noise_multiplier):
             raise AccountingRangeError(f"{most} rows of one record")
         # A record in so many rows is a user of that many, of whom each row is drawn by itself.
-        rows = Users("record", max_rows=most, sampling=BY_ROW, num_rows=plan.num_examples)
-        users = plan.num_examples - most + 1
-        records = replace(
-            plan,
-            num_examples=max(2, users),
-            privacy_unit=USER,
-            users=rows,
-            mechanism=plan.mechanism.by_row(),
-        )
-        of_record, of_row = (_epsilon(each.events(), plan.delta) for each in (records, plan))
+        of_record = _epsilon(tuple(_of_rows(each, most) for each in plan.events()), plan.delta)
+        of_row = _epsilon(plan.events(), plan.delta)
         weaker = f"has epsilon {of_record:.4g} where a single row has {of_row:.4g}"
     except HfDpError:  # no bound is known for several rows of this plan
         weaker = f"is protected {most}-fold weaker"
@@ -79,6 +70,14 @@ def of_repeated_rows(plan: PrivacyPlan, most: int, compared: str) -> str:
         "times, leave its copies out and weight its loss (compute_per_example_loss). Where the "
         "copies are one person's, protect persons: privacy_unit='user'."
     )
+
+
+def _of_rows(event: Event, rows: int) -> Event:
+    """Return the event for a user of so many rows. Raises: UnsupportedEventError where no bound is
+    known."""
+    if type(event) is not PoissonSampledGaussian or event.beside:
+        raise UnsupportedEventError(f"no bound is known for several rows in {event!r}")
+    return UserRowsGaussian(event.noise_multiplier, event.sample_rate, event.steps, rows)
 
 
 @cache

@@ -25,6 +25,7 @@ from hf_dp.accounting import (
 )
 from hf_dp.accounting.accountants import Answer
 from hf_dp.accounting.composition import compose
+from hf_dp.accounting.knows import NO_BOUND
 from hf_dp.errors import LedgerError
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.units import (
@@ -105,8 +106,8 @@ class PrivacyStatement:
             if (run.unit == USER) != (plan.users is not None) and run.unit != NONE:
                 raise LedgerError(
                     f"Expected {run.name} to protect what this run does (privacy_unit="
-                    f"{plan.privacy_unit!r}), got {run.unit!r}: no bound is known for both "
-                    "together. Start both runs with the same privacy_unit."
+                    f"{plan.privacy_unit!r}), got {run.unit!r}. {NO_BOUND} Start both runs with "
+                    "the same privacy_unit."
                 )
         stated = partial(cls, plan, Ledger.from_list(ledger.to_list()), facts)
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from hf_dp._arguments import ArgumentGroup, Need, Problems, argument
 from hf_dp._validate import in_unit_interval, invalid
+from hf_dp.accounting.knows import NO_BOUND
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.plans.dp_fp import (
     DP_FP,
@@ -38,27 +39,27 @@ _CHOICES = (
 
 
 def _only_of(variants: tuple[str, ...], why: str, names: str) -> Need:
-    return Need(names, "dp_fp_variant", variants, f"{why}. Remove it.", UnsupportedArgumentError)
+    return Need(names, "dp_fp_variant", variants, f"{why} Remove it.", UnsupportedArgumentError)
 
 
 # Arguments that not every variant has: those that have it, and why the others do not.
 _ONLY_OF = (
-    _only_of((), "Draws are not truncated", "max_logical_batch_size"),
-    _only_of((), "Its gradients have noise of several kinds", "adam_bc_floor"),
-    _only_of((), "No bound is implemented for both", "sampling private_selection_mean_runs"),
+    _only_of((), "Draws are not truncated.", "max_logical_batch_size"),
+    _only_of((), "Its gradients have noise of several kinds.", "adam_bc_floor"),
+    _only_of((), NO_BOUND, "sampling private_selection_mean_runs"),
     _only_of(
         (PRIVATE_ENCODER,),
-        "No gradients are clipped",
+        "No gradients are clipped.",
         "clipping clipping_strategy clipping_memory_ratio",
     ),
-    _only_of((PRIVATE_ENCODER,), "It is for causal language models", "chunked_loss"),
+    _only_of((PRIVATE_ENCODER,), "It is for causal language models.", "chunked_loss"),
     _only_of(
         (PRIVATE_ENCODER,),
-        "There `noise_multiplier` is the noise of the representation",
+        "There `noise_multiplier` is the noise of the representation.",
         "representation_noise_multiplier",
     ),
     _only_of(
-        (FROZEN, PRIVATE_ENCODER), "The published variant protects no labels", "labels_in_vector"
+        (FROZEN, PRIVATE_ENCODER), "The published variant protects no labels.", "labels_in_vector"
     ),
 )
 

@@ -12,6 +12,7 @@ from hf_dp._arguments import ArgumentGroup, Need, Problems, argument, is_given
 from hf_dp._validate import in_unit_interval, integer, invalid, non_negative, one_of
 from hf_dp.accounting import ACCOUNTANTS, epsilon
 from hf_dp.accounting.event import Event
+from hf_dp.accounting.knows import NO_BOUND
 from hf_dp.errors import ConfigError, UnsupportedArgumentError
 from hf_dp.plans.dp_fp import DP_FP, PRIVATE_ENCODER, PUBLISHED
 from hf_dp.plans.dp_sgd import (
@@ -171,7 +172,7 @@ class StepArguments(ArgumentGroup):
             "earlier_runs evaluate_on_training_rows release",
             MEAN_RUNS,
             (None,),
-            "No bound is known for both. Remove one of the two.",
+            f"{NO_BOUND} Remove one of the two.",
             UnsupportedArgumentError,
         ),
     )

@@ -225,12 +225,12 @@ FIELDS = ("_pmf_remove", "_pmf_add", "_symmetric", "_lower_loss", "_discretizati
 LOSS = google_pld.from_gaussian_mechanism(
     1.0, sampling_prob=0.1, value_discretization_interval=0.01
 )
+ACCOUNTANT = PLDAccountant(value_discretization_interval=0.01).compose(GaussianDpEvent(1.0))
 
 
 @pytest.mark.parametrize("name", [*FIELDS, "_compute_rdp_repeat_and_select"])
 def test_a_private_field_has_its_name(name):
-    accountant = PLDAccountant().compose(GaussianDpEvent(1.0))
-    owners = (LOSS, LOSS._pmf_remove.to_dense_pmf(), accountant, google_rdp)
+    owners = (LOSS, LOSS._pmf_remove.to_dense_pmf(), ACCOUNTANT, google_rdp)
     assert any(hasattr(owner, name) for owner in owners), f"dp-accounting has no {name} any more"
 
 

@@ -50,12 +50,6 @@ def test_they_are_read_back_as_written(event):
         event.relations = ()
 
 
-def test_dict_shape():
-    event = PoissonSampledGaussian(1, 0.5, 3.0)
-    written = {"noise_multiplier": 1.0, "sample_rate": 0.5, "steps": 3}
-    assert event.to_dict() == {"type": "PoissonSampledGaussian", **written}
-
-
 SAMPLED, TRUNCATED = PoissonSampledGaussian, TruncatedPoissonSampledGaussian
 
 
@@ -131,21 +125,16 @@ def test_unreadable_descriptions_are_refused(data, match):
 
 def test_composition_merges_and_drops_what_touches_no_record():
     one = PoissonSampledGaussian(1.0, 0.1, 5)
-    composition = compose(
-        [
-            one,
-            Gaussian(2.0),
-            PoissonSampledGaussian(1.0, 0.1, 7),
-            PoissonSampledGaussian(1.0, 0.0, 9),
-            Gaussian(3.0, 0),
-            PoissonSampledGaussian(2.0, 1.0, 3),
-        ]
-    )
+    others = PoissonSampledGaussian(1.0, 0.1, 7), PoissonSampledGaussian(2.0, 1.0, 3)
+    nothing = PoissonSampledGaussian(1.0, 0.0, 9), Gaussian(3.0, 0)
+    composition = compose([one, Gaussian(2.0), *others, *nothing])
     (sampled,) = composition.sampled
     assert (sampled.noise_multiplier, sampled.sample_rate, sampled.steps) == (1.0, 0.1, 12)
     assert composition.gaussian_mu == pytest.approx(1.0)  # sqrt(4 / 2^2)
     assert composition.steps == 16
     assert compose(one) == compose([one])
+    assert compose(Gaussian(2.0, 3)) == compose([Gaussian(2.0)] * 3) == compose(others[1])
+    assert compose(RecordRelease(2.0, 3)).events == compose(others[1]).events
 
 
 def test_composition_refuses_a_subclass_and_a_stranger():

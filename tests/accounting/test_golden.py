@@ -36,9 +36,14 @@ def event_of(row: dict) -> PoissonSampledGaussian:
     return PoissonSampledGaussian(row["sigma"], row["q"], row["steps"])
 
 
-# One whose losses of a step are below the coarse grid is among the fast ones.
+# One whose losses of a step are below the coarse grid is among the fast ones, and none between two
+# others.
 @pytest.mark.parametrize(
-    "row", rows("grid", lambda row: row["steps"] <= 2000 or row["tight"] == 0.0593450952)
+    "row",
+    rows(
+        "grid",
+        lambda row: row["tight"] == 0.0593450952 or (row["steps"] <= 1000 and row["sigma"] != 0.6),
+    ),
 )
 def test_grid(row):
     event, delta, tight = event_of(row), row["delta"], row["tight"]
@@ -62,7 +67,7 @@ def test_the_oracle_agrees_with_the_grid(row):
     )
 
 
-SMALL = {(1.0, 1e-12), (0.8, 1e-8), (0.8, 1e-11)}
+SMALL = {(1.0, 1e-12), (0.8, 1e-8)}  # (1e-11 in test_tilted.py, in extended precision)
 
 
 @pytest.mark.parametrize(

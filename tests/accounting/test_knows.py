@@ -36,7 +36,7 @@ from hf_dp.plans.units import BY_ROW, USER, Users
 
 EVENTS = {
     knows.POISSON: PoissonSampledGaussian(2.0, 0.01, 10),
-    knows.TRUNCATED: TruncatedPoissonSampledGaussian(2.0, 0.01, 10, 1000, 20),
+    knows.TRUNCATED: TruncatedPoissonSampledGaussian(6.0, 0.01, 10, 1000, 20),
     knows.USER_ROWS: UserRowsGaussian(4.0, 0.01, 10, 3),
     knows.ALLOCATION: RandomAllocationGaussian(2.0, 100, 100),
     knows.VISIBLE: SampledRecordRelease(4.0, 0.01, 10),
@@ -65,7 +65,10 @@ def test_all_pairs_of_kinds_under_all_relations_are_answered_or_refused(accounta
                     epsilon(events, 1e-5, accountant, relation)
 
 
-GIVEN = {"num_examples": 1000, "clipping_norm": 0.1, "noise_multiplier": 2.0, "max_steps": 10}
+GIVEN = {
+    "num_examples": 1000, "clipping_norm": 0.1, "noise_multiplier": 5.0, "max_steps": 10,
+    "target_delta": 1e-6,
+}  # fmt: skip
 USERS = Users("who", max_rows=3, sampling=BY_ROW, num_rows=2000)
 ASKED = {
     knows.TRUNCATED: {"max_batch_size": 60},

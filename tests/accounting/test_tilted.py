@@ -22,7 +22,6 @@ from scipy.stats import binom
 from hf_dp.accounting import (
     Gaussian,
     PoissonSampledGaussian,
-    SampledRecordRelease,
     calibrate_noise_multiplier,
     epsilon,
     grid,
@@ -31,7 +30,6 @@ from hf_dp.accounting import (
 )
 from hf_dp.accounting.composition import compose
 from hf_dp.accounting.one_step import sampled_gaussian
-from hf_dp.errors import AccountingRangeError
 
 slow = pytest.mark.slow
 DELTAS = (1e-6, 1e-8, 1e-9, 1e-10, 1e-11, 1e-13)
@@ -136,10 +134,10 @@ def test_the_default_is_never_above_rdp():
 
 
 def test_the_default_accountant_reaches_delta_1e_11():
-    event = PoissonSampledGaussian(1.0, 0.01, 100)
+    event = PoissonSampledGaussian(2.0, 0.1, 100)
     rising = [epsilon(event, delta).value for delta in (1.01e-8, 0.99e-8, 1e-11)]
     assert rising == sorted(rising)
-    assert rising[-1] < epsilon(event, 1e-11, "rdp").value - 0.3
+    assert rising[-1] < epsilon(event, 1e-11, "rdp").value - 0.1
     assert epsilon([event, Gaussian(3.0)], 1e-11).value > rising[-1]
 
 
@@ -148,15 +146,6 @@ def test_where_rounding_cannot_be_bounded_it_is_above_what_was_asked():
     about, _ = rdp.epsilon_and_order(composition, 1e-11)
     found = small_delta([(sampled_gaussian(0.6, 1e-4, 1e-3), 10**6)], 1e-11, 0.01 * about)
     assert found == math.inf
-
-
-def test_other_mechanisms_are_refused_there():
-    events = (PoissonSampledGaussian(1.0, 0.1, 10), SampledRecordRelease(2.0, 0.1, 3))
-    assert epsilon(events, 1e-7).value > 0
-    with pytest.raises(AccountingRangeError, match="`delta` >= 1e-07"):
-        epsilon(events, 1e-9)
-    with pytest.raises(AccountingRangeError, match="`delta` >= 1e-11"):
-        epsilon(events[0], 1e-12)
 
 
 # -- small rates --
@@ -291,14 +280,6 @@ def test_other_events_count():
     assert alone < epsilon([small, plain], 1e-6).value < 1.1 * alone
     large = PoissonSampledGaussian(1.0, 1e-2, 100)
     assert epsilon([small, large], 1e-6).value > epsilon(large, 1e-6).value - 1e-3
-
-
-def test_what_is_not_known_at_small_rates_is_refused():
-    small, seen = PoissonSampledGaussian(1.0, 1e-6, 1000), SampledRecordRelease(2.0, 0.1, 3)
-    with pytest.raises(AccountingRangeError, match="`sample_rate` >= 1e-05"):
-        epsilon([small, seen], 1e-6)
-    with pytest.raises(AccountingRangeError, match="`sample_rate` >= 1e-05"):
-        epsilon(small, 1e-6, relation="replace_one")
 
 
 @slow

@@ -14,7 +14,7 @@ import pytest
 from scipy.stats import norm
 
 from hf_dp.accounting import PoissonSampledGaussian, TruncatedPoissonSampledGaussian, epsilon
-from hf_dp.errors import AccountingRangeError, UnsupportedEventError
+from hf_dp.errors import UnsupportedEventError
 
 GRID = np.linspace(-40, 40, 40_001)
 
@@ -54,7 +54,7 @@ def hockey_stick(p, q, epsilon):
     ],
 )
 @pytest.mark.parametrize(
-    ("sigma", "q"), [(1.0, 0.3), pytest.param(2.0, 0.9, marks=pytest.mark.slow)]
+    ("sigma", "q"), [(2.0, 0.9), pytest.param(1.0, 0.3, marks=pytest.mark.slow)]
 )
 def test_the_bound_holds_for_every_choice_of_unit_gradients(n, cap, sigma, q):
     """Zero-out of one of n examples, in both directions.
@@ -91,16 +91,6 @@ def test_one_more_example_is_not_answered():
     )
     with pytest.raises(UnsupportedEventError, match="add_remove.*zero_out"):
         epsilon(event, 1e-5, relation="add_remove")
-
-
-def test_heavy_tails_are_refused_where_rounding_would_show():
-    far = TruncatedPoissonSampledGaussian(0.3, 1e-5, 100_000, 1_000_000, 15)
-    with pytest.raises(AccountingRangeError, match="`delta` >= 1e-07"):
-        epsilon(far, 1e-8)
-    with pytest.raises(AccountingRangeError, match="at most 100000 `steps`"):
-        epsilon(TruncatedPoissonSampledGaussian(1.0, 1e-3, 100_001, 10_000, 30), 1e-6)
-    with pytest.raises(AccountingRangeError, match="`delta` >= 1e-07"):
-        epsilon(PoissonSampledGaussian(1.0, 0.01, 10), 1e-8, relation="replace_one")
 
 
 @pytest.mark.parametrize(

@@ -92,23 +92,15 @@ def test_outside_of_a_step_nothing_is_added():
     assert torch.equal(before, model(**batch).logits) and not layer._forward_pre_hooks
 
 
-@pytest.mark.parametrize(
-    ("name", "layer"),
-    [
-        ("bert", "classifier"),
-        ("roberta", "classifier.out_proj"),
-        ("distilbert", "classifier"),
-        ("albert", "classifier"),
-        ("electra", "classifier.out_proj"),
-        ("deberta_v2", "classifier"),
-        ("modernbert", "classifier"),
-        ("vit", "classifier"),
-        ("dinov2", "classifier"),
-        ("mpnet", "classifier.out_proj"),
-        ("bart_classifier", "classification_head.out_proj"),
-        ("convnext", "classifier"),
-    ],
-)
+LAYERS = {
+    **dict.fromkeys(["bert", "distilbert", "albert", "deberta_v2", "modernbert"], "classifier"),
+    **dict.fromkeys(["vit", "dinov2", "convnext"], "classifier"),
+    **dict.fromkeys(["roberta", "electra", "mpnet"], "classifier.out_proj"),
+    "bart_classifier": "classification_head.out_proj",
+}
+
+
+@pytest.mark.parametrize(("name", "layer"), LAYERS.items())
 def test_the_last_layer_is_found(name, layer):
     architecture = architectures.ARCHITECTURES[name]
     model = architecture.build(dropout=0.1, dtype=torch.float32)

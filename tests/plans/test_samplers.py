@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -325,18 +326,8 @@ def test_shares_together_are_one_allocation_and_each_begins_before_it_is_drawn()
         order.append("drawn")
         return os.urandom(count)
 
-    batches = [
-        list(
-            AllocationSampler(
-                50,
-                4,
-                share=Share(rank, 3),
-                random_bytes=source,
-                begin=lambda: order.append("begun"),
-            )
-        )
-        for rank in range(3)
-    ]
+    sampler = AllocationSampler(50, 4, random_bytes=source, begin=lambda: order.append("begun"))
+    batches = [list(replace(sampler, share=Share(rank, 3))) for rank in range(3)]
     assert all(len(each) == 4 for each in batches)
     assert sorted(index for each in batches for batch in each for index in batch) == list(range(50))
     assert order == ["begun", "drawn"] * 3
