@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from pathlib import Path
 
 import datasets
 import pytest
@@ -22,9 +23,11 @@ RATES = "learning_rate=1e-3,2e-3,4e-3"
 
 
 class Runs:
-    """Trains each run in this process; its score is what the test says."""
+    """Trains a run in this process, once for all that have its options; its score is what the test
+    says."""
 
-    def __init__(self):
+    def __init__(self, trained: dict[str, Path], folders: pytest.TempPathFactory):
+        self.trained, self.folders = trained, folders
         self.made, self.scores, self.options, self.failing = [], [], {}, set()
 
     def __call__(self, recipe, cell, which, launched, timed):
@@ -40,20 +43,30 @@ class Runs:
         assert recipe["report_to"] == "none"
         folder = cell.folder / f"run{len(cell.attempts) + 1}"
         options = {"private_selection_mean_runs": recipe["private_selection_mean_runs"]}
-        trainer = tiny.trainer(
-            folder, accountant="rdp", max_steps=2, **options, **self.options.get(number, {})
-        )
-        trainer.train()
-        trainer.save_model()
+        options |= self.options.get(number, {})
+        if str(options) not in self.trained:
+            self.trained[str(options)] = self.folders.mktemp("trained")
+            trainer = tiny.trainer(
+                self.trained[str(options)], accountant="rdp", max_steps=2, **options
+            )
+            trainer.train()
+            trainer.save_model()
+        shutil.copytree(self.trained[str(options)], folder)
         score = {"eval_accuracy": self.scores[number], "eval_perplexity": 10 - self.scores[number]}
         (folder / METRICS).write_text(json.dumps(score))
         self.made.append(number)
         return True
 
 
+@pytest.fixture(scope="module")
+def trained() -> dict[str, Path]:
+    """Folders of runs by their options."""
+    return {}
+
+
 @pytest.fixture
-def runs(monkeypatch):
-    made = Runs()
+def runs(monkeypatch, trained, tmp_path_factory):
+    made = Runs(trained, tmp_path_factory)
     monkeypatch.setattr(private_selection, "run_cell", made)
     monkeypatch.setattr(private_selection, "check_runs", lambda search: None)
     return made
