@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
-from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 
 from hf_dp._borrowed.models import attention_of
 from hf_dp.clipping import register_rule
@@ -107,15 +107,15 @@ class InfillingForSequenceClassification(PreTrainedModel):
         self.masked_lm = (
             AutoModelForMaskedLM.from_config(config.base_config) if masked_lm is None else masked_lm
         )
-        head: Any = self.masked_lm.get_output_embeddings()
+        head = self.masked_lm.get_output_embeddings()
         if type(head) is not nn.Linear or self.masked_lm.base_model is self.masked_lm:
             raise UnsupportedModelError(
                 f"The output embeddings of {type(self.masked_lm).__name__} are "
                 f"{type(head).__name__}, but nn.Linear was expected. Train a classification head "
                 "instead."
             )
-        weight: Any = head.weight
-        rows = LabelWordProjection(weight, head.bias, config.label_word_ids)
+        own = dict(head.named_parameters())
+        rows = LabelWordProjection(own["weight"], own.get("bias"), config.label_word_ids)
         _replace(self.masked_lm, head, rows)
         self.supports_gradient_checkpointing = self.masked_lm.supports_gradient_checkpointing
         self.post_init()
@@ -125,7 +125,7 @@ class InfillingForSequenceClassification(PreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
-        **inputs: Any,
+        **inputs: object,
     ) -> SequenceClassifierOutput:
         """Return the logits, and a mean loss if labels are given.
 
@@ -143,8 +143,9 @@ class InfillingForSequenceClassification(PreTrainedModel):
         self.check_tokens(input_ids)
         where = (input_ids == self.config.mask_token_id).int().argmax(1)
 
-        def only_mask(module: nn.Module, args: object, output: Any) -> Any:
+        def only_mask(module: nn.Module, args: object, output: BaseModelOutput) -> BaseModelOutput:
             hidden = output.last_hidden_state
+            assert hidden is not None
             index = where[:, None, None].expand(-1, 1, hidden.shape[2])
             output.last_hidden_state = hidden.gather(1, index)
             return output

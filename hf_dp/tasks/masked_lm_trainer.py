@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.modeling_outputs import BaseModelOutput
 
 
 class Stop(TrainerCallback):
@@ -33,7 +41,11 @@ class Stop(TrainerCallback):
             self._stop(f"{self.max_minutes:g} minutes of processor time were used", state, control)
 
     def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: dict[str, float],
     ) -> None:
         self.evaluated_at = state.global_step
         self.accuracies.append(kwargs["metrics"]["eval_accuracy"])
@@ -53,7 +65,7 @@ class MaskedLMTrainer(Trainer):
     Its evaluation measures accuracy on held-out masked tokens.
     """
 
-    model: Any
+    model: PreTrainedModel
 
     def __init__(self, stop: Stop, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -63,15 +75,19 @@ class MaskedLMTrainer(Trainer):
     def compute_loss(
         self,
         model: nn.Module,
-        inputs: dict[str, Any],
+        inputs: dict[str, Tensor],
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         labels = inputs["labels"]
         predicted = labels != -100
 
-        def only_predicted(module: nn.Module, args: object, output: Any) -> Any:
-            output.last_hidden_state = output.last_hidden_state[predicted]
+        def only_predicted(
+            module: nn.Module, args: object, output: BaseModelOutput
+        ) -> BaseModelOutput:
+            hidden = output.last_hidden_state
+            assert hidden is not None
+            output.last_hidden_state = hidden[predicted]
             return output
 
         texts = {name: inputs[name] for name in ("input_ids", "attention_mask")}

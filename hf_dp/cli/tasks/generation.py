@@ -88,7 +88,7 @@ class Writing(PrivateTask):
         if data.metrics:  # before anything is spent
             virtual = getattr(adapter, "num_virtual_tokens", None) or 0
             for one in sets:
-                check_prompts(model, one.asked.prompts, decoding, virtual)
+                check_prompts(model, one.prompts, decoding, virtual)
         if args.is_private and args.privacy_unit != USER and len(train_dataset) > len(rows):
             # Several references of a row are examples of their own, so a row is not the unit.
             args.rows_are_chunks = True

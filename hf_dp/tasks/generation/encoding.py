@@ -384,33 +384,22 @@ def _columns(rows: Dataset, data: TextArguments) -> list[str]:
     return require_columns(rows, columns_read(data), argument)
 
 
-@dataclass(frozen=True)
-class Questions:
-    """What a model is asked to write, each different prompt once."""
+def questions(
+    rows: Dataset, data: TextArguments, encoding: Encoding
+) -> tuple[list[list[int]], list[list[str]]]:
+    """Return what a model is asked to write: the token ids of each different prompt, and the texts
+    that are right for it, at least one, in the order of the rows.
 
-    prompts: list[list[int]]  # token ids
-    references: list[list[str]]  # the texts that are right for each prompt, at least one
-
-    def first(self, count: int | None) -> Questions:
-        """Return the first questions only; all for None."""
-        return Questions(self.prompts[:count], self.references[:count])
-
-
-def questions(rows: Dataset, data: TextArguments, encoding: Encoding, room: int = 1) -> Questions:
-    """Return each prompt of the rows once, with all its references, in the order of the rows.
-
-    Args: room: how many tokens of ``max_length`` stay free for what the model writes.
-
-    Raises: DataError as :func:`encode` does.
+    Raises: DataError as :func:`encode` does, and for a prompt after which there is no room.
     """
     columns = _columns(rows, data)
     found: dict[tuple[int, ...], list[str]] = {}
     for row, values in enumerate(zip(*(rows[name] for name in columns))):
         if isinstance(encoding, ChatEncoding):
-            prompt = encoding.prompt(values[0], row, room)
+            prompt = encoding.prompt(values[0], row, 1)
             texts: Sequence[str] = [encoding.reference(values[0], row)]
         else:
             written = read_row(data.data_format, values, row)
-            prompt, texts = encoding.prompt(written.prompt, row, room), written.targets
+            prompt, texts = encoding.prompt(written.prompt, row, 1), written.targets
         found.setdefault(tuple(prompt), []).extend(text.strip() for text in texts)
-    return Questions([list(prompt) for prompt in found], list(found.values()))
+    return [list(prompt) for prompt in found], list(found.values())

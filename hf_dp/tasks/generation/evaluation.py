@@ -29,7 +29,7 @@ from hf_dp.losses import (
     positions_of,
 )
 from hf_dp.tasks.generation.arguments import BEAM, NUCLEUS, DecodingArguments, TextArguments
-from hf_dp.tasks.generation.encoding import ENCODED, Encoding, Questions, encode, questions
+from hf_dp.tasks.generation.encoding import ENCODED, Encoding, encode, questions
 from hf_dp.tasks.generation.scores import score
 
 if TYPE_CHECKING:
@@ -153,11 +153,12 @@ def _is_encoder_decoder(model: PreTrainedModel) -> bool:
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """One evaluation set."""
+    """One evaluation set, and what the model is to write: each different prompt once."""
 
     name: str  # of the split or file
     encoded: Dataset  # one row for each reference, with labels
-    asked: Questions  # what the model is to write
+    prompts: list[list[int]]  # token ids
+    references: list[list[str]]  # the texts that are right for each prompt
 
 
 def evaluation_sets(
@@ -173,15 +174,16 @@ def evaluation_sets(
     """
     found = []
     for name, rows in sets.items():
-        asked = questions(rows, data, encoding).first(decoding.max_decoded)
-        blank = [i for i, texts in enumerate(asked.references) if not all(texts)]
+        asked, right = questions(rows, data, encoding)
+        asked, right = asked[: decoding.max_decoded], right[: decoding.max_decoded]
+        blank = [i for i, texts in enumerate(right) if not all(texts)]
         if data.metrics and blank:
             raise DataError(
                 f"The evaluation set {name!r} has a blank target (of its different prompts: number "
                 f"{blank[0]}), and no text can be compared with it. Fill it in or drop the row; or "
                 "leave the scores out, metrics: []."
             )
-        found.append(EvaluationSet(name, encode(rows, data, encoding, keep), asked))
+        found.append(EvaluationSet(name, encode(rows, data, encoding, keep), asked, right))
     return found
 
 
@@ -225,12 +227,9 @@ def evaluate_texts(
         found = {"perplexity": perplexity(*(sum(each) for each in zip(*shares)))}
         lines.append(f"perplexity on the {where}: {found['perplexity']:.4f}")
         if data.metrics:
-            asked = one.asked
-            texts = _decode(model, tokenizer, asked.prompts, decoding, processes)
-            options = {"bertscore_model": data.bertscore_model}
-            scores = processes.on_main(
-                partial(score, data.metrics, texts, asked.references, **options)
-            )
+            texts = _decode(model, tokenizer, one.prompts, decoding, processes)
+            how = partial(score, data.metrics, bertscore_model=data.bertscore_model)
+            scores = processes.on_main(partial(how, texts, one.references))
             found |= scores.values
             on = f"on {len(texts)} different prompts of the {where}"
             lines += [f"{name} {on}: {value:.4f}" for name, value in scores.values.items()]
@@ -238,7 +237,7 @@ def evaluate_texts(
             lines += [f"{name}: not available ({why})" for name, why in missing]
             if folder is not None and processes.is_main:
                 file = f"generations_{one.name}.jsonl" if len(sets) > 1 else "generations.jsonl"
-                _write(Path(folder, file), tokenizer, asked, texts)
+                _write(Path(folder, file), tokenizer, one, texts)
         prefix = f"eval_{one.name}_" if len(sets) > 1 else "eval_"
         metrics |= {prefix + name: value for name, value in found.items()}
     return Evaluated(metrics, lines)
@@ -259,7 +258,7 @@ def _decode(
 
 
 def _write(
-    path: Path, tokenizer: PreTrainedTokenizerBase, asked: Questions, texts: list[str]
+    path: Path, tokenizer: PreTrainedTokenizerBase, asked: EvaluationSet, texts: list[str]
 ) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
