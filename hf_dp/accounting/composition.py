@@ -82,7 +82,7 @@ class Composition:
     def kinds(self) -> frozenset[str]:
         """What ran with noise, as :mod:`hf_dp.accounting.knows` names it, runs of searches
         included."""
-        own = {event.kind for event in (*self.events, *self.searches)}
+        own = {type(event).__name__ for event in (*self.events, *self.searches)}
         outside = {knows.OUTSIDE} if self.outside else set()
         return frozenset(own | outside).union(*(run.kinds for run in self._runs))
 
@@ -189,7 +189,7 @@ def compose(events: Event | Iterable[Event]) -> Composition:
 
 def _is_outside(event: Event) -> bool:
     """Return whether it is not hf_dp's, be it a subclass of an event that is."""
-    return event.kind == knows.OUTSIDE or event.dp_event() is not None
+    return not type(event).__module__.startswith("hf_dp.")
 
 
 def _merged(events: Iterable[Event]) -> list[Event]:
@@ -205,7 +205,8 @@ def _rate(event: Event) -> float:
 
 
 def _place(event: Event) -> tuple[object, ...]:
-    return (event.kind, tuple(event.noise_multipliers.values()), _rate(event), repr(event))
+    name, noise = type(event).__name__, tuple(event.noise_multipliers.values())
+    return (name, noise, _rate(event), repr(event))
 
 
 def _restrictions(events: Iterable[Event]) -> tuple[Restriction, ...]:

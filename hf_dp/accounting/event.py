@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
 from hf_dp._validate import in_unit_interval, integer, invalid, non_negative
-from hf_dp.accounting.knows import OUTSIDE
 from hf_dp.errors import ConfigError, InvalidArgumentError, UnsupportedEventError
 
 if TYPE_CHECKING:
@@ -43,7 +42,6 @@ class Event:
         steps: how many times it ran, >= 0.
 
     Class attributes:
-        kind: in the table of what accountants bound (:mod:`hf_dp.accounting.knows`).
         relations: those of :data:`hf_dp.accounting.RELATIONS` under which the analysis holds.
         restriction: why it does not hold under the others; empty if it holds under all.
         reasons: why no bound on its epsilon is established; empty where there is one.
@@ -56,7 +54,6 @@ class Event:
 
     steps: int
 
-    kind: ClassVar[str] = OUTSIDE
     relations: ClassVar[tuple[str, ...]] = ("zero_out", "add_remove", "replace_one")
     restriction: ClassVar[str] = ""
     reasons: ClassVar[tuple[str, ...]] = ()

@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from hf_dp._validate import invalid, non_negative, one_of, real
-from hf_dp.accounting import knows
 from hf_dp.accounting.event import (
     SUM,
     VECTORS,
@@ -53,8 +52,6 @@ class Gaussian(NoisedSum):
     noise_multiplier: float
     steps: int = 1
 
-    kind: ClassVar[str] = knows.POISSON
-
     def canonical(self) -> tuple[Event, ...]:
         return (PoissonSampledGaussian(self.joint_noise_multiplier, 1.0, self.steps),)
 
@@ -67,8 +64,6 @@ class PoissonSampledGaussian(NoisedSum):
     noise_multiplier: float
     sample_rate: float
     steps: int
-
-    kind: ClassVar[str] = knows.POISSON
 
 
 @register_event
@@ -92,7 +87,6 @@ class TruncatedPoissonSampledGaussian(NoisedSum):
     num_examples: int
     max_batch_size: int
 
-    kind: ClassVar[str] = knows.TRUNCATED
     relations: ClassVar[tuple[str, ...]] = ("zero_out", "replace_one")
     restriction: ClassVar[str] = (
         "Samples are truncated to a maximum size: with one example more, which a neighbor has, "
@@ -144,7 +138,6 @@ class UserRowsGaussian(NoisedSum):
     steps: int
     max_rows: int
 
-    kind: ClassVar[str] = knows.USER_ROWS
     relations: ClassVar[tuple[str, ...]] = ("zero_out", "add_remove")
     restriction: ClassVar[str] = "No bound is implemented for rows that become another user's."
 
@@ -175,7 +168,6 @@ class RandomAllocationGaussian(NoisedSum):
     steps_per_allocation: int
     steps: int
 
-    kind: ClassVar[str] = knows.ALLOCATION
     relations: ClassVar[tuple[str, ...]] = ("zero_out", "add_remove")
     restriction: ClassVar[str] = (
         "No bound is implemented for one example replaced by another that is allocated."
@@ -230,8 +222,6 @@ class BestOfRandomRuns(Event):
     mean_runs: float
     distribution: str = "truncated_negative_binomial"
     shape: float | None = 1.0
-
-    kind: ClassVar[str] = knows.SEARCH
 
     def __post_init__(self) -> None:
         simple = (Gaussian, PoissonSampledGaussian, TruncatedPoissonSampledGaussian)
@@ -308,8 +298,6 @@ class RecordRelease(RowByRow):
     noise_multiplier: float
     steps: int = 1
 
-    kind: ClassVar[str] = knows.POISSON
-
     def canonical(self) -> tuple[Event, ...]:
         return (PoissonSampledGaussian(self.noise_multiplier, 1.0, self.steps),)
 
@@ -333,8 +321,6 @@ class SampledRecordRelease(RowByRow):
     sample_rate: float
     steps: int
     num_micro_batches: int = 1
-
-    kind: ClassVar[str] = knows.VISIBLE
 
     def canonical(self) -> tuple[Event, ...]:
         draws = self.steps * self.num_micro_batches
@@ -365,7 +351,6 @@ class SumAndRows(RowByRow):
     steps: int
     one_draw: bool
 
-    kind: ClassVar[str] = knows.VISIBLE
     parts: ClassVar[Mapping[str, str]] = {
         SUM: "noise_multiplier",
         VECTORS: "record_noise_multiplier",
@@ -408,7 +393,6 @@ class PublishedForwardNoise(Event):
     num_micro_batches: int
     steps: int
 
-    kind: ClassVar[str] = knows.PUBLISHED
     reasons: ClassVar[tuple[str, ...]] = (
         "the noise protects functions of the noised representation, and the encoder's gradient is "
         "none: it is computed from the activations below the noise, as they are. A word that "

@@ -166,11 +166,6 @@ class PrivacyPlan(Schedule):
         return self.mechanism.words(self)
 
     @property
-    def pays_ahead(self) -> bool:
-        """Whether the ledger holds steps before they are made."""
-        return self.mechanism.draw.steps_released_together(self) > 1
-
-    @property
     def steps_recorded(self) -> int:
         """The steps that the ledger will hold: all, and what was released together with the last
         of them."""
@@ -188,13 +183,10 @@ class PrivacyPlan(Schedule):
         """Steps after which every example was drawn once on average."""
         return max(1, round(self.drawn_from / self.expected_batch_size))
 
-    def step_event(self, noise_multiplier: float, steps: int) -> Event:
-        """Return what ``steps`` training steps of this plan with this noise would release."""
-        return self.mechanism.step_event(self, noise_multiplier, steps)
-
     def event(self, steps: int | None = None) -> Event:
         """Return what the accountant is told about ``steps`` (default: all) training steps."""
-        return self.step_event(self.noise_multiplier, self.steps if steps is None else steps)
+        count = self.steps if steps is None else steps
+        return self.mechanism.step_event(self, self.noise_multiplier, count)
 
     def step_release(self) -> PlannedRelease:
         """Return what one training step releases."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from hf_dp.accounting import (
     BOUNDS,
@@ -77,7 +78,7 @@ class Budget:
             plan.sample_rate,
             plan.accountant,
             prior_events=others,
-            event=plan.step_event,
+            event=partial(plan.mechanism.step_event, plan),
         )
         return done + max(0, fit - ran)
 

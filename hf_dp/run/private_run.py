@@ -360,7 +360,7 @@ class PrivateRun:
         """Return the sampler's draws from the training set, each a list of padded physical
         batches."""
         data = self.training_data()  # which also sees in what precision the loss computes
-        if self.plan.pays_ahead:
+        if self.plan.mechanism.draw.steps_released_together(self.plan) > 1:
             # A whole allocation is recorded before it is drawn.
             begin = lambda: self._gate.pay_ahead(self.plan.step_release())  # noqa: E731
             sampler = replace(sampler, begin=begin)
