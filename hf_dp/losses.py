@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +43,11 @@ _TASKS = {
 _REGISTERED: dict[type[nn.Module], str] = {}
 _OF_WHOLE_EXAMPLES = ("sequence_classification", "image_classification")
 _SPANS = "question_answering"
-Inputs = Mapping[str, Any]  # a collated batch
+Inputs = Mapping[str, Tensor]  # a collated batch
 IGNORED_LABEL = -100
+Args = tuple[object, ...]
+Given = tuple[Args, dict[str, Tensor]]  # to a forward
+Batch = TypeVar("Batch")
 SPAN = ("start_positions", "end_positions")  # the first and last token of an answer in its text
 
 # Decoders whose labels the user shifts: the logits at a position are for the label there.
@@ -69,8 +72,13 @@ _DECODER_ONLY = frozenset(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - fro
 
 def base_model(model: nn.Module) -> nn.Module:
     """Return the transformers model inside a PEFT wrapper, or the model itself."""
-    unwrap: Any = getattr(model, "get_base_model", None)
+    unwrap: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)
     return model if unwrap is None else unwrap()
+
+
+def _config(model: nn.Module) -> Any:
+    """Return the configuration of a model, which has the fields of its class."""
+    return base_model(model).config
 
 
 def _names(model: nn.Module) -> set[str]:
@@ -156,10 +164,10 @@ def targets_of(model: nn.Module) -> tuple[str, ...]:
 
 def token_check(model: nn.Module) -> Callable[[Tensor], None] | None:
     """Return what raises DataError for attended token ids, (T,), that the forward would refuse."""
-    base: Any = base_model(model)
+    base = base_model(model)
     if _READ_AT_THE_END.isdisjoint(_names(model)):
         return getattr(base, "check_tokens", None)
-    end = base.config.eos_token_id
+    end = _config(model).eos_token_id
 
     def check(tokens: Tensor) -> None:
         if not bool((tokens == end).any()):
@@ -182,11 +190,10 @@ def any_number_of_end_tokens(model: nn.Module) -> Iterator[None]:
     if _READ_AT_THE_END.isdisjoint(_names(model)):
         yield
         return
-    base: Any = base_model(model)
-    end = base.config.eos_token_id
+    base, end = base_model(model), _config(model).eos_token_id
     all_tokens: list[Tensor] = []
 
-    def hide(module: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def hide(module: nn.Module, args: Args, inputs: dict[str, Tensor]) -> Given | None:
         ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
         if ids is None:
             return None
@@ -200,13 +207,13 @@ def any_number_of_end_tokens(model: nn.Module) -> Iterator[None]:
             shown["decoder_input_ids"] = shifted
         return args, {**inputs, **shown}
 
-    def show(module: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def show(module: nn.Module, args: Args, inputs: dict[str, Tensor]) -> Given | None:
         if not all_tokens:  # not called by the classifier
             return None
         ids = all_tokens.pop()
         return ((ids, *args[1:]), inputs) if args else (args, {**inputs, "input_ids": ids})
 
-    backbone = getattr(base, base.base_model_prefix)
+    backbone: nn.Module = getattr(base, str(base.base_model_prefix))
     hooks = [
         model.register_forward_pre_hook(hide, with_kwargs=True),
         # The first shows last, if another one is inside.
@@ -247,7 +254,7 @@ def per_example_loss(model: nn.Module, inputs: Inputs, chunked: bool = False) ->
         return _span_loss(model, inputs)
     labels = labels_read(model, inputs.pop("labels"))
     if task == "seq2seq_lm" and "decoder_input_ids" not in inputs:
-        shift: Any = getattr(base, "prepare_decoder_input_ids_from_labels", None)
+        shift = getattr(base, "prepare_decoder_input_ids_from_labels", None)
         if shift is None:
             hint = (
                 f"{class_name} does not make them from labels: let the data collator return them."
@@ -307,7 +314,7 @@ def _require_inputs(model: nn.Module, inputs: Inputs) -> None:
         )
 
 
-def _span_loss(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+def _span_loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     """Return the mean of the cross-entropies of an answer's first and last token, (b,).
 
     Padding takes no part: an example has more of it the longer its neighbors are, and transformers'
@@ -330,7 +337,7 @@ def _span_loss(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     return (losses[0] + losses[1]) / 2
 
 
-def with_position_ids(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+def with_position_ids(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Give left-padded examples of a decoder-only model explicit position ids.
 
     They count from each example's first token on. Without them, absolute positions count the
@@ -366,7 +373,7 @@ def with_position_ids(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any
 
 def problem_type(model: nn.Module, labels: Tensor) -> str:
     """Return ``config.problem_type``, or what transformers infers from the labels."""
-    config: Any = model.config
+    config = _config(model)
     if config.problem_type is not None:
         return config.problem_type
     if config.num_labels == 1:
@@ -383,12 +390,11 @@ def labels_read(model: nn.Module, labels: Tensor) -> Tensor:
 
     Raises: UnsupportedLossError; DataError for floats where an example, or token, has one class.
     """
-    base: Any = base_model(model)
     of_tokens = task_of(model) not in _OF_WHOLE_EXAMPLES
-    kind = None if of_tokens else problem_type(base, labels)
+    kind = None if of_tokens else problem_type(model, labels)
     if not labels.is_floating_point():
         return labels.long() if kind in (None, "single_label_classification") else labels.float()
-    several = kind == "multi_label_classification" == base.config.problem_type
+    several = kind == "multi_label_classification" == _config(model).problem_type
     if labels.numel() and (
         of_tokens or (labels.dim() == 1 and kind != "regression" and not several)
     ):
@@ -399,12 +405,11 @@ def labels_read(model: nn.Module, labels: Tensor) -> Tensor:
     return labels
 
 
-def with_labels_read(model: nn.Module, inputs: Any) -> Any:
+def with_labels_read(model: nn.Module, inputs: Batch) -> Batch | Inputs:
     """Return a batch with its labels as :func:`labels_read` does, where the loss is known."""
-    labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
-    if labels is None or not known_task(model):
+    if not isinstance(inputs, Mapping) or inputs.get("labels") is None or not known_task(model):
         return inputs
-    return {**inputs, "labels": labels_read(model, labels)}
+    return {**inputs, "labels": labels_read(model, inputs["labels"])}
 
 
 def attended_targets(labels: Tensor, mask: Tensor) -> Tensor:
@@ -496,8 +501,7 @@ def classification_loss(model: nn.Module, logits: Tensor, labels: Tensor) -> Ten
             "Expected `config.problem_type` to be regression, single_label_classification or "
             f"multi_label_classification, got {kind!r}."
         )
-    config: Any = model.config
-    if config.problem_type is None and not _SOFT_LABELS.isdisjoint(_names(model)):
+    if _config(model).problem_type is None and not _SOFT_LABELS.isdisjoint(_names(model)):
         return F.cross_entropy(logits, labels, reduction="none")
     losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
     return losses.flatten(1).mean(1)

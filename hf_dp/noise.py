@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ class SecretRandomness:
             np.random.SFC64(np.random.SeedSequence(insecure_seed, spawn_key=own))
         )
         self._by_device: dict[torch.device, torch.Generator] = {}
-        self._streams: dict[str, Any] | None = None
+        self._streams: _GlobalState | None = None
 
     def __copy__(self) -> NoReturn:
         raise TypeError("SecretRandomness cannot be copied: two runs would draw the same noise.")
@@ -83,7 +83,7 @@ class SecretRandomness:
             )
         dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         if tensor.device.type == "cpu":
-            numpy_dtype: Any = np.float64 if dtype == torch.float64 else np.float32
+            numpy_dtype = np.float64 if dtype == torch.float64 else np.float32
             return torch.from_numpy(
                 self._numpy.standard_normal(tuple(tensor.shape), dtype=numpy_dtype)
             ).mul_(std)
@@ -124,28 +124,28 @@ class SecretRandomness:
 
         Outside, they are as if nothing had been drawn.
         """
-        public = _global_state()
+        public = _GlobalState()
         if self._streams is None:
             seed = self.seed()
             torch.manual_seed(seed)  # on all devices
             _seed_global_generators(seed)
         else:
-            _set_global_state(self._streams)
+            self._streams.restore()
         try:
             yield
         finally:
-            self._streams = _global_state()
-            _set_global_state(public)
+            self._streams = _GlobalState()
+            public.restore()
 
 
 @contextmanager
 def untouched_generators() -> Iterator[None]:
     """Let the global generators run inside. Outside, they are as if nothing had been drawn."""
-    before = _global_state()
+    before = _GlobalState()
     try:
         yield
     finally:
-        _set_global_state(before)
+        before.restore()
 
 
 GENERATORS = (
@@ -157,7 +157,7 @@ GENERATORS = (
 )
 
 
-def seed_in_place(generator: Any, seed: int) -> Callable[[], object]:
+def seed_in_place(generator: object, seed: int) -> Callable[[], object]:
     """Seed one of ``GENERATORS`` anew, and return what puts it back where it was."""
     if isinstance(generator, torch.Generator):
         state = generator.get_state()
@@ -179,20 +179,19 @@ def _seed_global_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-def _global_state() -> dict[str, Any]:
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
+class _GlobalState:
+    """Where the global generators of Python, NumPy and PyTorch are."""
 
+    def __init__(self) -> None:
+        self.python, self.numpy = random.getstate(), np.random.get_state()
+        self.torch = torch.get_rng_state()
+        on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        self.cuda = torch.cuda.get_rng_state_all() if on_cuda else None
 
-def _set_global_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state_all(state["cuda"])
+    def restore(self) -> None:
+        """Put them there again."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.torch)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state_all(self.cuda)

@@ -5,9 +5,7 @@ Examples are made one by one, unpadded; :func:`collate` pads them into the batch
 sees. The oracle never sees a batch, a padding token or an attention mask, uses plain autograd in
 float64, and shares no code with hf_dp.
 
-    architecture = ARCHITECTURES["bert"]
-    model = architecture.build()
-    examples = architecture.examples(model, (5, 1, 3))
+    architecture, model, examples = built("bert", (5, 1, 3))
     assert_exact(architecture, model, examples)
 """
 
@@ -78,6 +76,15 @@ class Architecture:
 
     def precision(self) -> AbstractContextManager[None]:
         return without_downcasts() if self.float32_inside else nullcontext()
+
+
+def built(
+    name: str, lengths: Sequence[int], **options: Any
+) -> tuple[Architecture, Any, list[Batch]]:
+    """An architecture, its model, and examples of these lengths."""
+    architecture = ARCHITECTURES[name]
+    model = architecture.build(**options)
+    return architecture, model, architecture.examples(model, lengths)
 
 
 def _tokens(count: int, generator: torch.Generator) -> Tensor:

@@ -17,7 +17,7 @@ import transformers as hf
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_dp.clipping import ClippingEngine, per_example_gradients
+from hf_dp.clipping import ClippingEngine
 from hf_dp.clipping.gradients import PerExampleGradient
 from hf_dp.clipping.norms import ExampleNorms
 from hf_dp.errors import UnsupportedModelError
@@ -320,6 +320,32 @@ def assert_same_sums(
         )
 
 
+class Net(nn.Module):
+    """Named parts, and a function of the net and its input that says what they compute."""
+
+    def __init__(self, compute: Callable[[Any, Any], Tensor], **parts: nn.Module):
+        super().__init__()
+        self.compute = compute
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, x: Any) -> Tensor:
+        return self.compute(self, x)
+
+
+def clip_losses(
+    model: nn.Module, losses: Callable[[], Tensor], clipping_norm: float, **options: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Norms and clipped sums of losses that are computed inside an engine."""
+    with ClippingEngine(model, clipping_norm, **options) as engine:
+        return engine.backward(losses()), engine.collect()
+
+
+def norm_of(sums: Mapping[str, Tensor]) -> float:
+    """The norm of all sums together."""
+    return float(torch.cat([total.flatten().double() for total in sums.values()]).norm())
+
+
 class TinyTied(nn.Module):
     """Embedding, one linear layer, and a head tied to the embedding; the smallest thing with every
     kind of use."""
@@ -335,20 +361,26 @@ class TinyTied(nn.Module):
         return self.head(torch.tanh(self.linear(self.embedding(input_ids))))
 
 
-def assert_norms_exact(model: nn.Module, x: Tensor, strategy: str = "book_keeping") -> None:
-    """Against one backward pass an example through ``model(x)``, (b,)."""
-    found = [
-        torch.stack([gradient.square().sum() for gradient in one.values()]).sum().sqrt()
-        for one in per_example_gradients(model(x), dict(model.named_parameters()))
-    ]
-    with ClippingEngine(model, 0.1, strategy=strategy) as engine:
-        norms = engine.backward(model(x))
-    torch.testing.assert_close(norms, torch.stack(found), rtol=1e-9, atol=1e-12)
+def assert_net_exact(model: nn.Module, x: Tensor, strategy: str = "book_keeping") -> None:
+    """Norms and clipped sums of ``model(x)``, (b,), equal a loop over single examples."""
+    expected = loop(model, x.split(1), lambda net, row: net(row)[0])
+    norms, sums = clip_losses(model, lambda: model(x), expected.clipping_norm, strategy=strategy)
+    torch.testing.assert_close(norms, expected.norms, rtol=1e-9, atol=1e-12)
+    assert_same_sums(sums, expected.sums, atol=1e-9 * expected.clipping_norm)
 
 
-def assert_refused(model: nn.Module, x: Tensor, message: str) -> None:
+def assert_refused(model: nn.Module, x: Any, message: str) -> None:
     with (
         ClippingEngine(model, 0.1) as engine,
         pytest.raises(UnsupportedModelError, match=message),
     ):
         engine.backward(model(x))
+
+
+def assert_not_entered(model: nn.Module, message: str) -> None:
+    """An engine refuses the model as it is entered, and leaves it as it was."""
+    forwards = [module.__dict__.get("forward") for module in model.modules()]
+    with pytest.raises(UnsupportedModelError, match=message), ClippingEngine(model, 1.0):
+        pass
+    assert forwards == [module.__dict__.get("forward") for module in model.modules()]
+    assert not model._forward_pre_hooks

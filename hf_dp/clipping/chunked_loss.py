@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from hf_dp.clipping.gradients import Dense, OuterProducts, PerExampleGradient, Weights, of_units
 from hf_dp.clipping.products import GramPair, Grams, dots, norms_from_grams, outer_sums
 from hf_dp.clipping.rounding import Norms, accumulation_dtype, full_precision, matmul_dtype
-from hf_dp.clipping.tape import Tape, has_own_forward, tape_of
+from hf_dp.clipping.tape import Context, Tape, has_own_forward, tape_of
 from hf_dp.errors import UnsupportedLossError
 
 # Tokens in a block. It must not depend on the batch: in bfloat16 each block's product is rounded,
@@ -81,15 +81,18 @@ def logits_by_blocks(
 
 
 @dataclass
-class LogitGradients:
-    """Form the gradients of the logits of b examples, block by block."""
+class HeadGradients(PerExampleGradient):
+    """Sums of outer products whose left factors, the gradients of logits, are formed again by
+    blocks of the vocabulary."""
 
-    hidden: Tensor  # the head's inputs, (b, T, d)
+    hidden: Tensor  # the head's inputs and right factors, (b, T, d)
     weight: Tensor
     bias: Tensor | None
     labels: Tensor
     lse: Tensor  # log of the sum of exponentials, (b, T)
     scale: Tensor  # what each position's loss counts, (b, T, 1); 0 where nothing is predicted
+    gram: Tensor  # the left factors' Gram matrices, (b, T, T)
+    keep: Tensor | None = None
 
     def by_blocks(self, wanted: slice | None = None) -> Iterator[tuple[slice, Tensor]]:
         """Yield rows of the vocabulary with the gradients of their logits, (b, T, rows)."""
@@ -101,30 +104,20 @@ class LogitGradients:
             # As in a backward pass under autocast: rounded, once, to what the products take.
             yield block.rows, grads.to(self.hidden.dtype)
 
-
-@dataclass
-class HeadGradients(PerExampleGradient):
-    """Sums of outer products whose left factors are formed again by blocks of the vocabulary."""
-
-    logits: LogitGradients  # gives the left factors; its inputs are the right ones
-    gram: Tensor  # the left factors' Gram matrices, (b, T, T)
-    keep: Tensor | None = None
-
     def fits(self, shape: torch.Size, examples: int) -> bool:
-        return shape == self.logits.weight.shape and len(self.gram) == examples
+        return shape == self.weight.shape and len(self.gram) == examples
 
     def factors(self, wanted: slice | None = None) -> Iterator[tuple[slice, OuterProducts]]:
         """Yield rows of the weight with the outer products that make their gradients."""
-        for rows, left in self.logits.by_blocks(wanted):
-            part = OuterProducts(left, self.logits.hidden)
+        for rows, left in self.by_blocks(wanted):
+            part = OuterProducts(left, self.hidden)
             if self.keep is not None:
                 part.keep_only(self.keep)
             yield rows, part
 
     def norms(self, grams: Grams | None = None) -> Norms:
-        hidden = self.logits.hidden
-        of_right = dots(hidden, hidden, accumulation_dtype(hidden.dtype))
-        pair = GramPair([self.gram.clone()], [of_right], max(self.logits.weight.shape))
+        of_right = dots(self.hidden, self.hidden, accumulation_dtype(self.hidden.dtype))
+        pair = GramPair([self.gram.clone()], [of_right], max(self.weight.shape))
         return norms_from_grams([pair])[0]
 
     def add_weighted_sum(self, total: Tensor, weights: Weights) -> None:
@@ -132,7 +125,7 @@ class HeadGradients(PerExampleGradient):
             part.add_weighted_sum(total[rows], weights)
 
     def size(self) -> Tensor:
-        right = torch.linalg.vector_norm(self.logits.hidden, dim=2, dtype=self.gram.dtype)
+        right = torch.linalg.vector_norm(self.hidden, dim=2, dtype=self.gram.dtype)
         return torch.linalg.vecdot(self._left_norms(), right)
 
     def _left_norms(self) -> Tensor:
@@ -158,7 +151,7 @@ class HeadGradients(PerExampleGradient):
 
     def fingerprint(self) -> Tensor:
         left = torch.linalg.vector_norm(self._left_norms(), dim=1)
-        return left * torch.linalg.vector_norm(self.logits.hidden, dim=(1, 2))
+        return left * torch.linalg.vector_norm(self.hidden, dim=(1, 2))
 
     def keep_only(self, keep: Tensor) -> None:
         self.keep = keep if self.keep is None else self.keep & keep
@@ -172,7 +165,7 @@ class HeadInput:
     version: int = 0
 
 
-def check_head(model: Any) -> nn.Linear:
+def check_head(model: nn.Module) -> nn.Linear:
     """Return the head of a language model.
 
     Raises: UnsupportedLossError for a head that is no plain linear layer, that has hooks or a
@@ -250,10 +243,16 @@ def _unsupported(why: str) -> UnsupportedLossError:
     )
 
 
+class _LossContext(Context, Protocol):
+    module: nn.Linear
+    tape: Tape | None
+    dtype: torch.dtype
+
+
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _LossContext,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -281,16 +280,15 @@ class _ChunkedLoss(torch.autograd.Function):
         return losses
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _LossContext, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, lse, share = ctx.saved_tensors
-        tape: Tape | None = ctx.tape
+        tape = ctx.tape
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         scale, as_given = (grad_outputs[0][:, None] * share)[..., None], hidden.shape
         if tape is not None:  # every position is computed by itself: its unit's or example's
             unit = tape.rows_per_unit
             hidden, labels, lse, scale = (of_units(v, unit) for v in (hidden, labels, lse, scale))
         dtype = accumulation_dtype(hidden.dtype)
-        logits = LogitGradients(hidden, weight, bias, labels, lse, scale)
         # Explicit gradients of b examples take b V d numbers, and their logits b V T.
         by_blocks = needs_weight and tape is not None and hidden.shape[1] < hidden.shape[2]
         count = 1 if tape is None else len(hidden)
@@ -299,11 +297,10 @@ class _ChunkedLoss(torch.autograd.Function):
         of_weight = new(count, *weight.shape) if needs_weight and not by_blocks else None
         of_bias = new(count, len(weight)) if needs_bias else None
         # Hundreds of blocks: the sum of their Gram matrices must not lose what each of them has.
-        gram = (
-            new(*labels.shape, labels.shape[1], dtype=torch.float64).zero_() if by_blocks else None
-        )
+        gram = new(*labels.shape, labels.shape[1] * by_blocks, dtype=torch.float64).zero_()
+        head = HeadGradients(hidden, weight, bias, labels, lse, scale, gram)
         squares = torch.zeros(labels.shape, dtype=dtype, device=hidden.device)
-        for rows, grads in logits.by_blocks():
+        for rows, grads in head.by_blocks():
             squares += grads.to(dtype).square().sum(-1)
             if grad_hidden is not None:
                 grad_hidden += grads @ weight[rows].to(hidden.dtype)
@@ -311,7 +308,7 @@ class _ChunkedLoss(torch.autograd.Function):
             if tape is None:
                 grads, inputs = grads.flatten(0, 1)[None], hidden.flatten(0, 1)[None]
             with full_precision():
-                if gram is not None:
+                if by_blocks:
                     gram += dots(grads, grads, dtype)
                 if of_weight is not None:
                     of_weight[:, rows] = outer_sums(grads, inputs)
@@ -325,8 +322,9 @@ class _ChunkedLoss(torch.autograd.Function):
             ]
             return back, *plain, None, None
         of_positions = squares.sqrt_()
-        if gram is not None:
-            tape.capture(ctx.module, "weight", HeadGradients(logits, gram.to(dtype)), True)
+        if by_blocks:
+            head.gram = gram.to(dtype)
+            tape.capture(ctx.module, "weight", head, True)
         if of_weight is not None:
             inputs = torch.linalg.vector_norm(hidden, dim=2, dtype=dtype)
             size = torch.linalg.vecdot(of_positions, inputs)  # as that of outer products

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -64,7 +62,7 @@ def _is_a(module: nn.Module, class_name: str) -> bool:
 
 
 def _refuse_config(config: object) -> None:
-    quantization: Any = getattr(config, "quantization_config", None)
+    quantization: object = getattr(config, "quantization_config", None)
     settings = quantization if isinstance(quantization, dict) else vars(quantization or object)
     method = settings.get("quant_method")
     method = getattr(method, "value", method)

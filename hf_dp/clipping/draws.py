@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.nn.modules.module import register_module_forward_hook as register_hook
 from torch.nn.modules.module import register_module_forward_pre_hook as register_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -109,7 +110,7 @@ class _Noted(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: Any,
+        func: OpOverload,
         types: object,
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,

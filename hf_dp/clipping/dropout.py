@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +44,7 @@ def no_dropout(note: Callable[[str, int], None] | None = None) -> Iterator[None]
     """
     originals = {name: getattr(F, name) for name in (*_DROPOUTS, "scaled_dot_product_attention")}
     rand = torch.rand
+    make: Callable[..., Tensor] = torch.ones
 
     def identity(name: str) -> Callable[..., Tensor]:
         def unchanged(
@@ -56,15 +56,22 @@ def no_dropout(note: Callable[[str, int], None] | None = None) -> Iterator[None]
 
         return unchanged
 
-    def attention(*args: Any, **kwargs: Any) -> Tensor:
-        given = dict(zip(("dropout_p", "is_causal"), args[4:6], strict=False)) | kwargs
-        if note is not None and given.get("dropout_p", 0.0) > 0:
-            note("attention", (args[0] if args else kwargs["query"]).numel())
-        given["dropout_p"] = 0.0
-        return originals["scaled_dot_product_attention"](*args[:4], **given)
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        *args: object,
+        **kwargs: object,
+    ) -> Tensor:
+        if note is not None and dropout_p > 0:
+            note("attention", query.numel())
+        original = originals["scaled_dot_product_attention"]
+        return original(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
-    def ones(*size: Any, generator: Any = None, **options: Any) -> Tensor:
-        made = torch.ones(*size, **options)
+    def ones(*size: object, generator: object = None, **options: object) -> Tensor:
+        made = make(*size, **options)
         if note is not None:
             note("rand", made.numel())
         return made
@@ -119,18 +126,16 @@ class GivenMasks(TorchFunctionMode):
         self,
         func: Callable[..., object],
         types: object,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        if func is not F.dropout:
-            return func(*args, **(kwargs or {}))
+        function: Callable[..., object] = self._masked if func is F.dropout else func
+        return function(*args, **(kwargs or {}))
 
-        def dropout(
-            input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-        ) -> Tensor:
-            return input * self.mask(input, p) if training and p != 0 else input
-
-        return dropout(*args, **(kwargs or {}))
+    def _masked(
+        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        return input * self.mask(input, p) if training and p != 0 else input
 
 
 class DrawnMasks(GivenMasks):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +112,7 @@ class ClippingEngine:
         self._spoiled = False
         self._large: LargeUnit | None = None
 
-    def __enter__(self) -> ClippingEngine:
+    def __enter__(self) -> Self:
         modules = dict(self.model.named_modules())
         forwards = (module.__dict__.get("forward") for module in modules.values())
         if self._restore or any(
@@ -153,10 +153,14 @@ class ClippingEngine:
                     shared = tuple(method.parameters)
                     run = partial(fallback_forward, self._tape, method.call, shared)
                     self._replace(module, method.name, run)
+            self._begin()
         except BaseException:
             self.__exit__()
             raise
         return self
+
+    def _begin(self) -> None:
+        """Prepare what a subclass needs, or raise for a model that it cannot serve."""
 
     def __exit__(self, *exception: object) -> None:
         while self._restore:
@@ -324,7 +328,7 @@ class ClippingEngine:
                 "some gradients. Leave the engine and start this logical batch again."
             )
         with torch.no_grad():
-            sums, self._sums = self._sums.by_parameter(), RunningSums()
+            sums, self._sums = self._sums, RunningSums()
             sums |= self._shards.collect(sums)
         return {
             name: sums[p] if p in sums else zero_sum(p.shape, p.device)

@@ -20,9 +20,10 @@ Any other method like these is refused because of the shape of its gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,12 +31,13 @@ from peft import PeftModel, PeftType
 from peft.tuners.ln_tuning.layer import LNTuningLayer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
 from hf_dp.clipping.dropout import DrawnMasks, GivenMasks
 from hf_dp.clipping.sharding import passed_on
-from hf_dp.clipping.tape import Tape
+from hf_dp.clipping.tape import Tape, seen_in_backward
 from hf_dp.errors import UnsupportedModelError
 
 Method = Callable[..., object]  # of a module, which is its first argument
@@ -72,8 +74,7 @@ class SharedMethod:
 
 def find_shared_method(module: nn.Module) -> SharedMethod | None:
     """Return this module's shared method, if it has one that reads a trainable parameter."""
-    find = _prompt if isinstance(module, PeftModel) else _position_bias
-    found = find(module)
+    found = _prompt(module) if isinstance(module, PeftModel) else _position_bias(module)
     return found if found is not None and found.parameters else None
 
 
@@ -93,14 +94,15 @@ def _position_bias(module: nn.Module) -> SharedMethod | None:
     return SharedMethod(names[0], call, _trainable(table, _BIAS_TABLE))
 
 
-def _prompt(module: Any) -> SharedMethod | None:
+def _prompt(module: PeftModel) -> SharedMethod | None:
     encoders, adapter = module._modules.get("prompt_encoder"), module.active_adapter
     config = module.peft_config.get(adapter) if isinstance(adapter, str) else None
     if encoders is None or config is None or config.peft_type not in _EXPANDED_BY_PEFT:
         return None
 
-    def call(owner: Any, batch_size: int, *args: object, **kwargs: object) -> object:
-        return type(owner).get_prompt(owner, 1, *args, **kwargs)
+    def call(owner: PeftModel, batch_size: int, *args: object, **kwargs: object) -> object:
+        get_prompt: Method = type(owner).get_prompt
+        return get_prompt(owner, 1, *args, **kwargs)
 
     return SharedMethod("get_prompt", call, _trainable(encoders, "prompt_encoder"))
 
@@ -146,7 +148,7 @@ class FallbackCall:
 
     def run(
         self, parameters: Mapping[str, Tensor], leaves: Sequence[object], masks: Sequence[Tensor]
-    ) -> list[Any]:
+    ) -> list[Tensor]:
         """Return the output leaves for these parameters, argument leaves and dropout masks."""
         args, kwargs = pytree.tree_unflatten(list(leaves), self.spec)
         device, enabled, dtype = self.autocast
@@ -156,10 +158,19 @@ class FallbackCall:
         ):
             # Tied parameters stay apart: a child that shares one captures its own use of it.
             values = {**self.constants, **parameters}
-            output = torch.func.functional_call(
-                self.function, values, args, kwargs, tie_weights=False
-            )
+            output = functional_call(self.function, values, args, kwargs, tie_weights=False)
         return pytree.tree_leaves(output)
+
+    def see(self, position: int, saved: Sequence[Tensor], grad: Tensor) -> None:
+        """Note the gradient of an output leaf, and the tensors that were kept."""
+        output, *tensors = (tensor.detach() for tensor in saved)
+        self.tape.by_example(self.module, grad)
+        if self.tape.sharded:
+            self.keep_values()
+        self.tensors = tuple(tensors)
+        self.outputs[position], self.output_grads[position] = output, grad
+        if self not in self.tape.calls:
+            self.tape.calls.append(self)
 
     def differentiate(self) -> None:
         """Capture the gradients of the module's own parameters; free what the call kept.
@@ -245,15 +256,18 @@ def fallback_forward(
             return method(module, *args, **kwargs)
         tape.note_forward(module, *own)
         anchor = next(iter(own.values()))
-        with _detached(module, own), DrawnMasks(anchor.device) as masks:
-            output = method(module, *args, **kwargs)
+        function = _Method(module, method)
+        parameters = {f"module.{name}": parameter for name, parameter in own.items()}
+        detached = {name: parameter.detach() for name, parameter in parameters.items()}
+        with DrawnMasks(anchor.device) as masks:
+            output = functional_call(function, detached, args, kwargs, tie_weights=False)
     leaves, spec = pytree.tree_flatten((args, kwargs))
     device = anchor.device.type
     call = FallbackCall(
         tape,
         module,
-        _Method(module, method),
-        {f"module.{name}": parameter for name, parameter in own.items()},
+        function,
+        parameters,
         bool(shared),
         spec,
         [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves],
@@ -307,45 +321,10 @@ def _captured(
         if shared and examples is not None and leaf.dim() >= 3 and leaf.shape[0] == 1:
             call.expanded = True
             leaf = leaf.expand(examples, *leaf.shape[1:])
-        return _Capture.apply(leaf, anchor, call, position, *tensors, *masks)
+        as_own, see = partial(passed_on, module=call.module), partial(call.see, position)
+        return seen_in_backward(leaf, anchor, as_own, see, leaf, *tensors, *masks)
 
     return pytree.tree_unflatten([capture(*each) for each in enumerate(outputs)], output_spec)
-
-
-class _Capture(torch.autograd.Function):
-    """Identity that notes its output gradient.
-
-    ``anchor``, a parameter of the module, is an input so that backward reaches this in any case.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        output: Tensor,
-        anchor: Tensor,
-        call: FallbackCall,
-        position: int,
-        *tensors: Tensor,
-    ) -> Tensor:
-        ctx.call, ctx.position = call, position
-        ctx.save_for_backward(output, *tensors)
-        return passed_on(output, call.module)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grad_outputs
-        call: FallbackCall = ctx.call
-        tape = call.tape
-        output, *tensors = (tensor.detach() for tensor in ctx.saved_tensors)
-        tape.by_example(call.module, grad)
-        if tape.sharded:
-            call.keep_values()
-        call.tensors = tuple(tensors)
-        call.outputs[ctx.position] = output
-        call.output_grads[ctx.position] = grad
-        if call not in tape.calls:
-            tape.calls.append(call)
-        return grad, None, None, None, *[None] * len(tensors)
 
 
 def _has_examples(leaf: Tensor, tape: Tape, flattened: bool, expanded: bool) -> bool:
@@ -426,19 +405,3 @@ def _compare(alone: Tensor, together: Tensor, call: FallbackCall) -> None:
         "and produces a different output for an example alone than in a batch: it mixes examples, "
         "or its inputs do not have the examples in their first dimension",
     )
-
-
-@contextmanager
-def _detached(module: nn.Module, own: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Let a module run on detached copies of its parameters inside."""
-    places = []
-    for name, parameter in own.items():
-        path, _, key = name.rpartition(".")
-        places.append((module.get_submodule(path)._parameters, key, parameter))
-    for parameters, key, parameter in places:
-        parameters[key] = parameter.detach()  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for parameters, key, parameter in places:
-            parameters[key] = parameter

@@ -187,14 +187,11 @@ def bundled(
 
 
 class RunningSums(dict[nn.Parameter, Tensor]):
-    """The sums of parameters over physical batches, in float64.
-
-    Those of a bundle stay side by side until the end, so that a batch is added by one operation.
-    """
+    """The sums of parameters over physical batches, in float64."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._side_by_side: dict[tuple[nn.Parameter, ...], Tensor] = {}
+        self._flat: dict[tuple[nn.Parameter, ...], list[Tensor]] = {}  # views of sums, by bundles
 
     def of(self, parameter: nn.Parameter, device: torch.device) -> Tensor:
         """Return the running sum of a parameter, to be added to in place; at first zeros."""
@@ -203,36 +200,10 @@ class RunningSums(dict[nn.Parameter, Tensor]):
         return self[parameter]
 
     def add_bundle(self, bundle: Bundle, weights: Weights) -> None:
-        """Add the weighted gradients of a bundle."""
-        key, gradients = tuple(bundle.parameters), bundle.gradient.gradients
-        if key not in self._side_by_side:
-            self._part_with(set(key))
-            self._side_by_side[key] = zero_sum(gradients.shape[1:], gradients.device)
-        bundle.gradient.add_weighted_sum(self._side_by_side[key], weights)
-
-    def by_parameter(self) -> dict[nn.Parameter, Tensor]:
-        """Return every sum under its own parameter; those of bundles are views of one tensor."""
-        sums = dict(self)
-        for parameters, total in self._side_by_side.items():
-            for parameter, part in _split(total, parameters):
-                # A batch of another length may have brought this parameter's gradients otherwise.
-                sums[parameter] = sums[parameter] + part if parameter in sums else part
-        return sums
-
-    def _part_with(self, parameters: set[nn.Parameter]) -> None:
-        """Give bundles that share some of these parameters a sum for each parameter.
-
-        Otherwise a model that uses other parameters in each batch would keep a sum for each batch.
-        """
-        for key in [key for key in self._side_by_side if not parameters.isdisjoint(key)]:
-            for parameter, part in _split(self._side_by_side.pop(key), key):
-                known = self.get(parameter)
-                self[parameter] = part.clone() if known is None else known.add_(part)
-
-
-def _split(
-    total: Tensor, parameters: Sequence[nn.Parameter]
-) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    parts = total.split([parameter.numel() for parameter in parameters])
-    for parameter, part in zip(parameters, parts, strict=True):
-        yield parameter, part.view(parameter.shape)
+        """Add the weighted gradients of a bundle, to all of its sums by one operation."""
+        key, device = tuple(bundle.parameters), bundle.gradient.gradients.device
+        if key not in self._flat:
+            self._flat[key] = [self.of(parameter, device).view(-1) for parameter in key]
+        totals = self._flat[key]
+        for part in bundle.gradient.weighted(weights):
+            torch._foreach_add_(totals, part.double().split([each.numel() for each in totals]))

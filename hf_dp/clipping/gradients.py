@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -333,14 +334,19 @@ class Dense(PerExampleGradient):
         size = squared.sqrt() if self.of_terms is None else self.of_terms
         return Norms(squared, torch.zeros_like(squared), unit(size.dtype) * size)
 
-    def add_weighted_sum(self, total: Tensor, weights: Weights) -> None:
+    def weighted(self, weights: Weights) -> Iterator[Tensor]:
+        """Yield flat parts of the weighted sum, to be added one after the other."""
         dtype = accumulation_dtype(self.gradients.dtype)
         flat, values = self.gradients.flatten(1).to(dtype), weights.values.to(dtype)
         if self.owned and len(flat) == 1:
-            total.add_(flat[0].mul_(values).view(total.shape))
+            yield flat[0].mul_(values)
             return
         for some, weights_of in zip(flat.split(_ADDED), values.split(_ADDED), strict=True):
-            total.add_(torch.mv(some.mT, weights_of).view(total.shape))
+            yield torch.mv(some.mT, weights_of)
+
+    def add_weighted_sum(self, total: Tensor, weights: Weights) -> None:
+        for part in self.weighted(weights):
+            total.add_(part.view(total.shape))
 
     def size(self) -> Tensor:
         if self.of_terms is not None:

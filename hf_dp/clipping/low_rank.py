@@ -66,13 +66,11 @@ class LowRankEngine(ClippingEngine):
         super().__init__(model, clipping_norm, clipping)
         self.carriers = dict(carriers)
 
-    def __enter__(self) -> LowRankEngine:
-        super().__enter__()
+    def _begin(self) -> None:
         self._pairs: dict[nn.Parameter, tuple[nn.Parameter, nn.Parameter]] = {}
         for name, each in self.carriers.items():
             parameter = self._parameters.get(name)
             if parameter is None or parameter.shape != (len(each.left), each.right.shape[1]):
-                self.__exit__()
                 raise invalid("carriers", name, "to name a trainable matrix and to match its shape")
             # These parameters hold no values. They are the keys under which the engine keeps the
             # carriers' norms and sums.
@@ -81,7 +79,6 @@ class LowRankEngine(ClippingEngine):
             pair = tuple(nn.Parameter(torch.empty_like(part)) for part in (each.left, each.right))
             self._pairs[parameter] = pair  # type: ignore[assignment]
             self._groups |= dict.fromkeys(pair, 0)
-        return self
 
     def _take(self, clipped: ClippedSum, losses: Tensor) -> Tensor:
         uses = clipped.capture(losses)
@@ -96,9 +93,7 @@ class LowRankEngine(ClippingEngine):
         return clip_and_add(clipped, uses, clipped.units(losses))
 
     def collect(self) -> dict[str, Tensor]:
-        with torch.no_grad():
-            sums = self._sums.by_parameter()
-        found = super().collect()
+        sums, found = self._sums, super().collect()
         for name in self.carriers:
             del found[name]
             for ending, part in zip(

@@ -52,15 +52,12 @@ class MaskedEngine(ClippingEngine):
         super().__init__(model, clipping_norm, clipping)
         self.masks = dict(masks)
 
-    def __enter__(self) -> MaskedEngine:
-        super().__enter__()
+    def _begin(self) -> None:
         for name, mask in self.masks.items():
             parameter = self._parameters.get(name)
             if parameter is None or parameter.shape != mask.shape:
-                self.__exit__()
                 raise invalid("masks", name, "to name a trainable parameter and to have its shape")
         self._masked = {self._parameters[name]: mask for name, mask in self.masks.items()}
-        return self
 
     def collect(self) -> dict[str, Tensor]:
         sums = super().collect()

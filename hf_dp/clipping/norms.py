@@ -42,7 +42,7 @@ def inner_product(one: PerExampleGradient, other: PerExampleGradient) -> tuple[T
     else:
         outer, lookups = (other, one) if isinstance(one, Lookups) else (one, other)
         assert isinstance(outer, OuterProducts | HeadGradients) and isinstance(lookups, Lookups)
-        right = outer.right if isinstance(outer, OuterProducts) else outer.logits.hidden
+        right = outer.right if isinstance(outer, OuterProducts) else outer.hidden
         dtype = accumulation_dtype(right.dtype)
         # <sum_s l_s r_s^T, sum_t onehot(k_t) e_t^T> = sum_{s,t} l_s[k_t] (r_s . e_t)
         terms = dots(right, lookups.grads, dtype)

@@ -4,56 +4,61 @@ A weighted sum is formed from this process's examples at full size. It is added 
 processes, and to the running sum, in float64 (:func:`hf_dp.clipping.rounding.zero_sum`). Two kinds
 of parameters differ in when it is reduced over the processes:
 
-* *scattered*: after every physical batch, few at a time, so that a process holds about a bucket of
-  sums of full size, or one of them;
+* *scattered*: after every physical batch, one at a time, so that a process holds one sum of full
+  size;
 * *whole*: once, in :meth:`ShardedSums.collect`, all in one flat tensor. These are the smallest
   parameters, as many as together are negligible beside what a layer needs anyway.
 
 Every process must take part in every reduction, in the same order. Which parameters a physical
 batch used may depend on its data (experts), so the processes first agree on that.
 
-FSDP2's own function for gradients is not public, and DTensor's handles one tensor at a time, which
-it copies whole first. Here the sums of several parameters travel together, in pieces of equal size.
+FSDP2's own function for gradients is not public, and DTensor's copies a tensor whole first. Here it
+travels in pieces.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
+from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 
 from hf_dp.clipping.rounding import accumulation_dtype, zero_sum
+from hf_dp.clipping.sharding import placed_as
 from hf_dp.distributed.sums import bucket_numbers, reduce_scatter
 
 
-def scattered(parameters: Sequence[DTensor], totals: Sequence[Tensor]) -> list[DTensor]:
-    """Return the sums of all processes' totals in float64, each placed as its parameter.
+def scattered(parameter: DTensor, total: Tensor) -> DTensor:
+    """Return the sum of all processes' totals in float64, placed as the parameter.
 
     Args:
-        parameters: sharded by FSDP2 over one mesh, whose last dimension shards.
-        totals: of this process, of the parameters' full shapes; one dtype and device.
+        parameter: sharded by FSDP2 over a mesh, whose last dimension shards.
+        total: of this process, of the parameter's full shape.
     """
-    mesh = parameters[0].device_mesh
+    mesh = parameter.device_mesh
+    (shard,) = (each for each in parameter.placements if isinstance(each, Shard))
     count = mesh.size(mesh.ndim - 1)
-    rows = [_by_owner(total, _dimension(p), count) for p, total in zip(parameters, totals)]
-    lengths = [row.shape[1] for row in rows]
-    own = totals[0].new_empty(sum(lengths), dtype=torch.float64)
+    rows = _by_owner(total, shard.dim, count)
+    own = total.new_empty(rows.shape[1], dtype=torch.float64)
     step = max(1, bucket_numbers(own) // count)
-    for start in range(0, len(own), step):
-        part = own[start : start + step]
-        reduce_scatter(part, _columns(rows, start, len(part)), group=mesh.get_group(mesh.ndim - 1))
+    for part, columns in zip(own.split(step), rows.split(step, 1), strict=True):
+        flat = columns.contiguous().view(-1)
+        reduce_scatter(part, flat, group=mesh.get_group(mesh.ndim - 1))
     for dimension in range(mesh.ndim - 1):  # replicas exchange shards and not the whole
         dist.all_reduce(own, group=mesh.get_group(dimension))
-    return [_placed(part, p) for part, p in zip(own.split(lengths), parameters, strict=True)]
-
-
-def _dimension(parameter: DTensor) -> int:
-    (shard,) = (each for each in parameter.placements if isinstance(each, Shard))
-    return shard.dim
+    # Without what the shard was filled up with:
+    shape = parameter.to_local().movedim(shard.dim, 0).shape
+    local = own[: shape.numel()].view(shape).movedim(0, shard.dim).contiguous()
+    return DTensor.from_local(
+        local,
+        mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def _by_owner(total: Tensor, dimension: int, count: int) -> Tensor:
@@ -64,32 +69,6 @@ def _by_owner(total: Tensor, dimension: int, count: int) -> Tensor:
         padding = slices.new_zeros(count * each - len(slices), *slices.shape[1:])
         slices = torch.cat([slices, padding])
     return slices.reshape(count, -1)
-
-
-def _columns(rows: Sequence[Tensor], start: int, length: int) -> Tensor:
-    """Return ``length`` columns of all rows side by side, from ``start`` on, as one flat tensor."""
-    parts = []
-    for row in rows:
-        part = row[:, max(0, start) : max(0, start + length)]
-        if part.shape[1]:
-            parts.append(part)
-        start -= row.shape[1]
-    return torch.cat(parts, 1).view(-1)
-
-
-def _placed(flat: Tensor, parameter: DTensor) -> DTensor:
-    """Return this process's shard, without what it was filled up with, as a DTensor."""
-    dimension = _dimension(parameter)
-    shape = parameter.to_local().movedim(dimension, 0).shape
-    local = flat[: shape.numel()].view(shape).movedim(0, dimension).contiguous()
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 # Numbers that the sums of whole parameters may hold on a process, together: 128 MiB in float32.
@@ -106,7 +85,6 @@ class ShardedSums:
         self._device: torch.device | None = None  # that of the examples; None before any
         self._due: dict[nn.Parameter, None] = {}
         self._held: dict[nn.Parameter, Tensor] = {}
-        self._bucket: dict[nn.Parameter, Tensor] = {}  # about to travel together
         self._alike = False
 
     def __contains__(self, parameter: object) -> bool:
@@ -116,7 +94,7 @@ class ShardedSums:
     def expect(self, used: Collection[nn.Parameter], device: torch.device) -> list[nn.Parameter]:
         """Agree which scattered parameters any process adds to now; return them, in order."""
         self._device = device
-        self._due, self._held, self._bucket, self._alike = {}, {}, {}, True
+        self._due, self._held, self._alike = {}, {}, True
         if self._scattered:
             here = torch.tensor([p in used for p in self._scattered], device=device)
             either = torch.stack([here, ~here]).int()
@@ -128,31 +106,20 @@ class ShardedSums:
         return list(self._due)
 
     def add(self, parameter: nn.Parameter, total: Tensor | None) -> None:
-        """Reduce this process's weighted sum over the processes, and add the shard it keeps; once a
-        bucket is full, or in :meth:`finish`.
+        """Reduce this process's weighted sum over the processes, and add the shard it keeps.
 
         Args:
             total: of the parameter's full shape; None for zeros.
         """
+        assert isinstance(parameter, DTensor)
         del self._due[parameter]
         self._held.pop(parameter, None)
-        dtype = accumulation_dtype(parameter.dtype)
         if total is None:
+            dtype = accumulation_dtype(parameter.dtype)
             total = torch.zeros(parameter.shape, dtype=dtype, device=self._device)
-        if any(other.dtype != dtype for other in self._bucket.values()):
-            self._empty_bucket()
-        self._bucket[parameter] = total.to(dtype)
-        if sum(each.numel() for each in self._bucket.values()) >= bucket_numbers(total):
-            self._empty_bucket()
-
-    def _empty_bucket(self) -> None:
-        bucket, self._bucket = self._bucket, {}
-        if not bucket:
-            return
-        found = scattered([p for p in bucket if isinstance(p, DTensor)], list(bucket.values()))
-        for parameter, reduced in zip(bucket, found, strict=True):
-            known = self._sums.get(parameter)
-            self._sums[parameter] = reduced if known is None else known.add_(reduced)
+        reduced = scattered(parameter, total)
+        known = self._sums.get(parameter)
+        self._sums[parameter] = reduced if known is None else known.add_(reduced)
 
     def add_during_backward(self, parameter: nn.Parameter, total: Tensor) -> None:
         """Do as :meth:`add`, in a backward pass, between collectives of FSDP2 itself.
@@ -166,10 +133,9 @@ class ShardedSums:
             self._held[parameter] = total
 
     def finish(self) -> None:
-        """Add what is due and was not added yet, and reduce what waits."""
+        """Add what is due and was not added yet."""
         for parameter in list(self._due):
             self.add(parameter, self._held.get(parameter))
-        self._empty_bucket()
 
     def collect(self, local: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
         """Return the sums of all sharded parameters as DTensors placed as they are; reset.
@@ -197,7 +163,7 @@ class ShardedSums:
                 part.copy_(local[parameter].flatten())
         _reduce(flat, self._mesh(), dist.ReduceOp.SUM)
         return {
-            parameter: _shard_of(part.view(parameter.shape), parameter)
+            parameter: placed_as(parameter, part.view(parameter.shape)).clone()
             for parameter, part in zip(parameters, parts, strict=True)
         }
 
@@ -220,20 +186,10 @@ def reduced_each_batch(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter,
     return {parameter: None for parameter in parameters if parameter not in small}
 
 
-def _reduce(tensor: Tensor, mesh: DeviceMesh, operation: Any) -> None:
+def _reduce(tensor: Tensor, mesh: DeviceMesh, operation: dist.ReduceOp.RedOpType) -> None:
     """Reduce over all processes of a mesh, in place, one dimension of it after the other."""
     for dimension in range(mesh.ndim):
         dist.all_reduce(tensor, operation, group=mesh.get_group(dimension))
-
-
-def _shard_of(whole: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Return what all processes hold, placed as the parameter; no view of it."""
-    assert isinstance(parameter, DTensor)
-    mesh = parameter.device_mesh
-    everywhere = DTensor.from_local(
-        whole, mesh, [Replicate() for _ in range(mesh.ndim)], run_check=False
-    )
-    return everywhere.redistribute(placements=parameter.placements).clone()
 
 
 def _zeros(parameter: DTensor) -> Tensor:

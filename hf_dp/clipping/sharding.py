@@ -18,7 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 
 from hf_dp.errors import SelfCheckError, UnsupportedModelError
 
@@ -208,10 +215,8 @@ def placed_as(parameter: nn.Parameter, whole: Tensor) -> Tensor:
     """Return this process's shard of a tensor that all processes hold."""
     if not isinstance(parameter, DTensor):
         return whole
-    mesh = parameter.device_mesh
-    everywhere = [Replicate() for _ in range(mesh.ndim)]
-    spread = DTensor.from_local(whole, mesh, everywhere, run_check=False)
-    return spread.redistribute(placements=parameter.placements).to(parameter.device)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None).to(parameter.device)
 
 
 def of_one_process(total: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from hf_dp.clipping.rounding import accumulation_dtype
 from hf_dp.errors import UnaccountedGradientError, UnsupportedModelError
 
 Sink = Callable[[nn.Parameter, PerExampleGradient], None]
+See = Callable[[Sequence[Tensor], Tensor], None]  # of tensors that were kept, and a gradient
 
 
 class Call(Protocol):
@@ -216,3 +217,58 @@ class Tape:
         assert self._sink is not None
         for each in compact([use], parameter.shape):
             self._sink(parameter, each)
+
+
+class Context(Protocol):
+    """What autograd gives the forward and backward of a function."""
+
+    saved_tensors: tuple[Tensor, ...]  # with None where None was saved
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keep tensors for backward."""
+
+
+def seen_in_backward(
+    output: Tensor,
+    anchor: nn.Parameter,
+    as_own: Callable[[Tensor], Tensor],
+    see: See,
+    *kept: Tensor | None,
+) -> Tensor:
+    """Return an output whose backward calls ``see`` with ``kept`` and the output's gradient.
+
+    Args:
+        anchor: a parameter of the module, an input so that backward comes here in any case.
+        as_own: returns the output as one that an autograd function may return.
+    """
+    seen: Tensor = _Seen.apply(output, anchor, as_own, see, *kept)
+    return seen
+
+
+class _SeenContext(Context, Protocol):
+    see: See
+
+
+class _Seen(torch.autograd.Function):
+    """The identity. It keeps tensors as autograd does, which checkpoints rely on."""
+
+    @staticmethod
+    def forward(
+        ctx: _SeenContext,
+        output: Tensor,
+        anchor: Tensor,
+        as_own: Callable[[Tensor], Tensor],
+        see: See,
+        *kept: Tensor | None,
+    ) -> Tensor:
+        ctx.see = see
+        ctx.save_for_backward(*kept)
+        return as_own(output)
+
+    @staticmethod
+    def backward(ctx: _SeenContext, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grad_outputs
+        saved = ctx.saved_tensors
+        ctx.see(saved, grad)
+        return grad, None, None, None, *[None] * len(saved)

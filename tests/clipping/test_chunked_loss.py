@@ -8,8 +8,8 @@ from typing import Any
 import models
 import pytest
 import torch
-import transformers as hf
 from accelerate.utils.operations import convert_to_fp32
+from architectures import ARCHITECTURES
 from models import assert_same_sums, batch_for, gpt2, llama, loop_oracle
 from peft import LoraConfig, get_peft_model
 from short_products import WAYS, TensorCores, precision_restored, worst_difference
@@ -80,9 +80,8 @@ def test_norms_and_sums_equal_the_loop(name, lengths):
     batch = batch_for(model, lengths)
     expected_norms, expected = loop_oracle(model, batch, 0.01)
     for strategy in STRATEGIES:
-        with ClippingEngine(model, 0.01, strategy=strategy) as engine:
-            norms = engine.backward(per_example_loss(model, batch, chunked=True))
-            sums = engine.collect()
+        losses = lambda: per_example_loss(model, batch, chunked=True)  # noqa: E731
+        norms, sums = models.clip_losses(model, losses, 0.01, strategy=strategy)
         torch.testing.assert_close(norms, expected_norms, rtol=1e-9, atol=0)
         assert_same_sums(sums, expected, atol=1e-12)
 
@@ -222,20 +221,7 @@ def test_the_self_check_passes():
     ("build", "why"),
     [
         (models.bert, "is for sequence_classification"),
-        (
-            lambda: hf.Gemma2ForCausalLM(
-                hf.Gemma2Config(
-                    vocab_size=61,
-                    hidden_size=8,
-                    intermediate_size=8,
-                    num_hidden_layers=1,
-                    num_attention_heads=1,
-                    num_key_value_heads=1,
-                    head_dim=8,
-                )
-            ),
-            "changes its logits after the head",
-        ),
+        (ARCHITECTURES["gemma2"].build, "changes its logits after the head"),
         (
             lambda: get_peft_model(
                 llama(), LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["lm_head"])
@@ -320,13 +306,11 @@ def test_an_example_that_is_not_finite_leaves_no_trace(strategy):
     hidden[1, 2] = torch.nan
     labels = torch.randint(0, models.VOCABULARY, (3, 5))
 
-    def sums(kept: list[int]) -> list[Tensor]:
-        with ClippingEngine(head, 0.1, strategy=strategy) as engine:
-            engine.backward(chunked_loss.chunked_loss(head, hidden[kept], labels[kept], -100))
-            return list(engine.collect().values())
+    def sums(kept: list[int]) -> dict[str, Tensor]:
+        losses = lambda: chunked_loss.chunked_loss(head, hidden[kept], labels[kept], -100)  # noqa: E731
+        return models.clip_losses(head, losses, 0.1, strategy=strategy)[1]
 
-    for found, expected in zip(sums([0, 1, 2]), sums([0, 2]), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(sums([0, 1, 2]), sums([0, 2]), rtol=1e-12, atol=0)
 
 
 def test_a_head_by_blocks_is_its_outer_products():
@@ -337,12 +321,9 @@ def test_a_head_by_blocks_is_its_outer_products():
     logits = hidden @ weight.mT
     left = logits.softmax(-1) - torch.nn.functional.one_hot(labels, models.VOCABULARY)
     whole = OuterProducts(left, hidden)
-    by_blocks = chunked_loss.HeadGradients(
-        chunked_loss.LogitGradients(
-            hidden, weight, None, labels, logits.logsumexp(-1), torch.ones(3, 5, 1).double()
-        ),
-        left @ left.mT,
-    )
+    ones, lse = torch.ones(3, 5, 1).double(), logits.logsumexp(-1)
+    gram = left @ left.mT
+    by_blocks = chunked_loss.HeadGradients(hidden, weight, None, labels, lse, ones, gram)
     norms, expected = by_blocks.norms(), whole.norms()
     for name in ("squared", "error", "slack"):
         torch.testing.assert_close(getattr(norms, name), getattr(expected, name))
@@ -353,23 +334,16 @@ def test_a_head_by_blocks_is_its_outer_products():
     torch.testing.assert_close(by_blocks.fingerprint(), whole.fingerprint())
 
 
-class HeadTwice(torch.nn.Module):
-    """Its head is also a layer of its body."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = torch.nn.Linear(models.VOCABULARY, 16, bias=False).double()
-        self.head = torch.nn.Linear(16, models.VOCABULARY, bias=False).double()
-        self.again = torch.nn.Linear(16, models.VOCABULARY, bias=False)
-        self.again.weight = self.head.weight
-
-
 def test_a_head_that_is_another_layer_too_is_refused():
-    model = HeadTwice()
-    hidden = torch.randn(2, 3, 16, dtype=torch.float64)
-    labels = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    def losses(net: Any, hidden: Tensor) -> Tensor:
+        labels = torch.tensor([[1, 2, 3], [4, 5, 6]])
+        return chunked_loss.chunked_loss(net.head, net.body(net.again(hidden)), labels, -100)
+
+    head, again = (torch.nn.Linear(16, models.VOCABULARY, bias=False) for _ in range(2))
+    again.weight = head.weight
+    body = torch.nn.Linear(models.VOCABULARY, 16, bias=False)
+    model = models.Net(losses, body=body, head=head, again=again)
     with ClippingEngine(model, 1.0) as engine:
-        hidden = model.body(model.again(hidden))
-        values = chunked_loss.chunked_loss(model.head, hidden, labels, -100)
+        values = model(torch.randn(2, 3, 16))
         with pytest.raises(UnsupportedLossError, match="another linear layer.*chunked_loss=False"):
             engine.backward(values)

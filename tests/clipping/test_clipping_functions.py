@@ -7,7 +7,16 @@ import math
 import models
 import pytest
 import torch
-from models import SHORT, alone, assert_same_sums, batch_for, own_loss, rows
+from models import (
+    SHORT,
+    alone,
+    assert_same_sums,
+    batch_for,
+    clip_losses,
+    norm_of,
+    own_loss,
+    rows,
+)
 from torch import nn
 
 from hf_dp.clipping import ClippingEngine, self_check
@@ -87,11 +96,10 @@ def test_no_example_adds_more_than_the_clipping_norm(clipping, scale):
     """Also where all its gradient is large, and whatever the losses' scale."""
     model = models.bert(dtype=torch.float32)
     batch = batch_for(model, SHORT)
-    for i in range(len(SHORT)):
+    for one in (rows(batch, [i]) for i in range(len(SHORT))):
         with ClippingEngine(model, 0.1, clipping=clipping) as engine:
-            engine.backward(per_example_loss(model, rows(batch, [i])) * scale)
-            total = torch.cat([s.flatten().double() for s in engine.collect().values()])
-        assert total.norm() <= 0.1 * (1 + 1e-5)
+            engine.backward(per_example_loss(model, one) * scale)
+            assert norm_of(engine.collect()) <= 0.1 * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("clipping", CLIPPINGS)
@@ -117,14 +125,12 @@ def test_an_example_that_is_not_finite_in_one_group_has_no_weight_in_any(clippin
 
 def test_a_spoiled_layer_removes_the_example_from_all_layers():
     model = models.bert()
-    batch = batch_for(model, SHORT)
-    with ClippingEngine(model, 0.1, clipping="per_layer") as engine:
-        losses = per_example_loss(model, batch)
-        norms = engine.backward(losses * torch.tensor([1, torch.inf, 1, 1]))
-        sums = engine.collect()
-    with ClippingEngine(model, 0.1, clipping="per_layer") as engine:
-        engine.backward(per_example_loss(model, rows(batch, [0, 2, 3])))
-        assert_same_sums(sums, engine.collect(), atol=1e-12)
+    batch, factors = batch_for(model, SHORT), torch.tensor([1, torch.inf, 1, 1])
+    losses = lambda: per_example_loss(model, batch) * factors  # noqa: E731
+    others = lambda: per_example_loss(model, rows(batch, [0, 2, 3]))  # noqa: E731
+    norms, sums = clip_losses(model, losses, 0.1, clipping="per_layer")
+    _, expected = clip_losses(model, others, 0.1, clipping="per_layer")
+    assert_same_sums(sums, expected, atol=1e-12)
     assert torch.isinf(norms).tolist() == [False, True, False, False]
 
 
@@ -132,14 +138,8 @@ def test_a_spoiled_layer_removes_the_example_from_all_layers():
 def test_the_self_check_knows_every_function(clipping, strategy):
     model = models.bert()
     batch = batch_for(model, (5, 9))
-    self_check(
-        model,
-        per_example_loss,
-        batch,
-        [alone(batch, 0), alone(batch, 1)],
-        clipping=clipping,
-        strategy=strategy,
-    )
+    singles = [alone(batch, 0), alone(batch, 1)]
+    self_check(model, per_example_loss, batch, singles, clipping=clipping, strategy=strategy)
 
 
 def test_planted_layers_clipped_to_the_whole_norm_are_seen(monkeypatch):
@@ -171,7 +171,6 @@ def test_a_wrong_group_is_seen_by_the_self_check(monkeypatch):
     monkeypatch.setattr(
         ClippingEngine, "groups", property(lambda self: shown(self) | layers_of(model))
     )
+    singles = [alone(batch, 0), alone(batch, 1)]
     with pytest.raises(SelfCheckError, match="clipped sum of .* differs"):
-        self_check(
-            model, per_example_loss, batch, [alone(batch, 0), alone(batch, 1)], clipping="per_layer"
-        )
+        self_check(model, per_example_loss, batch, singles, clipping="per_layer")

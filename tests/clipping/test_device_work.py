@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import models
 import pytest
 import tiny
 import torch
-import transformers as hf
 from accelerate.state import AcceleratorState, PartialState
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
@@ -28,53 +28,33 @@ from hf_dp.noise import SecretRandomness
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.run.training_data import TrainingData
 
-VOCABULARY, LENGTH = 100, 8
+LENGTH = 8
+WIDE = {"hidden_size": 64, "intermediate_size": 256}
 
 
-def bert(layers: int) -> nn.Module:
-    config = hf.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        intermediate_size=256,
-    )
-    return hf.BertForSequenceClassification(config)
+def gpt2(layers: int) -> Any:
+    return models.gpt2(dtype=torch.float32, n_layer=layers, n_embd=64, n_inner=256, use_cache=False)
 
 
-def gpt2(layers: int) -> nn.Module:
-    config = hf.GPT2Config(
-        vocab_size=VOCABULARY, n_embd=64, n_layer=layers, n_head=2, use_cache=False,
-        bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM",
-    )  # fmt: skip
-    return hf.GPT2LMHeadModel(config)
-
-
-def llama(layers: int) -> nn.Module:
-    config = hf.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=layers, num_attention_heads=2,
-        intermediate_size=256, use_cache=False,
-    )  # fmt: skip
-    return hf.LlamaForCausalLM(config)
-
-
-def gpt2_lora(layers: int) -> nn.Module:
+def gpt2_lora(layers: int) -> Any:
     lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["c_attn"], fan_in_fan_out=True)
     return get_peft_model(gpt2(layers), lora)
 
 
-MODELS: dict[str, Callable[[int], nn.Module]] = {
-    "bert": bert,
+MODELS: dict[str, Callable[[int], Any]] = {
+    "bert": lambda layers: models.bert(dtype=torch.float32, num_hidden_layers=layers, **WIDE),
     "gpt2": gpt2,
-    "llama": llama,
+    "llama": lambda layers: models.llama(
+        dtype=torch.float32, num_hidden_layers=layers, use_cache=False, **WIDE
+    ),
     "gpt2_lora": gpt2_lora,
 }
 
 
 def batch(model: nn.Module, device: str) -> dict[str, Tensor]:
-    tokens = torch.randint(4, VOCABULARY, (4, LENGTH), device=device)
+    tokens = torch.randint(4, models.VOCABULARY, (4, LENGTH), device=device)
     labels = torch.ones(4, dtype=torch.long, device=device)
-    if not isinstance(model, hf.BertForSequenceClassification):
+    if models.is_language_model(models.base_of(model)):
         labels = tokens.clone()
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
 

@@ -63,30 +63,28 @@ def funnel():
 
 
 @pytest.mark.parametrize(
-    ("build", "said"),
+    ("build", "said", "names"),
     [
-        (deberta, r"layer.0.attention.self.pos_dropout` draws .*`without_dropout: \[pos_dropout\]`"),
-        (opt, r"`model.decoder` draws .*rand: 1 numbers for 3 examples, 1 for 6.*\[layerdrop\]`"),
-        (funnel, "sin_dropout` draws"),
+        (
+            deberta,
+            r"layer.0.attention.self.pos_dropout` draws .*`without_dropout: \[pos_dropout\]`",
+            ["pos_dropout"],
+        ),
+        (
+            opt,
+            r"`model.decoder` draws .*rand: 1 numbers for 3 examples, 1 for 6.*\[layerdrop\]`",
+            ["layerdrop"],
+        ),
+        (funnel, "sin_dropout` draws", ["sin_dropout", "cos_dropout"]),
     ],
-)  # fmt: skip
-def test_what_stock_models_share_is_refused_by_name(build, said):
+)
+def test_what_stock_models_share_is_refused_by_name_until_it_is_off(build, said, names):
     model, batch = build().train(), texts()
     language = isinstance(model, hf.OPTForCausalLM)
     batch["labels"] = batch["input_ids"] if language else torch.zeros(3, dtype=torch.long)
     with pytest.raises(SelfCheckError, match=said):
         refuse_shared_draws(model, per_example_loss, batch, 3)
-
-
-@pytest.mark.parametrize(
-    ("build", "names"),
-    [(deberta, ["pos_dropout"]), (opt, ["layerdrop"]), (funnel, ["sin_dropout", "cos_dropout"])],
-)
-def test_a_shared_dropout_that_is_off_is_allowed(build, names):
-    model, batch = build().train(), texts()
     turn_off_dropout(model, names)
-    language = isinstance(model, hf.OPTForCausalLM)
-    batch["labels"] = batch["input_ids"] if language else torch.zeros(3, dtype=torch.long)
     refuse_shared_draws(model, per_example_loss, batch, 3)
     others = [module.p for module in model.modules() if hasattr(module, "p") and module.p > 0]
     assert others or language  # and nothing else is off

@@ -16,12 +16,15 @@ from models import (
     BUILDERS,
     LONG,
     SHORT,
+    Net,
     TinyTied,
+    assert_net_exact,
     assert_same_sums,
     batch_for,
     disagreement,
     engine_result,
     loop_oracle,
+    norm_of,
 )
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
@@ -33,89 +36,42 @@ from hf_dp.losses import per_example_loss
 # 1e-9 is the design's.
 EXACT = 1e-9
 
-SELECTIONS = {
-    "first_layer_only": lambda name: ".0." in name,
-    "layer_norm_bias_only": lambda name: ("LayerNorm" in name or "ln_" in name) and name.endswith("bias"),
-    "positions_only": lambda name: "position_embeddings" in name or "wpe" in name,
-    "one_linear_weight": lambda name: name.endswith(("1.output.dense.weight", "1.mlp.c_proj.weight")),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("selection", SELECTIONS)
-@pytest.mark.parametrize("name", ["bert", "gpt2_tied"])
-def test_frozen_parts(name, selection):
-    model = BUILDERS[name]()
-    for each, parameter in model.named_parameters():
-        parameter.requires_grad_(SELECTIONS[selection](each))
-    assert disagreement(model, batch_for(model, (11, 1, 6))) < EXACT
-
-
-def tokens_of(tokens: Tensor) -> dict[str, Tensor]:
-    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-
-
-class UsedTwice(nn.Module):
-    """One linear layer and one norm used twice, and an embedding looked up twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.linear, self.norm = (
-            nn.Embedding(9, 5),
-            nn.Linear(5, 5),
-            nn.LayerNorm(5),
-        )
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embedding(input_ids)
-        x = self.norm(torch.tanh(self.linear(x)))
-        x = self.norm(self.linear(x)) * self.embedding(input_ids.flip(1) // 2)
-        return x.sum((1, 2))
-
 
 @pytest.mark.parametrize("length", [1, 2, 12])
 def test_a_module_used_twice(length):
+    """One linear layer and one norm used twice, and an embedding looked up twice."""
+
+    def losses(net: Any, tokens: Tensor) -> Tensor:
+        x = net.norm(torch.tanh(net.linear(net.embedding(tokens))))
+        x = net.norm(net.linear(x)) * net.embedding(tokens.flip(1) // 2)
+        return x.sum((1, 2))
+
     torch.manual_seed(0)
-    batch = tokens_of(torch.randint(0, 9, (4, length)))
-    model = UsedTwice().double()
-    assert disagreement(model, batch, loss=lambda m, inputs: m(inputs["input_ids"])) < EXACT
+    parts = {"embedding": nn.Embedding(9, 5), "linear": nn.Linear(5, 5), "norm": nn.LayerNorm(5)}
+    assert_net_exact(Net(losses, **parts).double(), torch.randint(0, 9, (4, length)))
 
 
 def test_reused_layers_of_different_lengths_and_forms():
     """One weight meets short sequences (outer products) and long ones (formed at once)."""
+
+    def losses(net: Any, x: Tensor) -> Tensor:
+        short, long = torch.tanh(net.linear(x[:, :2])), net.linear(torch.tanh(net.linear(x[:, 2:])))
+        return short.sum((1, 2)) + torch.sin(long).sum((1, 2))
+
     torch.manual_seed(0)
-    linear = nn.Linear(6, 6).double()
-    x, y = torch.randn(3, 2, 6).double(), torch.randn(3, 30, 6).double()
-
-    def losses(a: Tensor, b: Tensor) -> Tensor:
-        return torch.tanh(linear(a)).sum((1, 2)) + torch.sin(linear(torch.tanh(linear(b)))).sum(
-            (1, 2)
-        )
-
-    expected = []
-    for i in range(3):
-        gradients = torch.autograd.grad(
-            losses(x[i : i + 1], y[i : i + 1])[0], list(linear.parameters())
-        )
-        expected.append(torch.cat([g.flatten() for g in gradients]).norm())
-    with ClippingEngine(linear, 1.0) as engine:
-        torch.testing.assert_close(
-            engine.backward(losses(x, y)), torch.stack(expected), rtol=EXACT, atol=0
-        )
+    assert_net_exact(Net(losses, linear=nn.Linear(6, 6)).double(), torch.randn(3, 32, 6).double())
 
 
 @pytest.mark.parametrize("padding_idx", [None, 3])
 @pytest.mark.parametrize("length", [1, 3, 40])
 def test_tied_embedding_and_head(padding_idx, length):
     """A row at the padding index gets no gradient from look-ups but one from the head."""
-
-    def loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        return torch.sin(model(inputs["input_ids"])).mean(1).sum(1)
-
     torch.manual_seed(0)
     tokens = torch.randint(0, 11, (4, length))
     tokens[:, 0] = 3
-    model = TinyTied(padding_idx=padding_idx).double()
-    assert disagreement(model, tokens_of(tokens), loss=loss) < EXACT
+    tied = TinyTied(padding_idx=padding_idx)
+    model = Net(lambda net, tokens: torch.sin(net.tied(tokens)).mean(1).sum(1), tied=tied)
+    assert_net_exact(model.double(), tokens)
 
 
 @pytest.mark.parametrize("lengths", [SHORT, LONG[:2]], ids=str)
@@ -180,8 +136,7 @@ def test_clipped_sum_of_one_example_has_the_clipping_norm():
     batch = batch_for(model, (6,))
     (norm,), sums = engine_result(model, batch, 0.1)
     assert float(norm) > 0.1
-    total = torch.stack([value.square().sum() for value in sums.values()]).sum().sqrt()
-    torch.testing.assert_close(total, torch.tensor(0.1, dtype=torch.float64), rtol=1e-12, atol=0)
+    assert norm_of(sums) == pytest.approx(0.1, rel=1e-12)
 
 
 def test_lora_under_gradient_checkpointing_with_frozen_embeddings():
@@ -208,18 +163,11 @@ def test_broadcast_position_ids(name):
     assert all(value[:8].any() for name_, value in sums.items() if name_.endswith(key))
 
 
-def test_albert_counts_the_cross_terms_of_its_reused_layer():
-    """The sum of the three uses' squared norms is another number, so this model can tell."""
-    model = models.albert()
-    assert len(model.albert.encoder.albert_layer_groups) == 1
-    assert model.config.num_hidden_layers == 3
-    assert disagreement(model, batch_for(model, (6, 4))) < EXACT
-
-
-def test_planted_missing_inner_product_is_seen(monkeypatch):
+@pytest.mark.parametrize("build", [models.gpt2, models.albert], ids=["tied", "reused"])
+def test_planted_missing_inner_product_is_seen(build, monkeypatch):
     original = norms.inner_product
     monkeypatch.setattr(norms, "inner_product", lambda a, b: tuple(0 * x for x in original(a, b)))
-    model = models.gpt2()
+    model = build()
     assert disagreement(model, batch_for(model, SHORT)) > 1e-3
 
 

@@ -10,6 +10,7 @@ from models import (
     assert_same_sums,
     batch_for,
     bert,
+    clip_losses,
     engine_result,
     example_norms,
     rows,
@@ -56,8 +57,8 @@ def test_rules_that_no_architecture_uses(name, strategy, value, monkeypatch):
     x = torch.randn(3, 4, 3)  # also as (examples, channels, positions)
 
     def result(x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        with ClippingEngine(model, 0.5, strategy=strategy) as engine:
-            return engine.backward(model(x).square().sum((1, 2))), engine.collect()
+        losses = lambda: model(x).square().sum((1, 2))  # noqa: E731
+        return clip_losses(model, losses, 0.5, strategy=strategy)
 
     expected_norms, expected = result(x[[0, 2]])
     x[1, 0, 0] = value
@@ -78,9 +79,7 @@ def test_bit_for_bit_the_sum_without_it(name):
 
     def sums(factor: float) -> dict[str, Tensor]:
         factors = torch.tensor([1.0, factor, 1.0, 1.0])
-        return engine_result(model, batch, 0.5, loss=lambda m, i: per_example_loss(m, i) * factors)[
-            1
-        ]
+        return clip_losses(model, lambda: per_example_loss(model, batch) * factors, 0.5)[1]
 
     nothing = sums(0.0)
     for value in (torch.nan, torch.inf):
@@ -90,9 +89,8 @@ def test_bit_for_bit_the_sum_without_it(name):
 
 def test_a_whole_batch_can_go():
     model = bert()
-    norms, sums = engine_result(
-        model, batch_for(model, LENGTHS), 0.5, loss=lambda m, i: per_example_loss(m, i) * torch.nan
-    )
+    batch = batch_for(model, LENGTHS)
+    norms, sums = clip_losses(model, lambda: per_example_loss(model, batch) * torch.nan, 0.5)
     assert torch.isinf(norms).all()
     assert not any(value.any() for value in sums.values())
 
@@ -118,24 +116,17 @@ def test_a_norm_that_overflows_float32_removes_its_example(scale):
     model = TinyTied()
     tokens = torch.randint(0, 11, (3, 4))
     factors = torch.tensor([1.0, scale, 1.0])
-    with ClippingEngine(model, 0.5) as engine:
-        norms = engine.backward(model(tokens).square().mean((1, 2)) * factors)
-        sums = engine.collect()
-    with ClippingEngine(model, 0.5) as engine:
-        engine.backward(model(tokens[[0, 2]]).square().mean((1, 2)))
-        expected = engine.collect()
+    losses = lambda tokens: model(tokens).square().mean((1, 2))  # noqa: E731
+    norms, sums = clip_losses(model, lambda: losses(tokens) * factors, 0.5)
+    _, expected = clip_losses(model, lambda: losses(tokens[[0, 2]]), 0.5)
     assert norms[1] == torch.inf
     assert_same_sums(sums, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("scale", [1e-20, 1e-30, 1e-40])
 def test_a_norm_that_underflows_adds_next_to_nothing(scale):
-    model = TinyTied()
-    with ClippingEngine(model, 0.5) as engine:
-        norms = engine.backward(
-            model(torch.zeros(2, 3, dtype=torch.long)).square().mean((1, 2)) * scale
-        )
-        sums = engine.collect()
+    model, tokens = TinyTied(), torch.zeros(2, 3, dtype=torch.long)
+    norms, sums = clip_losses(model, lambda: model(tokens).square().mean((1, 2)) * scale, 0.5)
     assert torch.isfinite(norms).all()
     assert all(float(value.abs().max()) <= 1e-15 for value in sums.values())
 
@@ -163,7 +154,6 @@ def test_a_squared_norm_of_minus_infinity_is_not_a_small_one():
 def test_planted_product_with_a_nan_is_seen(monkeypatch):
     monkeypatch.setattr(PerExampleGradient, "keep_only", lambda self, keep: None)
     model, factor = bert(), torch.tensor([1.0, torch.nan, 1.0, 1.0], dtype=torch.float64)
-    _, sums = engine_result(
-        model, batch_for(model, LENGTHS), 0.1, loss=lambda m, i: per_example_loss(m, i) * factor
-    )
+    batch = batch_for(model, LENGTHS)
+    _, sums = clip_losses(model, lambda: per_example_loss(model, batch) * factor, 0.1)
     assert any(torch.isnan(total).any() for total in sums.values())

@@ -6,19 +6,22 @@ is a loop over single examples by plain autograd on the whole model.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import peft
 import pytest
 import torch
 import torch.distributed as dist
 from architectures import ARCHITECTURES, Architecture, assert_equal, collate, poison, together
-from models import Batch, Expected, assert_same_sums, base_of, loop, on
+from models import Batch, Expected, Net, assert_same_sums, base_of, clip_losses, loop, on
 from processes import on_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -58,6 +61,20 @@ CASES = [
     ("two_pass", NONE),
     ("per_example", VECTORS),
 ]
+
+
+ONE_LAYER = {
+    "bert": {"num_hidden_layers": 1},
+    "gpt2_tied": {"n_layer": 1},
+    "llama": {"num_hidden_layers": 1},
+}
+
+
+def small(name: str) -> Architecture:
+    """An architecture with one layer, where it may: what it costs to shard grows with the parameters."""
+    architecture = ARCHITECTURES[name]
+    build = partial(architecture.build, **ONE_LAYER.get(name, {}))
+    return dataclasses.replace(architecture, build=build)
 
 
 def sharded(model: Any, mesh: DeviceMesh | None = None, **options: Any) -> Any:
@@ -160,172 +177,6 @@ def results(
 # -- exact ---
 
 
-@pytest.mark.parametrize(
-    ("name", "processes"),
-    [("bert", 2), ("albert", 2), ("llama", 2), ("gpt2_tied", 3)]
-    + [
-        pytest.param(name, processes, marks=pytest.mark.slow)
-        for name, processes in [("gpt2_tied", 2), ("t5", 2), ("vit", 2), ("gemma3", 2), ("bert", 3)]
-    ],
-)
-def test_equals_the_loop(name, processes):
-    architecture = ARCHITECTURES[name]
-    expected = expected_of(architecture)
-    cases = CASES if name in ("bert", "gpt2_tied") else CASES[::2]
-    for found in results(processes, architecture, expected.clipping_norm, cases):
-        assert_equal(*found, expected)
-
-
-@pytest.mark.parametrize("clipping", ["flat", "automatic", "per_layer"])
-@pytest.mark.parametrize("name", ["bert", pytest.param("gpt2_tied", marks=pytest.mark.slow)])
-def test_equals_one_process_in_float32(name, clipping):
-    architecture = ARCHITECTURES[name]
-    build = partial(architecture.build, dtype=torch.float32)
-    model, clipping_norm = build(), expected_of(architecture).clipping_norm
-    with ClippingEngine(model, clipping_norm, clipping) as engine:
-        batch = collate(model, architecture.examples(model, LENGTHS))
-        norms = engine.backward(together(model, batch))
-        sums = engine.collect()
-    found = results(2, architecture, clipping_norm, CASES[:2], build=build, clipping=clipping)
-    for got_norms, got in found:
-        torch.testing.assert_close(got_norms, norms, rtol=1e-4, atol=0)
-        assert_same_sums(got, sums, atol=1e-4 * clipping_norm)
-
-
-def test_replicated_shards():
-    """A mesh (replicate, shard): every number has two owners."""
-    architecture = ARCHITECTURES["gpt2_tied"]
-    expected = expected_of(architecture)
-
-    def shard(model: Any) -> None:
-        sharded(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-
-    for found in results(4, architecture, expected.clipping_norm, CASES[:3], shard=shard):
-        assert_equal(*found, expected)
-
-
-@pytest.mark.parametrize(
-    ("reshard", "processes"), [(True, 2), (False, 2), pytest.param(2, 4, marks=pytest.mark.slow)]
-)
-def test_when_parameters_are_resharded(reshard, processes):
-    architecture = ARCHITECTURES["bert"]
-    expected = expected_of(architecture)
-    shard = partial(sharded, reshard_after_forward=reshard)
-    cases = [(strategy, ALL) for strategy in STRATEGIES]
-    for found in results(processes, architecture, expected.clipping_norm, cases, shard=shard):
-        assert_equal(*found, expected)
-
-
-def test_layers_that_fully_shard_was_called_on_keep_their_rules():
-    """fully_shard derives a class of its own from each module's."""
-    architecture = ARCHITECTURES["gpt2_tied"]
-    expected = expected_of(architecture)
-
-    def shard(model: Any) -> None:
-        tied = [model.transformer.wte, model.lm_head]
-        fully_shard(tied)
-        for module in model.modules():
-            if not list(module.children()) and list(module.parameters()) and module not in tied:
-                fully_shard(module)
-        fully_shard(model)
-        assert all(find_rule(m) for m in model.modules() if list(m.parameters(recurse=False)))
-
-    (found,) = results(2, architecture, expected.clipping_norm, CASES[:1], shard=shard)
-    assert_equal(*found, expected)
-
-
-# -- examples that do not count, and those that are removed ---
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        pytest.param(1.0, marks=pytest.mark.slow),
-        torch.nan,
-        pytest.param(torch.inf, marks=pytest.mark.slow),
-    ],
-)
-def test_made_up_examples_add_exactly_nothing(value):
-    architecture = ARCHITECTURES["bert"]
-
-    def run() -> tuple[set[int], bool]:
-        lengths = set()
-        zero = True
-        for strategy, sharded_sums._WHOLE in itertools.product(STRATEGIES, (ALL, NONE)):
-            model = architecture.build()
-            examples = architecture.examples(model, LENGTHS)
-            poison(model, examples, 1, value)
-            sharded(model)
-            with ClippingEngine(model, 1.0, strategy=strategy) as engine:
-                losses = together(model, collate(model, examples))
-                lengths.add(len(engine.backward(losses, counted=False)))
-                sums = whole(engine.collect())
-            zero &= all(not bool(total.any()) for total in sums.values())
-        return lengths, zero
-
-    assert on_processes(2, run) == [({0}, True)] * 2
-
-
-@pytest.mark.parametrize("value", [pytest.param(torch.nan, marks=pytest.mark.slow), torch.inf])
-def test_an_example_that_is_not_finite_is_removed_on_its_rank(value):
-    architecture = ARCHITECTURES["bert"]
-
-    def spoil(model: Any, examples: list[Batch]) -> None:
-        poison(model, examples, 1, value)
-
-    model = architecture.build()
-    examples = architecture.examples(model, LENGTHS)
-    spoil(model, examples)
-    expected = loop(model, [e for place, e in enumerate(examples) if place != 1], clipping_norm=2.0)
-    cases = list(itertools.product(STRATEGIES, (ALL, NONE)))
-    for norms, sums in results(2, architecture, 2.0, cases, spoil=spoil):
-        assert norms[1] == torch.inf
-        assert_equal(norms[torch.arange(5) != 1], sums, expected)
-
-
-class Experts(nn.Module):
-    """Sends each example to one of two layers, so that a rank may use only one of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.experts = nn.Linear(4, 6), nn.ModuleList([nn.Linear(6, 6) for _ in "ab"])
-        self.unused = nn.Linear(6, 6)
-        self.last = nn.Linear(6, 1)
-
-    def forward(self, input: Tensor, expert: int) -> Tensor:
-        return self.last(torch.tanh(self.experts[expert](torch.tanh(self.first(input)))))[:, 0]
-
-
-def test_ranks_may_use_different_parameters():
-    """All still make the same reductions in the same order."""
-
-    def build() -> Experts:
-        torch.manual_seed(0)
-        return Experts().double()
-
-    x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    model = build()
-    with ClippingEngine(model, 0.5) as engine:
-        for expert in (0, 1):
-            engine.backward(model(x[2 * expert : 2 * expert + 2], expert).square())
-        expected = engine.collect()
-
-    def run() -> list[dict[str, Tensor]]:
-        found = []
-        rank = dist.get_rank()
-        for strategy, sharded_sums._WHOLE in itertools.product(STRATEGIES, (ALL, NONE)):
-            model = fully_shard(build())
-            with ClippingEngine(model, 0.5, strategy=strategy) as engine:
-                engine.backward(model(x[2 * rank : 2 * rank + 2], rank).square())
-                found.append(whole(engine.collect()))
-        return found
-
-    for sums in zip(*on_processes(2, run), strict=True):
-        assert bool(expected["experts.1.weight"].any()) and not bool(sums[0]["unused.bias"].any())
-        for each in sums:
-            assert_same_sums(each, expected, atol=1e-12)
-
-
 def adapted() -> Any:
     """A Llama with LoRA away from its zeros."""
     torch.manual_seed(0)
@@ -344,28 +195,193 @@ def adapted() -> Any:
     return model.double().train()
 
 
-@pytest.mark.parametrize("adapters", ["sharded", "replicated"])
-def test_lora_on_a_sharded_base(adapters):
-    """Sums of an adapter that is not sharded are each rank's own."""
-    architecture, model = ARCHITECTURES["llama"], adapted()
+def of_adapters(model: Any, replicated: bool) -> None:
+    trained = {p for p in model.parameters() if p.requires_grad}
+    sharded(model, **({"ignored_params": trained} if replicated else {}))
+    of_adapters = [p for p in model.parameters() if p.requires_grad]
+    assert all(isinstance(p, DTensor) != replicated for p in of_adapters)
+
+
+def checkpointed(reentrant: bool) -> Any:
+    model = small("bert").build()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    return model
+
+
+def replicated(model: Any) -> None:
+    """A mesh (replicate, shard): every number has two owners."""
+    sharded(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+def each_layer(model: Any) -> None:
+    """fully_shard derives a class of its own from each module's, which keeps its rule."""
+    tied = [model.transformer.wte, model.lm_head]
+    fully_shard(tied)
+    for module in model.modules():
+        if not list(module.children()) and list(module.parameters()) and module not in tied:
+            fully_shard(module)
+    fully_shard(model)
+    assert all(find_rule(m) for m in model.modules() if list(m.parameters(recurse=False)))
+
+
+@dataclass
+class Setting:
+    """An architecture, on so many processes, and what is special."""
+
+    name: str
+    processes: int = 2
+    cases: Sequence[tuple[str, int]] = tuple(CASES[::2])
+    shard: Callable[[Any], object] = sharded
+    build: Callable[[], Any] | None = None
+
+
+WHOLE = [(strategy, ALL) for strategy in STRATEGIES]
+SETTINGS = {
+    "bert": Setting("bert", cases=CASES),
+    "albert": Setting("albert"),
+    "llama": Setting("llama"),
+    "gpt2, 3 processes": Setting("gpt2_tied", 3, CASES),
+    "replicated shards": Setting("gpt2_tied", 4, CASES[1:3], replicated),
+    "each layer by itself": Setting("gpt2_tied", 2, CASES[:1], each_layer),
+    "whole until backward": Setting("bert", 2, WHOLE, partial(sharded, reshard_after_forward=False)),
+    "checkpointing": Setting("bert", build=partial(checkpointed, reentrant=False)),
+    "reentrant checkpointing": Setting("bert", build=partial(checkpointed, reentrant=True)),
+    "LoRA": Setting("llama", 2, CASES, partial(of_adapters, replicated=False), adapted),
+    # Sums of an adapter that is not sharded are each rank's own.
+    "LoRA, not sharded": Setting("llama", 2, CASES, partial(of_adapters, replicated=True), adapted),
+}  # fmt: skip
+SLOW = {
+    "gpt2": Setting("gpt2_tied"), "t5": Setting("t5"), "vit": Setting("vit"), "gemma3": Setting("gemma3"),
+    "bert, 3 processes": Setting("bert", 3), "resharded": Setting("bert", 2, WHOLE),
+    "resharded to 2 of 4": Setting("bert", 4, WHOLE, partial(sharded, reshard_after_forward=2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [*SETTINGS, *(pytest.param(s, marks=pytest.mark.slow) for s in SLOW)]
+)
+def test_equals_the_loop(name):
+    setting = {**SETTINGS, **SLOW}[name]
+    architecture = ARCHITECTURES["bert"] if name == "bert" else small(setting.name)
+    model = adapted() if setting.build is adapted else architecture.build()
     with architecture.precision():
-        expected = loop(model, architecture.examples(model.get_base_model(), LENGTHS))
-
-    def shard(model: Any) -> None:
-        trained = {p for p in model.parameters() if p.requires_grad}
-        sharded(model, **({} if adapters == "sharded" else {"ignored_params": trained}))
-        of_adapters = [p for p in model.parameters() if p.requires_grad]
-        assert all(isinstance(p, DTensor) == (adapters == "sharded") for p in of_adapters)
-
-    found = results(2, architecture, expected.clipping_norm, build=adapted, shard=shard)
+        expected = loop(model, architecture.examples(base_of(model), LENGTHS))
+    found = results(
+        setting.processes,
+        architecture,
+        expected.clipping_norm,
+        setting.cases,
+        build=setting.build,
+        shard=setting.shard,
+    )
     for each in found:
         assert_equal(*each, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "clipping", "case"),
+    [
+        ("bert", "automatic", CASES[0]),
+        ("bert", "per_layer", CASES[1]),
+        pytest.param("gpt2_tied", "flat", CASES[1], marks=pytest.mark.slow),
+    ],
+)
+def test_equals_one_process_in_float32(name, clipping, case):
+    architecture = small(name)
+    build = partial(architecture.build, dtype=torch.float32)
+    model, clipping_norm = build(), expected_of(architecture).clipping_norm
+    batch = collate(model, architecture.examples(model, LENGTHS))
+    losses = lambda: together(model, batch)  # noqa: E731
+    norms, sums = clip_losses(model, losses, clipping_norm, clipping=clipping)
+    found = results(2, architecture, clipping_norm, [case], build=build, clipping=clipping)
+    for got_norms, got in found:
+        torch.testing.assert_close(got_norms, norms, rtol=1e-4, atol=0)
+        assert_same_sums(got, sums, atol=1e-4 * clipping_norm)
+
+
+# -- examples that do not count, and those that are removed ---
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param(1.0, marks=pytest.mark.slow),
+        torch.nan,
+        pytest.param(torch.inf, marks=pytest.mark.slow),
+    ],
+)
+def test_made_up_examples_add_exactly_nothing(value):
+    architecture = small("bert")
+
+    def run() -> None:
+        for strategy, sharded_sums._WHOLE in itertools.product(STRATEGIES, (ALL, NONE)):
+            model = architecture.build()
+            examples = architecture.examples(model, LENGTHS)
+            poison(model, examples, 1, value)
+            sharded(model)
+            with ClippingEngine(model, 1.0, strategy=strategy) as engine:
+                losses = together(model, collate(model, examples))
+                assert len(engine.backward(losses, counted=False)) == 0
+                assert not any(bool(each.any()) for each in whole(engine.collect()).values())
+
+    on_processes(2, run)
+
+
+@pytest.mark.parametrize("value", [pytest.param(torch.nan, marks=pytest.mark.slow), torch.inf])
+def test_an_example_that_is_not_finite_is_removed_on_its_rank(value):
+    architecture = small("bert")
+
+    def spoil(model: Any, examples: list[Batch]) -> None:
+        poison(model, examples, 1, value)
+
+    model = architecture.build()
+    examples = architecture.examples(model, LENGTHS)
+    spoil(model, examples)
+    expected = loop(model, [e for place, e in enumerate(examples) if place != 1], clipping_norm=2.0)
+    for norms, sums in results(2, architecture, 2.0, CASES, spoil=spoil):
+        assert norms[1] == torch.inf
+        assert_equal(norms[torch.arange(5) != 1], sums, expected)
+
+
+def experts() -> Net:
+    """Send each example to one of two layers, so that a rank may use only one of them."""
+
+    def losses(net: Any, given: tuple[Tensor, int]) -> Tensor:
+        x, expert = given
+        return net.last(torch.tanh(net.experts[expert](torch.tanh(net.first(x)))))[:, 0].square()
+
+    torch.manual_seed(0)
+    parts = {"experts": nn.ModuleList([nn.Linear(6, 6) for _ in "ab"]), "unused": nn.Linear(6, 6)}
+    return Net(losses, first=nn.Linear(4, 6), **parts, last=nn.Linear(6, 1)).double()
+
+
+def test_ranks_may_use_different_parameters():
+    """All still make the same reductions in the same order."""
+    x = torch.randn(2, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    model = experts()
+    with ClippingEngine(model, 0.5) as engine:
+        for expert in (0, 1):
+            engine.backward(model((x[expert], expert)))
+        expected = engine.collect()
+
+    def run() -> list[dict[str, Tensor]]:
+        found, rank = [], dist.get_rank()
+        for strategy, sharded_sums._WHOLE in itertools.product(STRATEGIES, (ALL, NONE)):
+            model = fully_shard(experts())
+            losses = partial(model, (x[rank], rank))
+            found.append(whole(clip_losses(model, losses, 0.5, strategy=strategy)[1]))
+        return found
+
+    for sums in zip(*on_processes(2, run), strict=True):
+        assert bool(expected["experts.1.weight"].any()) and not bool(sums[0]["unused.bias"].any())
+        for each in sums:
+            assert_same_sums(each, expected, atol=1e-12)
 
 
 def test_bfloat16_with_float32_shards():
     """Sums and norms are those of the same forward in one process, with float32 parameters that
     are rounded where they are used."""
-    architecture = ARCHITECTURES["gpt2_tied"]
+    architecture = small("gpt2_tied")
     rounded = architecture.build(dtype=torch.float32).to(torch.bfloat16)
     examples = architecture.examples(rounded, LENGTHS)
     clipping_norm = expected_of(architecture).clipping_norm
@@ -389,21 +405,6 @@ def test_bfloat16_with_float32_shards():
         assert_same_sums(got, sums, atol=1e-4 * clipping_norm)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(reentrant):
-    architecture = ARCHITECTURES["bert"]
-    expected = expected_of(architecture)
-
-    def build() -> Any:
-        model = architecture.build()
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        return model
-
-    cases = [("book_keeping", NONE), ("two_pass", NONE)]
-    for found in results(2, architecture, expected.clipping_norm, cases, build=build):
-        assert_equal(*found, expected)
-
-
 # -- several steps ---
 
 
@@ -413,13 +414,13 @@ def test_steps_with_other_forwards_between(strategy, monkeypatch):
 
     FSDP2 itself never reduces a gradient.
     """
-    architecture = ARCHITECTURES["gpt2_tied"]
+    architecture = small("gpt2_tied")
 
     def train(model: Any, shard: bool) -> tuple[dict[str, Tensor], Tensor]:
         examples = architecture.examples(model, LENGTHS)
         batch = collate(model, examples)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for _ in range(3):
+        for _ in range(2):
             with ClippingEngine(model, 5.0, strategy=strategy) as engine:
                 cuts = CUTS[2][dist.get_rank()] if shard else [range(5)]
                 for cut in cuts:
@@ -457,110 +458,72 @@ def test_steps_with_other_forwards_between(strategy, monkeypatch):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("limit", [pytest.param(16, marks=pytest.mark.slow), 300])
-def test_a_bucket_of_sums_of_full_size_at_a_time(strategy, limit, monkeypatch):
-    """Under the smaller limit one sum at a time: all have 16 numbers or more, but one of 3."""
-    monkeypatch.setattr(distributed_sums, "BUCKET", 4 * limit)  # a quarter of it between CPUs
+def test_one_sum_of_full_size_at_a_time(strategy, monkeypatch):
+    """What travels, a piece of at most 8 numbers, is a copy."""
+    monkeypatch.setattr(distributed_sums, "BUCKET", 4 * 8)  # a quarter of it between CPUs
 
     def run() -> int:
         sharded_sums._WHOLE = NONE
         alive: list[weakref.ref[Tensor]] = []
         scatter = sharded_sums.scattered
 
-        def watched(parameters: Sequence[DTensor], totals: Sequence[Tensor]) -> list[DTensor]:
-            assert [t.shape for t in totals] == [p.shape for p in parameters]
-            assert sum(total.numel() for total in totals[:-1]) < limit
+        def watched(parameter: DTensor, total: Tensor) -> DTensor:
+            assert total.shape == parameter.shape
             assert not any(each() is not None for each in alive)
-            alive.extend(weakref.ref(total) for total in totals)
-            return scatter(parameters, totals)
+            alive.append(weakref.ref(total))
+            return scatter(parameter, total)
 
         sharded_sums.scattered = watched
-        model = sharded(ARCHITECTURES["bert"].build())
-        examples = ARCHITECTURES["bert"].examples(model, LENGTHS)
-        result(model, examples, 1.0, strategy=strategy)
+        model = sharded(architecture.build())
+        result(model, architecture.examples(model, LENGTHS), 1.0, strategy=strategy)
         return len(alive)
 
-    parameters = len(list(ARCHITECTURES["bert"].build().parameters()))
+    architecture = small("bert")
+    parameters = len(list(architecture.build().parameters()))
     assert on_processes(2, run) == [2 * parameters] * 2  # physical batches
 
 
-@pytest.mark.parametrize("bucket", [4, 40, 2**23])
-def test_scattered_sums_are_placed_as_their_parameters(bucket, monkeypatch):
-    monkeypatch.setattr(distributed_sums, "BUCKET", bucket)
-
-    def run() -> list[Tensor]:
+def test_scattered_sums_are_placed_as_their_parameters(monkeypatch):
+    def run() -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        parameters, totals = [], []
-        for each, dim in (((7, 3), 0), ((2, 5), 0), ((4, 6, 2), 1), ((9,), 0)):
-            whole = torch.zeros(each, dtype=torch.float64)
-            parameters.append(distribute_tensor(whole, mesh, [Shard(dim)]))
-            totals.append(torch.arange(whole.numel()).double().view(each) * (1 + dist.get_rank()))
-        found = scattered(parameters, totals)
-        for one, other in zip(found, parameters, strict=True):
-            assert one.to_local().shape == other.to_local().shape
-            assert one.placements == other.placements and one.shape == other.shape
-        return [each.full_tensor() for each in found]
+        for bucket in (4, 40, 2**23):  # numbers of a piece
+            monkeypatch.setattr(distributed_sums, "BUCKET", bucket)
+            for shape, dim in (((7, 3), 0), ((2, 5), 0), ((4, 6, 2), 1), ((9,), 0)):
+                ones = torch.arange(torch.Size(shape).numel()).double().view(shape)
+                parameter = distribute_tensor(torch.zeros_like(ones), mesh, [Shard(dim)])
+                found = scattered(parameter, ones * (1 + dist.get_rank()))
+                assert found.to_local().shape == parameter.to_local().shape
+                assert found.placements == parameter.placements and found.shape == parameter.shape
+                assert torch.equal(found.full_tensor(), 6 * ones)
 
-    for found in on_processes(3, run):
-        for total in found:
-            assert torch.equal(total, 6 * torch.arange(total.numel()).double().view(total.shape))
+    on_processes(3, run)
 
 
-def message(count: int, build: Callable[[], Any], use: Callable[[Any], object]) -> str:
-    """The message with which every rank refuses."""
+# -- refused in the same words by every rank ---
 
-    def run() -> str:
-        model = build()
-        with pytest.raises(HfDpError) as refused:
-            use(model)
-        return str(refused.value)
 
-    first, *others = on_processes(count, run)
-    assert all(each == first for each in others)
-    return first
+def backward(model: Any, losses: Callable[[Any], Tensor]) -> None:
+    with ClippingEngine(model, 1.0) as engine:
+        engine.backward(losses(model))
 
 
 def enter(model: Any) -> None:
     ClippingEngine(model, 1.0).__enter__()
 
 
-class Outside(nn.Module):
+def outside() -> Any:
     """Uses a weight outside the module that owns it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+    def losses(net: Any, x: Tensor) -> Tensor:
+        return (net.last(net.first(x)) + x @ net.first.weight.sum(0)[:, None])[:, 0]
 
-    def forward(self, input: Tensor) -> Tensor:
-        return (self.last(self.first(input)) + input @ self.first.weight.sum(0)[:, None])[:, 0]
+    return fully_shard(Net(losses, first=nn.Linear(4, 4), last=nn.Linear(4, 1)))
 
 
-@pytest.mark.parametrize("synchronized", [True, False])
-def test_a_gradient_that_autograd_writes_is_refused(synchronized):
-    def use(model: Any) -> None:
-        model.set_requires_gradient_sync(synchronized)
-        with ClippingEngine(model, 1.0) as engine:
-            engine.backward(model(torch.ones(2, 4)))
-
-    found = message(2, lambda: fully_shard(Outside()), use)
-    assert "'first.weight'" in found and "bypassing clipping" in found
-
-
-def test_no_losses_are_refused():
-    def use(model: Any) -> None:
-        with ClippingEngine(model, 1.0) as engine:
-            engine.backward(torch.zeros(0))
-
-    assert "counted=False" in message(2, lambda: fully_shard(Outside()), use)
-
-
-def test_engines_that_need_whole_parameters_are_refused():
-    def use(model: Any) -> None:
-        MaskedEngine(model, {}, 1.0).__enter__()
-
-    assert "MaskedEngine needs each parameter whole" in message(
-        2, lambda: fully_shard(Outside()), use
-    )
+def not_synchronized() -> Any:
+    model = outside()
+    model.set_requires_gradient_sync(False)
+    return model
 
 
 class Bare(nn.Module):
@@ -574,24 +537,16 @@ class Bare(nn.Module):
         return self.layer(input * self.scale)[:, 0]
 
 
-def test_modules_without_a_rule_around_shards_are_refused():
-    def build() -> Any:
-        model = Bare()
-        fully_shard(model.layer)
-        return fully_shard(model)
-
-    found = message(2, build, enter)
-    assert "Bare has no clipping rule" in found and "'layer'" in found and "['scale']" in found
+def bare() -> Any:
+    model = Bare()
+    fully_shard(model.layer)
+    return fully_shard(model)
 
 
-def test_a_shared_table_sharded_by_itself_is_refused():
-    def build() -> Any:
-        model = ARCHITECTURES["t5"].build()
-        fully_shard(model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias)
-        return fully_shard(model)
-
-    found = message(2, build, enter)
-    assert "T5Attention" in found and "'relative_attention_bias'" in found
+def shared_table_by_itself() -> Any:
+    model = ARCHITECTURES["t5"].build()
+    fully_shard(model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias)
+    return fully_shard(model)
 
 
 def tensor_parallel() -> nn.Module:
@@ -619,6 +574,10 @@ def on_two_meshes() -> nn.Module:
     return fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
 
 
+def fsdp_1() -> nn.Module:
+    return FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+
+
 class DeepSpeedEngine(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -631,22 +590,51 @@ def zero_3() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    ("build", "count", "says"),
-    [
-        (tensor_parallel, 2, "tensor, sequence, expert or pipeline"),
-        (tensor_parallel_and_sharded, 4, "tensor, sequence, expert or pipeline"),
-        (on_some, 4, "over 2 of 4 processes"),
-        (on_two_meshes, 4, "different meshes"),
-        (lambda: FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")), 2, "FSDP1"),
-        (DeepSpeedEngine, 1, "DeepSpeed"),
-        (zero_3, 1, "DeepSpeed"),
+by_autograd = partial(backward, losses=lambda model: model(torch.ones(2, 4)))
+nothing = partial(backward, losses=lambda model: torch.zeros(0))
+ENTER_WHOLE = lambda model: MaskedEngine(model, {}, 1.0).__enter__()  # noqa: E731
+Refusal = tuple[Callable[[], Any], Callable[[Any], object], str]
+# How many processes; what is built, what is done with it, and what matches the refusal.
+REFUSALS: dict[int, list[Refusal]] = {
+    1: [(DeepSpeedEngine, enter, "DeepSpeed.*fully_shard"), (zero_3, enter, "DeepSpeed.*fully_shard")],
+    2: [
+        (outside, by_autograd, "'first.weight'.*bypassing clipping"),
+        (not_synchronized, by_autograd, "'first.weight'.*bypassing clipping"),
+        (outside, nothing, "counted=False"),
+        (outside, ENTER_WHOLE, "MaskedEngine needs each parameter whole"),
+        (bare, enter, r"Bare has no clipping rule.*'layer'.*\['scale'\]"),
+        (shared_table_by_itself, enter, "T5Attention.*'relative_attention_bias'"),
+        (tensor_parallel, enter, "tensor, sequence, expert or pipeline.*fully_shard"),
+        (fsdp_1, enter, "FSDP1.*fully_shard"),
     ],
-    ids=["TP", "TP and FSDP2", "part of the ranks", "two meshes", "FSDP1", "DeepSpeed", "ZeRO-3"],
-)  # fmt: skip
-def test_other_parallelism_is_refused(build, count, says):
-    found = message(count, build, enter)
-    assert says in found and "fully_shard" in found
+    4: [
+        (tensor_parallel_and_sharded, enter, "tensor, sequence, expert or pipeline.*fully_shard"),
+        (on_some, enter, "over 2 of 4 processes.*fully_shard"),
+        (on_two_meshes, enter, "different meshes.*fully_shard"),
+    ],
+}  # fmt: skip
+
+
+def assert_refused(count: int, refusals: Sequence[Refusal]) -> None:
+    def run() -> list[str]:
+        found = []
+        for build, use, says in refusals:
+            model = build()
+            with pytest.raises(HfDpError, match=says) as refused:
+                use(model)
+            found.append(str(refused.value))
+        return found
+
+    first, *others = on_processes(count, run)
+    assert all(each == first for each in others)
+
+
+@pytest.mark.parametrize("count", REFUSALS)
+def test_what_cannot_be_is_refused(count):
+    assert_refused(count, REFUSALS[count])
+
+
+# -- the self-check ---
 
 
 def check(model: Any, architecture: Architecture, loss: Any = together, seed: int = 0) -> None:
@@ -665,7 +653,7 @@ def check(model: Any, architecture: Architecture, loss: Any = together, seed: in
 )
 def test_the_self_check_passes(name):
     """It leaves parameters and gradients as found."""
-    architecture = ARCHITECTURES[name]
+    architecture = small(name)
 
     def unchanged(dtype: torch.dtype, precision: Any, **options: Any) -> None:
         with precision:
@@ -677,47 +665,51 @@ def test_the_self_check_passes(name):
         assert_same_sums(found, before, atol=0)
 
     def run() -> None:
+        unchanged(torch.float64, architecture.precision())
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-        for options in ({}, {"reshard_after_forward": False, "mesh": mesh}):
-            unchanged(torch.float64, architecture.precision(), **options)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        unchanged(torch.float32, nullcontext(), mp_policy=policy)
+        options = {"reshard_after_forward": False, "mesh": mesh, "mp_policy": policy}
+        unchanged(torch.float32, nullcontext(), **options)
 
     on_processes(2, run)
 
 
-@pytest.mark.parametrize(
-    ("plant", "says"),
-    [
-        ("norm", "gradient norm"),
-        ("sum", "clipped sum"),
-        ("coupled", "beside a longer one"),
-        ("rank", "different"),
-    ],
-)
-def test_the_self_check_sees(plant, says):
-    architecture = ARCHITECTURES["bert"]
+def test_the_self_check_sees():
+    """Planted: wrong norms, sums added twice, losses that are coupled, and other examples by rank."""
+    architecture = small("bert")
 
-    def use(model: Any) -> None:
-        loss, seed = together, 0
-        if plant == "norm":
-            Dense.norms = lambda self, grams=None: Norms(*[torch.ones(len(self.gradients))] * 3)  # type: ignore[method-assign, assignment]
-        elif plant == "sum":
-            scatter = sharded_sums.scattered
-            sharded_sums._WHOLE = NONE
-            sharded_sums.scattered = lambda *given: [2 * each for each in scatter(*given)]
-        elif plant == "coupled":
-            loss = lambda model, batch: together(model, batch) / len(batch["labels"])  # noqa: E731
-        else:
-            seed = dist.get_rank()
-        check(model, architecture, loss, seed)
+    def ones(self: Dense, grams: object = None) -> Norms:
+        return Norms(*[torch.ones(len(self.gradients))] * 3)
 
-    assert says in message(2, lambda: sharded(architecture.build()), use)
+    def norms(model: Any) -> None:
+        with patch.object(Dense, "norms", ones):
+            check(model, architecture)
+
+    def sums(model: Any) -> None:
+        scatter = sharded_sums.scattered
+        twice = patch.object(sharded_sums, "scattered", lambda *given: 2 * scatter(*given))
+        with patch.object(sharded_sums, "_WHOLE", NONE), twice:
+            check(model, architecture)
+
+    def coupled(model: Any) -> None:
+        check(model, architecture, lambda net, batch: together(net, batch) / len(batch["labels"]))
+
+    def by_rank(model: Any) -> None:
+        check(model, architecture, seed=dist.get_rank())
+
+    said = {
+        norms: "gradient norm",
+        sums: "clipped sum",
+        coupled: "beside a longer one",
+        by_rank: "different",
+    }
+    build = lambda: sharded(architecture.build())  # noqa: E731
+    assert_refused(2, [(build, use, says) for use, says in said.items()])
 
 
 @pytest.mark.parametrize("strategy", ["book_keeping", "two_pass"])
 def test_a_logical_batch_can_start_again_after_an_error_in_backward(strategy):
-    architecture = ARCHITECTURES["bert"]
+    architecture = small("bert")
     expected = expected_of(architecture)
 
     def run() -> Result:
@@ -738,7 +730,7 @@ def test_a_logical_batch_can_start_again_after_an_error_in_backward(strategy):
             result(model, examples, expected.clipping_norm, strategy=strategy)
         with torch.no_grad():
             together(model, collate(model, examples))
-        assert isinstance(model.bert.encoder.layer[1].output.dense.weight, DTensor)
+        assert isinstance(model.bert.encoder.layer[0].output.dense.weight, DTensor)
         norms, sums = result(model, examples, expected.clipping_norm, strategy=strategy)
         return norms, whole(sums)
 

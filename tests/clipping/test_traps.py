@@ -6,12 +6,14 @@ Each is exact or refused now.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import models
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from models import assert_norms_exact, assert_refused, batch_for
+from models import Net, assert_net_exact, assert_refused, batch_for, clip_losses, norm_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -42,11 +44,7 @@ C = 0.01
 
 def contribution(model: nn.Module, x: Tensor, strategy: str = "book_keeping") -> float:
     """``|sum| / C`` of what these examples add."""
-    with ClippingEngine(model, C, strategy=strategy) as engine:
-        engine.backward(model(x))
-        return (
-            float(torch.cat([s.flatten().double() for s in engine.collect().values()]).norm()) / C
-        )
+    return norm_of(clip_losses(model, lambda: model(x), C, strategy=strategy)[1]) / C
 
 
 # -- random numbers in forwards that run again ---
@@ -84,54 +82,36 @@ def test_a_generator_of_the_models_own_is_seen_in_the_second_pass():
     assert contribution(model, torch.randn(1, 16), "book_keeping") <= 1 + 1e-5
 
 
-class Hooked(nn.Module):
+def hooked(net: Any, x: Tensor) -> Tensor:
     """Both terms get one gradient tensor, which a hook changes after `last` has seen it."""
+    hidden = net.first(x)
+    hidden.register_hook(lambda grad: grad.mul_(100))
+    return (net.last(x) + hidden).square().sum((1, 2))
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        hidden.register_hook(lambda grad: grad.mul_(100))
-        return (self.last(x) + hidden).square().sum((1, 2))
+def hooked_between(net: Any, x: Tensor) -> Tensor:
+    """The hook shrinks a gradient between the two uses of `last`, of which the first had it. Once the
+    second pass added a use before the hook had changed it: 1.44 C."""
+    x = net.last(x)
+    hidden = net.first(x.detach() * 0.01)
+    hidden.register_hook(lambda grad: grad.mul_(1e-3))
+    return (net.last(x) + hidden).square().sum((1, 2))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_gradient_changed_in_place_after_it_was_seen(strategy):
+@pytest.mark.parametrize("compute", [hooked, hooked_between])
+def test_a_gradient_changed_in_place(compute, strategy):
     torch.manual_seed(0)
-    assert contribution(Hooked(), torch.randn(1, 3, 16), strategy) <= 1 + 1e-5
+    model = Net(compute, first=nn.Linear(16, 16), last=nn.Linear(16, 16))
+    assert contribution(model, torch.randn(1, 3, 16), strategy) <= 1 + 1e-5
 
 
-class HookedReuse(Hooked):
-    """The hook shrinks a gradient between the two uses of `last`, of which the first had it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.last(x)
-        hidden = self.first(x.detach() * 0.01)
-        hidden.register_hook(lambda grad: grad.mul_(1e-3))
-        return (self.last(x) + hidden).square().sum((1, 2))
-
-
-class Cancelling(nn.Module):
+def cancelling(net: Any, x: Tensor) -> Tensor:
     """Two uses of a layer, longer than it is wide, that cancel but for one number."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(32, 32, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        factor = torch.rand(32, generator=torch.Generator().manual_seed(3)) + 0.5
-        other = factor.clone()
-        other[0] = torch.nextafter(other[0], torch.tensor(9.0))
-        return (self.layer(x) * factor).sum((1, 2)) - (self.layer(x) * other).sum((1, 2))
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_gradient_changed_in_place_before_the_second_use_of_its_layer(strategy):
-    """Once the second pass added a use before the hook had changed it: 1.44 C."""
-    torch.manual_seed(0)
-    assert contribution(HookedReuse(), torch.randn(1, 3, 16), strategy) <= 1 + 1e-5
+    factor = torch.rand(32, generator=torch.Generator().manual_seed(3)) + 0.5
+    other = factor.clone()
+    other[0] = torch.nextafter(other[0], torch.tensor(9.0))
+    return (net.layer(x) * factor).sum((1, 2)) - (net.layer(x) * other).sum((1, 2))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -139,13 +119,11 @@ def test_uses_that_cancel_move_a_sum_by_no_more_than_their_sum(strategy):
     """Added one by one, they left their own rounding in the sum of others: 56 C."""
     torch.manual_seed(0)
     x = torch.randn(3, 40, 32) * 1e3
-    model = Cancelling()
-    sums = []
-    for keep in ([0, 1, 2], [1, 2]):
-        with ClippingEngine(model, 1e-6, strategy=strategy) as engine:
-            engine.backward(model(x[keep]))
-            sums.append(engine.collect()["layer.weight"].double())
-    assert float((sums[0] - sums[1]).norm()) <= 1e-6 * (1 + 1e-5)
+    model = Net(cancelling, layer=nn.Linear(32, 32, bias=False))
+    _, everyone = clip_losses(model, lambda: model(x), 1e-6, strategy=strategy)
+    _, others = clip_losses(model, lambda: model(x[1:]), 1e-6, strategy=strategy)
+    moved = everyone["layer.weight"] - others["layer.weight"]
+    assert float(moved.norm()) <= 1e-6 * (1 + 1e-5)
 
 
 def test_a_second_pass_that_meets_fewer_gradients_is_refused(monkeypatch):
@@ -173,13 +151,8 @@ def test_a_second_pass_that_meets_fewer_gradients_is_refused(monkeypatch):
 @pytest.mark.parametrize("count", [1, 1023, 1024, 10**7])
 def test_the_norm_of_a_large_explicit_gradient(count):
     """A float32 norm over 1e7 numbers at once loses 0.35 % on the CPU."""
-    norms = Dense(torch.full((1, count), 0.1)).norms().squared
-    torch.testing.assert_close(
-        norms.double(),
-        torch.tensor([count * float(torch.tensor(0.1)) ** 2]).double(),
-        rtol=1e-6,
-        atol=0,
-    )
+    found = float(Dense(torch.full((1, count), 0.1)).norms().squared)
+    assert found == pytest.approx(count * float(torch.tensor(0.1)) ** 2, rel=1e-6)
 
 
 def error_of_claimed(examples: int, length: int, features: int) -> float:
@@ -199,15 +172,10 @@ def test_few_positions_of_many_features(features):
 
 
 def test_an_inner_product_of_few_positions():
-    left = torch.full((1, 8, 256_000), 0.1)
-    one, other = (
-        OuterProducts(left, left[:, :, :1] * 7),
-        OuterProducts(left[:, :4].clone(), left[:, :4, :1] * 7),
-    )
-    exact = (
-        one.example_gradient(0, torch.Size((256_000, 1)))
-        * other.example_gradient(0, torch.Size((256_000, 1)))
-    ).sum()
+    left, shape = torch.full((1, 8, 256_000), 0.1), torch.Size((256_000, 1))
+    one = OuterProducts(left, left[:, :, :1] * 7)
+    other = OuterProducts(left[:, :4].clone(), left[:, :4, :1] * 7)
+    exact = (one.example_gradient(0, shape) * other.example_gradient(0, shape)).sum()
     found, error = inner_product(one, other)
     assert abs(float(found[0]) - float(exact)) <= float(error[0])
 
@@ -225,39 +193,30 @@ def test_a_clipping_norm_whose_square_underflows_is_refused():
 # -- rows that are not the examples: their number, and the self-check ---
 
 
-class Chosen(nn.Module):
-    """A head on the positions that hold a value above 0, like a language model's on masked ones."""
+def chosen(*counts: int) -> tuple[Net, Tensor]:
+    """A head on the positions that hold a value above 0, like a language model's on masked ones, and
+    4 examples of 8 positions, of which so many hold one."""
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.head = nn.Linear(3, 3), nn.Linear(3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def losses(net: Any, x: Tensor) -> Tensor:
         chosen = x[..., 0] > 0
-        losses = torch.zeros(chosen.shape).masked_scatter(
-            chosen, self.head(self.first(x)[chosen]).square()
-        )
-        return losses.sum(1)
+        found = net.head(net.first(x)[chosen]).square()
+        return torch.zeros(chosen.shape).masked_scatter(chosen, found).sum(1)
+
+    x = torch.randn(4, 8, 3)
+    x[..., 0] = (torch.arange(8) < torch.tensor(counts)[:, None]) * 2.0 - 1
+    return Net(losses, first=nn.Linear(3, 3), head=nn.Linear(3, 1)), x
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("counts", [(8, 0, 6, 2), (4, 4, 4, 4), (3, 4, 0, 1)])
 def test_rows_chosen_by_value_are_refused_where_as_many_would_fit_every_example(counts, strategy):
-    x = torch.randn(4, 8, 3)
-    x[..., 0] = (torch.arange(8) < torch.tensor(counts)[:, None]) * 2.0 - 1
-    with pytest.raises(
-        UnsupportedModelError,
-        match=r"first dimension is not the number of examples|for an example alone",
-    ):
-        contribution(Chosen(), x, strategy)
+    said = "first dimension is not the number of examples|for an example alone"
+    with pytest.raises(UnsupportedModelError, match=said):
+        contribution(*chosen(*counts), strategy)
 
 
 def test_the_length_of_an_evaluation_is_not_one_of_the_training_forward():
-    x = torch.randn(4, 8, 3)
-    x[..., 0] = (
-        torch.arange(8) < torch.tensor([8, 0, 6, 2])[:, None]
-    ) * 2.0 - 1  # 16 rows, as of 4 examples of 4
-    model = Chosen()
+    model, x = chosen(8, 0, 6, 2)  # 16 rows, as of 4 examples of 4
     with ClippingEngine(model, C) as engine:
         with torch.no_grad():
             model(x[:, :4])
@@ -270,91 +229,77 @@ def test_the_length_of_an_evaluation_is_not_one_of_the_training_forward():
             engine.backward(losses)
 
 
-class ByLength(nn.Module):
-    """A model that sorts its inputs by length inside, so that input 0 is another example there."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.last = nn.Linear(6, 6), nn.Linear(6, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        real = x.abs().sum(-1) > 0
-        order = real.sum(1).argsort(stable=True)
-        hidden = torch.tanh(self.inner(x[order])) * real[order][..., None]
-        return self.last(hidden.sum(1)[order.argsort()]).squeeze(-1)
+def by_length(net: Any, x: Tensor) -> Tensor:
+    """Sorts its inputs by length inside, so that input 0 is another example there."""
+    real = x.abs().sum(-1) > 0
+    order = real.sum(1).argsort(stable=True)
+    hidden = torch.tanh(net.inner(x[order])) * real[order][..., None]
+    return net.last(hidden.sum(1)[order.argsort()]).squeeze(-1)
 
 
-class Gated(nn.Module):
+def gated(net: Any, x: Tensor) -> Tensor:
     """A branch that mixes examples, behind a gate that starts at 0 (as LoRA's B)."""
-
-    def __init__(self):
-        super().__init__()
-        self.branch, self.last, self.gate = nn.Linear(6, 6), nn.Linear(6, 1), nn.Linear(6, 6)
-        nn.init.zeros_(self.gate.weight)
-        nn.init.zeros_(self.gate.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        time_first = self.branch(x.transpose(0, 1).reshape(-1, 6)).view(x.shape[1], len(x), 6)
-        return self.last(x + self.gate(torch.tanh(time_first).transpose(0, 1))).sum((1, 2))
+    time_first = net.inner(x.transpose(0, 1).reshape(-1, 6)).view(x.shape[1], len(x), 6)
+    return net.last(x + net.gate(torch.tanh(time_first).transpose(0, 1))).sum((1, 2))
 
 
-class ClassToken(nn.Module):
+def class_token(net: Any, x: Tensor) -> Tensor:
     """One token for all: looked up once, expanded to the batch by the model."""
-
-    def __init__(self):
-        super().__init__()
-        self.token, self.last = nn.Embedding(1, 6), nn.Linear(6, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        token = self.token(torch.zeros(1, dtype=torch.long))
-        return self.last(torch.cat([token[None].expand(len(x), -1, -1), x], 1)).square().sum((1, 2))
+    token = net.token(torch.zeros(1, dtype=torch.long))
+    return net.last(torch.cat([token[None].expand(len(x), -1, -1), x], 1)).square().sum((1, 2))
 
 
-class FirstRow(ClassToken):
+def first_row(net: Any, x: Tensor) -> Tensor:
     """Positions of shape (1, T), of which the model takes row 0."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (
-            self.last(x + self.token(torch.zeros(1, x.shape[1], dtype=torch.long))[0])
-            .square()
-            .sum((1, 2))
-        )
+    positions = net.token(torch.zeros(1, x.shape[1], dtype=torch.long))
+    return net.last(x + positions[0]).square().sum((1, 2))
 
 
-class Temperature(nn.Module):
-    class Scale(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.value = nn.Parameter(torch.tensor([2.0]))
-
-        def forward(self) -> Tensor:
-            return self.value * 1
-
+class Scale(nn.Module):
     def __init__(self):
         super().__init__()
-        self.scale, self.last = self.Scale(), nn.Linear(6, 1)
+        self.value = nn.Parameter(torch.tensor([2.0]))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.last(x).sum(1) / self.scale()).squeeze(-1)
+    def forward(self) -> Tensor:
+        return self.value * 1
 
 
-class Pairs(nn.Module):
+def temperature(net: Any, x: Tensor) -> Tensor:
+    return (net.last(x).sum(1) / net.scale()).squeeze(-1)
+
+
+def pairs(net: Any, x: Tensor) -> Tensor:
     """Two views of each example, one below the other: (2 b, d)."""
-
-    def __init__(self):
-        super().__init__()
-        self.last = nn.Linear(6, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        one, other = self.last(torch.cat([x.sum(1), x.square().sum(1)])).chunk(2)
-        return (one * other).squeeze(-1)
+    one, other = net.last(torch.cat([x.sum(1), x.square().sum(1)])).chunk(2)
+    return (one * other).squeeze(-1)
 
 
-class Table(Pairs):
+def table(net: Any, x: Tensor) -> Tensor:
     """A layer applied to a table of as many rows as the batch has, or a multiple."""
+    return x.sum((1, 2)) * net.last(torch.eye(6)).sum()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x.sum((1, 2)) * self.last(torch.eye(6)).sum()
+
+def closed() -> nn.Linear:
+    gate = nn.Linear(6, 6)
+    nn.init.zeros_(gate.weight)
+    nn.init.zeros_(gate.bias)
+    return gate
+
+
+PARTS = {
+    by_length: {"inner": lambda: nn.Linear(6, 6)},
+    gated: {"inner": lambda: nn.Linear(6, 6), "gate": closed},
+    class_token: {"token": lambda: nn.Embedding(1, 6)},
+    first_row: {"token": lambda: nn.Embedding(1, 6)},
+    temperature: {"scale": Scale},
+    pairs: {},
+    table: {},
+}
+
+
+def of_rows(compute: Callable[[Any, Tensor], Tensor]) -> Net:
+    parts = {name: part() for name, part in PARTS.get(compute, {}).items()}
+    return Net(compute, **parts, last=nn.Linear(6, 1))
 
 
 def padded_and_alone() -> tuple[Tensor, list[Tensor]]:
@@ -364,14 +309,14 @@ def padded_and_alone() -> tuple[Tensor, list[Tensor]]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("kind", [ByLength, Gated, ClassToken, FirstRow, Temperature, Pairs, Table])
-def test_rows_that_are_not_the_examples_are_refused(kind, strategy):
+@pytest.mark.parametrize("compute", PARTS)
+def test_rows_that_are_not_the_examples_are_refused(compute, strategy):
     torch.manual_seed(0)
     padded, singles = padded_and_alone()
-    if kind is not ByLength:  # no padding: they have no mask
+    if compute is not by_length:  # no padding: they have no mask
         singles = [padded[i : i + 1] for i in range(3)]
     with pytest.raises(HfDpError):
-        self_check(kind(), lambda model, x: model(x), padded, singles, strategy=strategy)
+        self_check(of_rows(compute), Net.__call__, padded, singles, strategy=strategy)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -392,45 +337,33 @@ def test_positions_that_look_like_examples_are_refused_by_the_self_check(strateg
         )
 
 
-class Swapped(Pairs):
-    """Its last layer sees the examples from the last to the first."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(x.flip(0)).flip(0).square().sum((1, 2))
-
-
 def test_a_single_loss_shows_rows_in_another_order():
     """Of equal examples norms and sums are right in any order."""
+
+    def swapped(net: Any, x: Tensor) -> Tensor:
+        """The last layer sees the examples from the last to the first."""
+        return net.last(x.flip(0)).flip(0).square().sum((1, 2))
+
     torch.manual_seed(0)
     example = torch.randn(1, 4, 6)
     with pytest.raises(SelfCheckError, match="loss of synthetic example 2 alone gave example 0"):
-        self_check(Swapped(), lambda model, x: model(x), example.expand(3, -1, -1), [example] * 3)
-
-
-class GuessesItsLayout(nn.Module):
-    """Right, except for as many examples as positions."""
-
-    def __init__(self):
-        super().__init__()
-        self.tokens, self.last = nn.Embedding(9, 6), nn.Linear(6, 1)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        rows = self.tokens(input_ids)
-        if len(rows) == rows.shape[1]:
-            return self.last(rows.transpose(0, 1)).transpose(0, 1).square().sum((1, 2))
-        return self.last(rows).square().sum((1, 2))
+        self_check(of_rows(swapped), Net.__call__, example.expand(3, -1, -1), [example] * 3)
 
 
 def test_as_many_examples_as_positions_are_tried():
+    def guesses_its_layout(net: Any, batch: dict[str, Tensor]) -> Tensor:
+        """Right, except for as many examples as positions."""
+        rows = net.tokens(batch["input_ids"])
+        if len(rows) == rows.shape[1]:
+            return net.last(rows.transpose(0, 1)).transpose(0, 1).square().sum((1, 2))
+        return net.last(rows).square().sum((1, 2))
+
     torch.manual_seed(0)
     ids = torch.randint(0, 9, (3, 4))
+    model = Net(guesses_its_layout, tokens=nn.Embedding(9, 6), last=nn.Linear(6, 1))
+    alone = [{"input_ids": row[None]} for row in ids]
     with pytest.raises(SelfCheckError, match="norm"):
-        self_check(
-            GuessesItsLayout(),
-            lambda model, batch: model(**batch),
-            {"input_ids": ids},
-            [{"input_ids": row[None]} for row in ids],
-        )
+        self_check(model, Net.__call__, {"input_ids": ids}, alone)
 
 
 def test_planted_blindness_to_rows_is_seen(monkeypatch):
@@ -438,12 +371,10 @@ def test_planted_blindness_to_rows_is_seen(monkeypatch):
     torch.manual_seed(0)
     singles = [torch.randn(1, length, 6) for length in (2, 4, 7)]
     padded = torch.cat([F.pad(x, (0, 0, 0, 7 - x.shape[1])) for x in singles])
-    self_check(ByLength(), lambda model, x: model(x), padded, singles)
-    order = [1, 0, 2]
+    self_check(of_rows(by_length), Net.__call__, padded, singles)
+    singles[:2], padded = singles[1::-1], padded[[1, 0, 2]]
     with pytest.raises(SelfCheckError):
-        self_check(
-            ByLength(), lambda model, x: model(x), padded[order], [singles[i] for i in order]
-        )
+        self_check(of_rows(by_length), Net.__call__, padded, singles)
 
 
 # -- modules without a rule ---
@@ -473,52 +404,33 @@ class ComplexOutput(nn.Module):
     ("kind", "reason"), [(HandMadeBatchNorm, "mixes examples"), (ComplexOutput, "complex")]
 )
 def test_modules_that_cannot_be_run_alone_are_refused(kind, reason):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.middle, self.last = kind(), nn.Linear(6, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.middle(x).abs()).squeeze(-1)
-
-    assert_refused(Net(), torch.randn(4, 6), reason)
+    model = Net(
+        lambda net, x: net.last(net.middle(x).abs()).squeeze(-1),
+        middle=kind(),
+        last=nn.Linear(6, 1),
+    )
+    assert_refused(model, torch.randn(4, 6), reason)
 
 
 # -- rules ---
-
-
-class TiedConvolutions(nn.Module):
-    """One with a rule and one (string padding) without."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.one = nn.Conv2d(width, 5, 1)
-        self.other = nn.Conv2d(width, 5, 1, padding="same")
-        self.other.weight = self.one.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.one(x) * self.other(x)).sum((1, 2, 3))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("width", [3, 4])
 def test_a_kernel_tied_between_a_rule_and_none(width, strategy):
     torch.manual_seed(0)
-    assert_norms_exact(
-        TiedConvolutions(width).double(), torch.randn(4, width, 9, 9).double(), strategy
-    )
+    one, other = nn.Conv2d(width, 5, 1), nn.Conv2d(width, 5, 1, padding="same")  # no rule
+    other.weight = one.weight
+    model = Net(lambda net, x: (net.one(x) * net.other(x)).sum((1, 2, 3)), one=one, other=other)
+    assert_net_exact(model.double(), torch.randn(4, width, 9, 9).double(), strategy)
 
 
 def test_group_norm_of_flattened_rows_is_refused():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.GroupNorm(2, 6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.norm(x.flatten(0, 1)).view(x.shape).square().sum((1, 2))
-
-    assert_refused(Net(), torch.randn(4, 2, 6), r"GroupNorm `norm` .*\(8, 6\)")
+    model = Net(
+        lambda net, x: net.norm(x.flatten(0, 1)).view(x.shape).square().sum((1, 2)),
+        norm=nn.GroupNorm(2, 6),
+    )
+    assert_refused(model, torch.randn(4, 2, 6), r"GroupNorm `norm` .*\(8, 6\)")
 
 
 class OtherPadding(nn.Embedding):
@@ -533,17 +445,9 @@ class Renormed(nn.Embedding):
 
 @pytest.mark.parametrize("kind", [OtherPadding, Renormed])
 def test_an_embedding_that_looks_up_otherwise_than_it_says_is_refused(kind):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = kind(9, 6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.table(x).square().sum((1, 2))
-
-    assert_refused(
-        Net(), torch.randint(0, 9, (4, 5)), f"{kind.__name__} `table` calls F.embedding with"
-    )
+    model = Net(lambda net, x: net.table(x).square().sum((1, 2)), table=kind(9, 6))
+    said = f"{kind.__name__} `table` calls F.embedding with"
+    assert_refused(model, torch.randint(0, 9, (4, 5)), said)
 
 
 def test_what_looks_like_an_rms_norm_and_is_none_has_no_rule():
@@ -558,18 +462,14 @@ def test_what_looks_like_an_rms_norm_and_is_none_has_no_rule():
 
 
 def test_outputs_of_linear_layers_may_be_changed_in_place():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.last = nn.Linear(6, 6), nn.Linear(6, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = self.inner(x)
-            hidden /= 2
-            return self.last(torch.tanh(hidden)).sum((1, 2))
+    def halved(net: Any, x: Tensor) -> Tensor:
+        hidden = net.inner(x)
+        hidden /= 2
+        return net.last(torch.tanh(hidden)).sum((1, 2))
 
     torch.manual_seed(0)
-    assert_norms_exact(Net().double(), torch.randn(4, 5, 6).double())
+    model = Net(halved, inner=nn.Linear(6, 6), last=nn.Linear(6, 1))
+    assert_net_exact(model.double(), torch.randn(4, 5, 6).double())
 
 
 # -- state between calls ---

@@ -9,15 +9,16 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, assert_equal, collate, together
+from architectures import ARCHITECTURES, assert_equal, built, collate, together
 from forms import FORMS, force
-from models import clip, gpt2, llama, single
+from models import clip, gpt2, llama, norm_of, single
 from torch import nn
 
 from hf_dp.clipping import ClippingEngine, chunked_loss, gradients
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.clipping.low_rank import Carriers, LowRankEngine
 from hf_dp.clipping.masked import MaskedEngine
+from hf_dp.clipping.rounding import Norms
 from hf_dp.errors import (
     InvalidArgumentError,
     UnaccountedGradientError,
@@ -40,12 +41,8 @@ def row_gradients(model, examples):
 
 def summed(rows, scale=1.0):
     """The gradients of one user."""
-    return [
-        sum(scale * each for each in column if each is not None)
-        if any(each is not None for each in column)
-        else None
-        for column in zip(*rows, strict=True)
-    ]
+    used = ([each for each in column if each is not None] for column in zip(*rows, strict=True))
+    return [sum(scale * each for each in column) if column else None for column in used]
 
 
 def of_users(architecture, model, examples, sizes: Sequence[int], mean: bool = False):
@@ -65,9 +62,7 @@ def found_by(engine, architecture, model, examples, rows):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_users_of_two_rows_equal_the_loop(name):
-    architecture = ARCHITECTURES[name]
-    model = architecture.build()
-    examples = architecture.examples(model, SHORT)
+    architecture, model, examples = built(name, SHORT)
     expected = of_users(architecture, model, examples, (2, 2, 2), mean=True)
     engine = ClippingEngine(model, expected.clipping_norm)
     assert_equal(*found_by(engine, architecture, model, examples, 2), expected)
@@ -77,9 +72,7 @@ def test_users_of_two_rows_equal_the_loop(name):
 @pytest.mark.parametrize("rows", [1, 2, 4])
 @pytest.mark.parametrize("name", ["bert", "gpt2_tied"])
 def test_every_strategy(name, rows, lengths):
-    architecture = ARCHITECTURES[name]
-    model = architecture.build()
-    examples = architecture.examples(model, lengths)
+    architecture, model, examples = built(name, lengths)
     expected = of_users(architecture, model, examples, [rows] * (4 // rows), mean=True)
     for strategy in STRATEGIES:
         engine = ClippingEngine(model, expected.clipping_norm, strategy=strategy)
@@ -89,9 +82,7 @@ def test_every_strategy(name, rows, lengths):
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form(form, monkeypatch):
     force(form, monkeypatch)
-    architecture = ARCHITECTURES["gpt2_tied"]
-    model = architecture.build()
-    examples = architecture.examples(model, LONG)
+    architecture, model, examples = built("gpt2_tied", LONG)
     expected = of_users(architecture, model, examples, (2, 2), mean=True)
     engine = ClippingEngine(model, expected.clipping_norm)
     assert_equal(*found_by(engine, architecture, model, examples, 2), expected)
@@ -109,9 +100,7 @@ def in_parts(engine, architecture, model, parts):
 
 @pytest.mark.parametrize("name", ["bert", "gpt2_tied", "t5", "vit"])
 def test_a_user_in_several_physical_batches_is_clipped_once(name):
-    architecture = ARCHITECTURES[name]
-    model = architecture.build()
-    examples = architecture.examples(model, SHORT)
+    architecture, model, examples = built(name, SHORT)
     expected = of_users(architecture, model, examples, (4, 2))
     parts = [(examples[:2], True), (examples[2:3], True), (examples[3:4], False)]
     for strategy in STRATEGIES:
@@ -121,15 +110,12 @@ def test_a_user_in_several_physical_batches_is_clipped_once(name):
 
 
 def test_planted_a_user_clipped_in_each_part_is_seen():
-    architecture = ARCHITECTURES["bert"]
-    model = architecture.build()
-    examples = architecture.examples(model, (4, 4))
+    architecture, model, examples = built("bert", (4, 4))
     expected = of_users(architecture, model, examples, (2,))
     engine = ClippingEngine(model, 0.5 * expected.clipping_norm)
     parts = [(examples[:1], False), (examples[1:], False)]
     _, sums = in_parts(engine, architecture, model, parts)
-    norm = torch.cat([total.flatten() for total in sums.values()]).norm()
-    assert norm > 1.2 * engine.clipping_norm
+    assert norm_of(sums) > 1.2 * engine.clipping_norm
 
 
 def test_planted_products_between_rows_left_out_are_seen(monkeypatch):
@@ -137,18 +123,11 @@ def test_planted_products_between_rows_left_out_are_seen(monkeypatch):
     honest = gradients.OuterProducts.norms
 
     def by_rows(self, grams=None):
-        parts = [
-            honest(gradients.OuterProducts(left, right))
-            for left, right in zip(self.left.chunk(2, 1), self.right.chunk(2, 1), strict=True)
-        ]
-        first, second = parts
-        return type(first)(
-            first.squared + second.squared, first.error + second.error, first.slack + second.slack
-        )
+        pairs = zip(self.left.chunk(2, 1), self.right.chunk(2, 1), strict=True)
+        parts = [vars(honest(gradients.OuterProducts(*pair))).values() for pair in pairs]
+        return Norms(*(one + other for one, other in zip(*parts, strict=True)))
 
-    architecture = ARCHITECTURES["bert"]
-    model = architecture.build()
-    examples = architecture.examples(model, (4, 4))
+    architecture, model, examples = built("bert", (4, 4))
     expected = of_users(architecture, model, examples, (2,), mean=True)
     monkeypatch.setattr(gradients.OuterProducts, "norms", by_rows)
     monkeypatch.setattr("hf_dp.clipping.norms.outer_norms", lambda pairs, grams: [
@@ -161,14 +140,11 @@ def test_planted_products_between_rows_left_out_are_seen(monkeypatch):
 
 @pytest.mark.parametrize("clipping", ["automatic", "per_layer"])
 def test_other_clipping_functions_bound_users(clipping):
-    architecture = ARCHITECTURES["bert"]
-    model = architecture.build()
-    examples = architecture.examples(model, SHORT)
+    architecture, model, examples = built("bert", SHORT)
     engine = ClippingEngine(model, 1e-3, clipping=clipping)
     for first in (0, 3):
         _, sums = found_by(engine, architecture, model, examples[first : first + 3], 3)
-        total = torch.cat([each.flatten() for each in sums.values()]).norm()
-        assert 0.5e-3 < total <= 1e-3 * (1 + 1e-9)
+        assert 0.5e-3 < norm_of(sums) <= 1e-3 * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("lengths", [LONG, (5, 3, 2, 4)], ids=["explicit", "by blocks"])
@@ -202,14 +178,12 @@ def test_masked_entries():
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with architecture.precision():
         rows = row_gradients(model, examples)
-    masked = [
-        [
-            g if g is None or n not in masks else g * masks[n]
-            for n, g in zip(trained, row, strict=True)
-        ]
-        for row in (summed(rows[:2]), summed(rows[2:]))
-    ]
-    expected = clip(trained, masked, None)
+
+    def kept(user):
+        pairs = zip(trained, user, strict=True)
+        return [g if g is None or n not in masks else g * masks[n] for n, g in pairs]
+
+    expected = clip(trained, [kept(summed(rows[:2])), kept(summed(rows[2:]))], None)
     engine = MaskedEngine(model, masks, expected.clipping_norm)
     with engine, architecture.precision():
         norms = engine.backward(together(model, collate(model, examples)), rows_per_unit=2)
@@ -233,9 +207,7 @@ def test_low_rank_carriers():
 @pytest.mark.parametrize("parts", [False, True])
 def test_magnitudes_of_partitions(parts):
     """DP-FROST, definition 8 with mgna and order 1: mu_P = sum_x w_x |g_P(x)|_1 / |P|, x a user."""
-    architecture = ARCHITECTURES["bert"]
-    model = architecture.build()
-    examples = architecture.examples(model, SHORT[:4])
+    architecture, model, examples = built("bert", SHORT[:4])
     chosen = partitions(model)
     for name, p in model.named_parameters():
         p.requires_grad_(any(name in part.parameters for part in chosen))
@@ -246,18 +218,9 @@ def test_magnitudes_of_partitions(parts):
     threshold = 0.5 / (sum(part.size for part in chosen) / len(chosen))
     expected = torch.zeros(len(chosen), dtype=torch.float64)
     for user in (summed(rows[:2]), summed(rows[2:])):
-        by_name = dict(zip(trained, user, strict=True))
-        shares = torch.stack(
-            [
-                sum(
-                    by_name[name].abs().sum()
-                    for name in part.parameters
-                    if by_name[name] is not None
-                )
-                / part.size
-                for part in chosen
-            ]
-        )
+        sizes = {n: g.abs().sum() for n, g in zip(trained, user, strict=True) if g is not None}
+        totals = [sum(sizes.get(name, 0.0) for name in part.parameters) for part in chosen]
+        shares = torch.stack([total / p.size for total, p in zip(totals, chosen, strict=True)])
         expected += shares * min(1.0, threshold / float(shares.sum()))
     with engine, architecture.precision():
         if parts:
@@ -271,9 +234,7 @@ def test_magnitudes_of_partitions(parts):
 
 
 def test_a_user_with_a_row_that_is_not_finite_is_left_out():
-    architecture = ARCHITECTURES["bert"]
-    model = architecture.build()
-    examples = architecture.examples(model, SHORT[:4])
+    architecture, model, examples = built("bert", SHORT[:4])
     with ClippingEngine(model, 1.0) as engine, architecture.precision():
         losses = together(model, collate(model, examples))
         scale = torch.tensor([1.0, torch.inf, 1.0, 1.0], dtype=losses.dtype)
@@ -319,8 +280,7 @@ def test_a_user_whose_rows_do_not_end_is_refused(linear):
         with pytest.raises(InvalidArgumentError, match="to be the number of examples, 4"):
             engine.backward(linear(torch.randn(4, 3)).sum(1), rows_per_unit=2)
         engine.backward(linear(torch.randn(1, 3)).sum(1), rows_per_unit=1)
-        norm = torch.cat([total.flatten() for total in engine.collect().values()]).norm()
-    assert norm <= 1.0 + 1e-6
+        assert norm_of(engine.collect()) <= 1.0 + 1e-6
 
 
 def test_a_failure_within_a_user_spoils_the_sums(linear):

@@ -194,7 +194,7 @@ def expected(way: str, sizes: dict[str, int], processes: int) -> tuple[Traffic, 
         own = {"parameters": 4 * p, "gradients": 4 * p, "optimizer": 8 * p}
         return traffic, {**own, "bucket": 8 * min(p, BUCKET) * (1 + 2 / processes)}
     gathers = 4 * (sizes["outer"] + 2 * (p - sizes["outer"]))
-    calls = 1 + 2 * sizes["layers"] + math.ceil(s / BUCKET)
+    calls = 1 + 2 * sizes["layers"] + sizes["parameters"]
     # Before it is scattered, all learn which of the larger sums somebody used: two integers each.
     told = 8 * sizes["parameters"] * BATCHES
     traffic = Traffic(
@@ -204,8 +204,7 @@ def expected(way: str, sizes: dict[str, int], processes: int) -> tuple[Traffic, 
         calls=calls * BATCHES,
         reductions=min(1, p - s) + min(1, s) * BATCHES,
     )
-    full = min(s, BUCKET + sizes["largest"])
-    exchanged = 4 * (full + min(full, BUCKET) + full / processes)
+    exchanged = 4 * min(s, sizes["largest"]) * (2 + 1 / processes)
     share = p / processes
     own = {"parameters": 4 * share, "gradients": 4 * share, "optimizer": 8 * share}
     return traffic, {**own, "whole": 8 * (p - s), "bucket": max(8 * (p - s), exchanged)}

@@ -22,7 +22,7 @@ per-example gradient could be recovered from it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_dp.clipping.gradients import Lookups, OuterProducts, PerExampleGradient, positions, summed
 from hf_dp.clipping.rounding import accumulation_dtype, matmul_dtype
 from hf_dp.clipping.rules.rule import RULES, Found, Kept, Use, owns_weight, register_rule
-from hf_dp.clipping.tape import Tape
+from hf_dp.clipping.tape import Context, Tape
 from hf_dp.errors import UnsupportedModelError
 
 
@@ -61,6 +61,10 @@ def _affine(use: Use, kept: Kept, grad: Tensor) -> Found:
     return found
 
 
+class _ProductContext(Context, Protocol):
+    transposed: bool
+
+
 class _Product(torch.autograd.Function):
     """A layer's product under autocast, whose graph holds the weight itself and no cast copy.
 
@@ -69,7 +73,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
+        ctx: _ProductContext, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
     ) -> Tensor:
         ctx.transposed = transposed
         ctx.save_for_backward(weight)
@@ -81,7 +85,7 @@ class _Product(torch.autograd.Function):
             return flat.view(*x.shape[:-1], weight.shape[1])
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _ProductContext, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grad_outputs
         weight = ctx.saved_tensors[0].to(grad.dtype)
         return grad.matmul(weight.mT if ctx.transposed else weight), None, None, None
@@ -122,10 +126,11 @@ def _embedding(use: Use, kept: Sequence[Tensor], grad: Tensor) -> Found:
     return {"weight": Lookups(tokens, grad)}
 
 
-def embedding_subclass(tape: Tape, module: nn.Embedding, *args: Any, **kwargs: Any) -> object:
+def embedding_subclass(tape: Tape, module: nn.Embedding, *args: object, **kwargs: object) -> object:
     """Run the subclass's own forward and capture its lookups."""
+    forward: Callable[..., object] = type(module).forward
     with _CapturedLookups(tape, module):
-        return type(module).forward(module, *args, **kwargs)
+        return forward(module, *args, **kwargs)
 
 
 class _CapturedLookups(TorchFunctionMode):
@@ -137,7 +142,7 @@ class _CapturedLookups(TorchFunctionMode):
         self,
         func: Callable[..., object],
         types: object,
-        args: Sequence[Any] = (),
+        args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         if not (func is F.embedding and len(args) > 1 and args[1] is self.module.weight):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from hf_dp._validate import invalid
 from hf_dp.clipping.gradients import PerExampleGradient
 from hf_dp.clipping.sharding import passed_on
-from hf_dp.clipping.tape import Tape
+from hf_dp.clipping.tape import Tape, seen_in_backward
 from hf_dp.errors import UnsupportedModelError
 
 Kept = tuple[Tensor | None, ...]
@@ -29,6 +30,7 @@ class Use:
 
 
 Run = Callable[..., tuple[Tensor, Kept]]
+Serves = Callable[[Any], bool]  # of a module
 Gradients = Callable[[Use, Any, Tensor], Found]
 
 
@@ -49,13 +51,13 @@ def owns_weight(module: nn.Module) -> bool:
 class Rule:
     """The module runs on detached parameters, so autograd computes the gradients of its inputs.
 
-    An identity after it keeps what the parameters' gradients need, and forms them in backward. The
-    fields are the arguments of :func:`register_rule`.
+    What the parameters' gradients need is kept, and they are formed in backward. The fields are the
+    arguments of :func:`register_rule`.
     """
 
     gradients: Gradients
     run: Run = keep_input
-    serves: Callable[[Any], bool] = lambda module: True
+    serves: Serves = lambda module: True
     flattens: bool = True
     is_fresh: bool = False
 
@@ -80,34 +82,17 @@ class Rule:
                 "example by example."
             )
         tape.note_forward(module, *own)
-        kept_output: Tensor = _Kept.apply(output, next(iter(own.values())), self, use, *kept)
-        return kept_output
-
-
-class _Kept(torch.autograd.Function):
-    """Identity that keeps a rule's tensors and, in backward, captures the gradients from them.
-
-    ``anchor``, a parameter of the module, is an input so that backward reaches this in any case.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, output: Tensor, anchor: Tensor, rule: Rule, use: Use, *kept: Tensor | None
-    ) -> Tensor:
-        ctx.rule, ctx.use = rule, use
-        ctx.save_for_backward(*kept)
         # `.data`, so that autograd does not treat it as a view, which must not be changed in place.
-        return output.data if rule.is_fresh else passed_on(output, use.module)
+        as_own: Callable[[Tensor], Tensor] = (
+            (lambda each: each.data) if self.is_fresh else partial(passed_on, module=module)
+        )
+        see = partial(self._capture, use)
+        return seen_in_backward(output, next(iter(own.values())), as_own, see, *kept)
 
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grad_outputs
-        rule: Rule = ctx.rule
-        use: Use = ctx.use
+    def _capture(self, use: Use, saved: Sequence[Tensor | None], grad: Tensor) -> None:
         tape, module = use.tape, use.module
-        saved = ctx.saved_tensors
-        kept = [t if t is None else tape.by_example(module, t, rule.flattens) for t in saved]
-        found = rule.gradients(use, kept, tape.by_example(module, grad, rule.flattens))
+        kept = [t if t is None else tape.by_example(module, t, self.flattens) for t in saved]
+        found = self.gradients(use, kept, tape.by_example(module, grad, self.flattens))
         missing = sorted(set(use.own) - set(found))
         if missing:
             raise UnsupportedModelError(
@@ -117,7 +102,6 @@ class _Kept(torch.autograd.Function):
             )
         for name in use.own:
             tape.capture(module, name, found[name])
-        return grad, None, None, None, *[None] * len(saved)
 
 
 RULES: dict[type[nn.Module], Rule] = {}
@@ -126,7 +110,7 @@ RULES: dict[type[nn.Module], Rule] = {}
 def register_rule(
     *classes: type[nn.Module],
     run: Run = keep_input,
-    serves: Callable[[Any], bool] = lambda module: True,
+    serves: Serves = lambda module: True,
     flattens: bool = True,
     is_fresh: bool = False,
 ) -> Callable[[Gradients], Gradients]:

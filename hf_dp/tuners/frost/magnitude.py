@@ -103,19 +103,16 @@ class MagnitudeEngine(ClippingEngine):
         self._totals: dict[nn.Parameter, Tensor] = {}
         self._direct: Tensor | None = None  # mgna with order 1
 
-    def __enter__(self) -> MagnitudeEngine:
-        super().__enter__()
+    def _begin(self) -> None:
         self._totals, self._direct = {}, None
         outside = [name for name in self._parameters if name not in self._index]
         if outside:
-            self.__exit__()
             raise invalid(
                 "partitions",
                 outside[0],
                 "to cover every trainable parameter",
                 "Freeze the parameters that no partition holds.",
             )
-        return self
 
     @torch.no_grad()
     def magnitudes(self, processes: Processes | None = None) -> Tensor:
