@@ -280,7 +280,7 @@ def of_users(
 
     Args: plan_with: returns the plan with some arguments changed.
     """
-    users, epsilon = plan.users, plan.target_epsilon
+    users, target = plan.users, plan.target_epsilon
     assert users is not None
     sizes = sorted(units.sizes().tolist())
     used, more = len(units.capped(users.max_rows)), sum(size > users.max_rows for size in sizes)
@@ -290,13 +290,13 @@ def of_users(
         f"({users.max_rows}), and {used / units.num_rows:.0%} of the rows take part in an epoch. "
         "These numbers are not private: do not publish them."
     ]
-    if epsilon is None:
+    if target is None:
         return "\n".join([*lines, "Give a target_epsilon to compare users with rows as draws."])
     rows_of_one = used / len(units)
     rows = plan.expected_batch_size * (1 if users.by_row else rows_of_one)
     lines.append(
         f"\nNoise on the mean gradient of a step of about {rows:,.0f} rows, in clipping norms, at "
-        f"epsilon {epsilon:g}:"
+        f"epsilon {target:g}:"
     )
     for sampling in SAMPLINGS:
         by_row = dataclasses.replace(users, sampling=sampling, num_rows=None).by_row
@@ -326,8 +326,9 @@ def table_of(swept: Sequence[Mapping[str, float]], rows: Sequence[Forecast]) -> 
         plan = row.plan
         cells = {name: f"{value:g}" for name, value in values.items()}
         cells |= {"steps": str(plan.steps), "sample rate": f"{plan.sample_rate:.6g}"}
-        noise = (event.noise_multipliers.items() for event in plan.events())  # the steps' last
-        cells |= {f"noise of {part}": f"{x:.6g}" for each in noise for part, x in each}
+        for event in plan.events():  # that of the steps is the last
+            for part, sigma in event.noise_multipliers.items():
+                cells[f"noise of {part}"] = f"{sigma:.6g}"
         if row.effective_noise_multiplier is not None:
             cells["effective"] = f"{row.effective_noise_multiplier:.5g}"
         for answer in row.answers if plan.mechanism.established else ():

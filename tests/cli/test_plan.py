@@ -63,16 +63,13 @@ def test_json_and_cross_check(capsys):
 
 
 def test_sweep(capsys):
-    out = printed(
-        capsys, "plan", "--num-examples", "67349", "--num_train_epochs", "3", "--target-epsilon", "3", *RDP, "--sweep",
-        "expected_batch_size=64..4096",
-    )  # fmt: skip
+    words = [*SST2, "--target-epsilon", "3", *RDP, "--sweep", "expected_batch_size=64..4096"]
+    out = printed(capsys, *words)
     rows = [line.split() for line in out.splitlines()[1:-1]]
     assert [row[0] for row in rows] == ["64", "128", "256", "512", "1024", "2048", "4096"]
     effective = [float(row[4]) for row in rows]
-    assert effective == sorted(
-        effective, reverse=True
-    )  # Li et al., Figure 3: large batches, less noise on the mean
+    # Li et al., Figure 3: large batches, less noise on the mean
+    assert effective == sorted(effective, reverse=True)
     noise = calibrate_noise_multiplier(3, 1 / (2 * 67349), 1024 / 67349, 198, "rdp")
     assert rows[4][1:4] == ["198", "0.0152044", f"{noise:.6g}"]
     assert all(float(row[5]) <= 3 for row in rows)
@@ -107,9 +104,8 @@ def test_a_recipe_and_what_replaces_its_values(capsys, recipe):
 
 
 def test_a_noised_loss(capsys, recipe):
-    recipe.write_text(
-        recipe.read_text() + "noised_loss_bound: 3.0\nnoised_loss_budget_ratio: 0.1\n"
-    )
+    with recipe.open("a") as stream:
+        stream.write("noised_loss_bound: 3.0\nnoised_loss_budget_ratio: 0.1\n")
     words = ["plan", "--config", str(recipe), "--num-examples", "67349"]
     found = json.loads(printed(capsys, *words, "--json"))
     sigma = found["plan"]["noise_multiplier"]
@@ -147,10 +143,8 @@ def test_a_capped_draw(capsys, refused):
     words = "--noise-multiplier 0.82543 --max_logical_batch_size 1152 --json".split()
     found = json.loads(printed(capsys, *SST2, *words))
     assert found["results"][0]["epsilon"] == pytest.approx(2.6141 + 1e-3, abs=2e-3)
-    refused(
-        [*SST2, "--noise-multiplier", "1", "--max_logical_batch_size", "1000"],
-        "at least expected_batch_size",
-    )
+    words = [*SST2, "--noise-multiplier", "1", "--max_logical_batch_size", "1000"]
+    refused(words, "at least expected_batch_size")
 
 
 def test_a_sweep_over_two_options_is_their_grid(capsys):
@@ -163,122 +157,62 @@ def test_a_sweep_over_two_options_is_their_grid(capsys):
     ]
     rows = json.loads(printed(capsys, *words, "--json"))["rows"]
     assert rows[1]["settings"] == {"max_steps": 10, "target_delta": 1e-6}
-    assert [(row["plan"]["steps"], row["plan"]["delta"]) for row in rows[:2]] == [
-        (10, 1e-5),
-        (10, 1e-6),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("words", "match"),
-    [
-        (["plan", "--expected_batch_size", "10", "--target-epsilon", "1"], "--num-examples N"),
-        ([*SST2], "`target_epsilon` to be given"),
-        ([*SST2, "--noise-multiplier", "1", "--sweep", "expectedbatchsize=1..2"], "Did you mean "
-        "'expected_batch_size'?"),
-        ([*SST2, "--noise-multiplier", "1", "--sweep", "expected_batch_size=9..2"], "not smaller"),
-        ([*SST2, "--noise-multiplier", "1", "--sweep", "expected_batch_size=1,x"], "to have numbers, like"),
-        ([*SST2, "--noise-multiplier", "1", "--sweep", "max_steps=1.5"], "`max_steps` to be a whole number"),
-        (["plan", "--config", "nowhere.yaml"], "cannot be read"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_one_line_on_stderr(words, match, capsys):
-    assert main(words) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert match in captured.err
-    assert len(captured.err.splitlines()) == 1
-
-
-def test_a_recipe_without_privacy_is_refused(refused, recipe):
-    recipe.write_text("privacy_mode: non_private\n")
-    refused(["plan", "--config", str(recipe), "--num-examples", "10"], "spends no privacy")
-
-
-@pytest.mark.parametrize(
-    ("words", "match"),
-    [
-        (["--noised-loss-bound", "2"], "`noised_loss_bound` to be left at None with noised_loss_budget_ratio=None"),
-        (["--max_steps", "0"], "`max_steps` to be a whole number >= 1"),
-        (["--num_train_epochs", "1e308"], "`num_train_epochs` to give at most"),
-        (["--sweep", "max_steps=1,2", "num_train_epochs=1,2"], "vary another option"),
-        (["--sweep", "max_steps=1,2", "max_steps=3"], "vary another option"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_planned(refused, words, match):
-    given = "plan --num-examples 67349 --expected_batch_size 1024 --noise-multiplier 1"
-    refused([*given.split(), *words], match)
+    planned = [(row["plan"]["steps"], row["plan"]["delta"]) for row in rows[:2]]
+    assert planned == [(10, 1e-5), (10, 1e-6)]
 
 
 # -- recipes of DP-FP: the plan of the run, and what is known of its cost ---
 
 N = 4_000
-COMMON = {"privacy_mode": "dp_fp", "expected_batch_size": 32, "num_train_epochs": 2}
-PUBLISHED = {
-    **COMMON,
-    "dp_fp_variant": "published",
-    "target_epsilon": 1.73,
-    "num_micro_batches": 4,
-}
+
+
+def dp_fp(variant: str, **values):
+    common = {"privacy_mode": "dp_fp", "expected_batch_size": 32, "num_train_epochs": 2}
+    return {**common, "dp_fp_variant": variant, "target_epsilon": 3, **values}
+
+
+LABELS = {"labels_in_vector": True, "class_names": ["a", "b"]}
+ONCE, PUBLISHED = dp_fp("frozen"), dp_fp("published", target_epsilon=1.73, num_micro_batches=4)
+# A recipe, and how many rows pass the model: once each with a frozen encoder, by two draws with a
+# private one.
 VARIANTS = {
-    "published": PUBLISHED,
-    "frozen, once": {**COMMON, "dp_fp_variant": "frozen", "target_epsilon": 3},
-    "frozen, fresh": {
-        **COMMON,
-        "dp_fp_variant": "frozen",
-        "representation_release": "fresh",
-        "target_epsilon": 3,
-        "representation_clipping_norm": 0.5,
-    },
-    "frozen, labels": {**COMMON, "dp_fp_variant": "frozen", "target_epsilon": 3, "labels_in_vector": True, "class_names": ["a", "b"]},
-    "private encoder": {
-        **COMMON,
-        "dp_fp_variant": "private_encoder",
-        "target_epsilon": 3,
-        "representation_budget_ratio": 0.25,
-        "per_example_max_grad_norm": 0.2,
-    },
-    "private encoder, given noise": {
-        **COMMON,
-        "dp_fp_variant": "private_encoder",
-        "noise_multiplier": 1.5,
-        "representation_noise_multiplier": 3.0,
-        "labels_in_vector": True,
-        "class_names": ["a", "b"],
-    },
+    "published": (PUBLISHED, 250 * 32),
+    "frozen, once": (ONCE, N),
+    "frozen, fresh": (dp_fp("frozen", representation_release="fresh", representation_clipping_norm=0.5), N),
+    "frozen, labels": (dp_fp("frozen", **LABELS), N),
+    "private encoder": (dp_fp("private_encoder", representation_budget_ratio=0.25, per_example_max_grad_norm=0.2), 500 * 32),
+    "private encoder, given noise": (
+        dp_fp("private_encoder", target_epsilon=None, noise_multiplier=1.5, representation_noise_multiplier=3.0, **LABELS), 500 * 32
+    ),
 }  # fmt: skip
 
 
 @pytest.fixture
-def forward(tmp_path):
-    def write(values):
+def plan(tmp_path):
+    def plan(values, *words, num_examples=N):
         path = tmp_path / "recipe.yaml"
         path.write_text(yaml.safe_dump(values))
-        return str(path)
+        return main(["plan", "--config", str(path), "--num-examples", str(num_examples), *words])
 
-    return write
-
-
-def plan(forward, values, *words):
-    return main(["plan", "--config", forward(values), "--num-examples", str(N), *words])
+    return plan
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_plan_is_that_of_the_run(name, forward, capsys, tmp_path):
-    values = VARIANTS[name]
+def test_the_plan_is_that_of_the_run(name, plan, capsys, tmp_path):
+    values, examples = VARIANTS[name]
     if values["dp_fp_variant"] != "published":
         values = {**values, "accountant": "rdp"}
-    assert plan(forward, values, "--json") == 0
+    assert plan(values, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     given = {key: value for key, value in values.items() if key != "class_names"}
     args = DPTrainingArguments(str(tmp_path), use_cpu=True, **given)
     expected = plan_of(args, N, Tuner(), 2)
     assert found["plan"] == json.loads(json.dumps(expected.to_dict()))
-    assert found["effective_noise_multiplier"] is None
+    assert (found["effective_noise_multiplier"], found["examples"]) == (None, examples)
 
 
-def test_the_published_variant_states_no_epsilon_and_what_a_bound_says(forward, capsys):
-    assert plan(forward, PUBLISHED) == 0
+def test_the_published_variant_states_no_epsilon_and_what_a_bound_says(plan, capsys):
+    assert plan(PUBLISHED) == 0
     said = capsys.readouterr().out
     steps, rate, delta = 250, 32 / (4 * N), 1 / (2 * N)
     sigma = gdp_clt.noise_multiplier(1.73, delta, rate, steps * 4)
@@ -298,53 +232,64 @@ def test_the_published_variant_states_no_epsilon_and_what_a_bound_says(forward, 
     assert "epsilon at delta" not in said  # the heading of what may be claimed
 
 
-def test_the_noise_of_the_frozen_variant_on_sst2(forward, capsys):
+def test_the_noise_of_the_frozen_variant_on_sst2(plan, capsys):
     """1.41 for epsilon 3 (the research behind this variant)."""
-    values = {**VARIANTS["frozen, once"], "num_train_epochs": 20}
-    assert main(["plan", "--config", forward(values), "--num-examples", "67349"]) == 0
+    assert plan({**ONCE, "num_train_epochs": 20}, num_examples=67349) == 0
     said = capsys.readouterr().out
     assert "noise multiplier 1.4112" in said and "once for each row" in said
     assert "labels: not protected" in said and "pld        bound     3.000" in said
 
 
-def test_another_variant_of_the_same_recipe_and_a_table(forward, capsys):
-    values = {**COMMON, "dp_fp_variant": "published", "target_epsilon": 3}
-    assert plan(forward, values, "--dp-fp-variant", "private_encoder", *RDP) == 0
+def test_another_variant_of_the_same_recipe_and_a_table(plan, capsys):
+    assert plan(dp_fp("published"), "--dp-fp-variant", "private_encoder", *RDP) == 0
     said = capsys.readouterr().out
     assert "come from two independent draws" in said and "noise multiplier of vectors" in said
     sweep = ["--sweep", "target_epsilon=1,3"]
-    assert plan(forward, values, *sweep) == 0
+    assert plan(PUBLISHED, *sweep) == 0
     said = capsys.readouterr().out
     assert "paper's figure" in said and "NO differential privacy guarantee" in said
-    assert plan(forward, VARIANTS["frozen, once"], *RDP, *sweep) == 0
+    assert plan(ONCE, *RDP, *sweep) == 0
     rows = capsys.readouterr().out.splitlines()
     assert re.split("  +", rows[0])[-2:] == ["noise of vectors", "rdp"]
     assert [row.split()[-1] for row in rows[1:3]] == ["1.000", "3.000"]
 
 
-def test_rows_that_pass_the_model(forward, capsys):
-    """Once each with a frozen encoder, by two draws with a private one."""
-    examples = []
-    for name in ("published", "frozen, fresh", "private encoder"):
-        bound = RDP * (name != "published")
-        assert plan(forward, VARIANTS[name], "--json", *bound) == 0
-        examples.append(json.loads(capsys.readouterr().out)["examples"])
-    assert examples == [250 * 32, N, 2 * 250 * 32]
+# -- what cannot be planned; what an argument itself refuses is asked where it is checked ---
+
+SUM = {"expected_batch_size": 1024, "num_train_epochs": 3, "noise_multiplier": 1}
 
 
 @pytest.mark.parametrize(
-    ("change", "words", "message"),
+    ("values", "words", "message"),
     [
-        ({}, ["--parameters", "9"], "`--parameters` is for privacy_mode dp_sgd"),
-        ({"sampling": "random_allocation"}, [], "`sampling` to be left at 'poisson'"),
-        ({"noised_loss_bound": 2}, [], "`noised_loss_bound` to be left at None"),
-        ({"labels_in_vector": True}, [], "--num_classes K"),
-        ({"label_epsilon": 1}, [], "label_epsilon"),
-        ({}, ["--accountant", "gdp_clt"], "`accountant` to be a bound"),
-        ({"privacy_mode": "dp_sgd"}, ["--dp-fp-variant", "frozen"], "`dp_fp_variant` to be left"),
-        ({"privacy_unit": "user", "privacy_unit_column": "a"}, [], "a user of k rows"),
+        ({**SUM, "noise_multiplier": None}, [], "`target_epsilon` to be given"),
+        (SUM, ["--max_steps", "0"], "`max_steps` to be a whole number >= 1"),
+        (SUM, ["--num_train_epochs", "1e308"], "`num_train_epochs` to give at most"),
+        (SUM, ["--sweep", "expectedbatchsize=1..2"], "Did you mean 'expected_batch_size'?"),
+        (SUM, ["--sweep", "expected_batch_size=9..2"], "not smaller"),
+        (SUM, ["--sweep", "expected_batch_size=1,x"], "to have numbers, like"),
+        (SUM, ["--sweep", "max_steps=1.5"], "`max_steps` to be a whole number"),
+        (SUM, ["--sweep", "max_steps=1,2", "num_train_epochs=1,2"], "vary another option"),
+        (SUM, ["--sweep", "max_steps=1,2", "max_steps=3"], "vary another option"),
+        ({"privacy_mode": "non_private"}, [], "spends no privacy"),
+        ({**SUM, "dp_fp_variant": "frozen"}, [], "`dp_fp_variant` to be left"),
+        (ONCE, ["--parameters", "9"], "`--parameters` is for privacy_mode dp_sgd"),
+        (ONCE, ["--accountant", "gdp_clt"], "`accountant` to be a bound"),
+        (dp_fp("frozen", labels_in_vector=True), [], "--num_classes K"),
+        (dp_fp("frozen", label_epsilon=1), [], "label_epsilon"),
+        (dp_fp("frozen", sampling="random_allocation"), [], "`sampling` to be left at 'poisson'"),
+        (dp_fp("frozen", noised_loss_bound=2), [], "`noised_loss_bound` to be left at None"),
+        (dp_fp("frozen", privacy_unit="user", privacy_unit_column="a"), [], "a user of k rows"),
     ],
 )
-def test_what_cannot_be_planned_is_named(forward, capsys, change, words, message):
-    assert plan(forward, {**VARIANTS["frozen, once"], **change}, *words) == 2
-    assert message in capsys.readouterr().err
+def test_what_cannot_be_planned_is_one_line_on_stderr(plan, capsys, values, words, message):
+    assert plan(values, *words, num_examples=67349) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and message in captured.err
+    assert len(captured.err.splitlines()) == 1
+
+
+def test_what_is_not_there_is_named(refused):
+    words = "plan --expected_batch_size 10 --target-epsilon 1".split()
+    refused(words, "--num-examples N")
+    refused(["plan", "--config", "nowhere.yaml"], "cannot be read")

@@ -139,6 +139,7 @@ def test_of_what_is_private_nothing_is_received(hub, tmp_path, monkeypatch):
     assert len(hub.pushes(NAME)) == 3
     assert any("model.safetensors" in where for where, _ in hub.received())
     assert found(words, hub.received()) == {}
+    assert all(TOKEN in request.headers.get("authorization", "") for request in hub.requests)
 
     # The same, with an allow-list to which one file is added, or that lets everything go.
     checkpoint = f"{trainer.args.output_dir}/checkpoint-4"

@@ -249,14 +249,6 @@ def test_a_token_is_in_no_error(hub, full, monkeypatch):
         error = error.__cause__ or error.__context__
 
 
-def test_the_token_is_nowhere_but_in_the_authorization(hub, trained):
-    publish(trained("lora"), NAME, base_model=BASE)
-    assert len(list(hub.received())) > 20
-    for where, content in hub.received():
-        assert TOKEN.encode() not in content, where
-    assert all(TOKEN in request.headers.get("authorization", "") for request in hub.requests)
-
-
 def test_a_planted_file_is_stopped_by_the_last_look(hub, full, monkeypatch):
     found = Publication.of(full, NAME)
     planted = {**found.files, "trainer_state.json": b"{}"}
