@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
 
+from hf_dp.accounting.accountants import Answer
 from hf_dp.noise import SecretRandomness
 from hf_dp.run.private_run import PrivateRun
+from hf_dp.statement import results
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_prv() -> Iterator[None]:
+    """Leave PRV's epsilon out of statements, which tests/cards is about: it takes a quarter of a
+    second for each new event, as long as a short run."""
+    compare = results.compare
+
+    def by_others(events, delta, names):
+        found = iter(compare(events, delta, [name for name in names if name != "prv"]))
+        left_out = Answer("prv", None, "left out")
+        return tuple(left_out if name == "prv" else next(found) for name in names)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(results, "compare", by_others)
+        yield
 
 
 @pytest.fixture

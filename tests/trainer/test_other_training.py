@@ -29,12 +29,12 @@ from hf_dp.trainer.publishing import save_run
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 REFUSED = "only counted steps have trained, got one that was trained by "
-TWO = {"max_steps": 2, "logging_steps": 100}
+SHORT = {"max_steps": 1, "logging_strategy": "no"}
 
 
 def trainer(folder, model, callback=None, **options):
     given = {"model": model, "callbacks": callback and [callback]}
-    return tiny.trainer(folder, given=given, **{**TWO, **options})
+    return tiny.trainer(folder, given=given, **{**SHORT, **options})
 
 
 def train(folder, model, **options):
@@ -121,12 +121,12 @@ def test_runs_on_the_same_rows_are_counted_or_refused(tmp_path):
     """A loop over budgets with one model object. The ledgers together are what RDP composes."""
     model = tiny.model()
     train(tmp_path / "first", model)
-    refused(tmp_path / "second", model, "in '.*first': status 'proven', epsilon .*, 2 releases")
+    refused(tmp_path / "second", model, "in '.*first': status 'proven', epsilon .*, 1 releases")
     refused(tmp_path / "copy", copy.deepcopy(model))
     second = train(tmp_path / "second", model, earlier_runs=[str(tmp_path / "first")])
-    assert second.ledger.steps() == 4
+    assert second.ledger.steps() == 2
     again = {"earlier_runs": [str(tmp_path / "second")]}
-    assert train(tmp_path / "third", model, **again).ledger.steps() == 6  # the whole chain
+    assert train(tmp_path / "third", model, **again).ledger.steps() == 3  # the whole chain
 
 
 def test_the_card_repeats_what_other_rows_there_were(tmp_path):
@@ -226,7 +226,7 @@ def test_four_bits_are_not_refused(tmp_path):
     )
     lora = LoraConfig(r=2, target_modules=["query"], modules_to_save=["classifier"])
     made = train(tmp_path / "run", get_peft_model(model, lora))
-    assert made.ledger.steps() == 2 and disagreements(read(tmp_path / "run")) == []
+    assert made.ledger.steps() == 1 and disagreements(read(tmp_path / "run")) == []
     by_loop(made.model, tmp_path)
     with pytest.raises(UnsupportedModelError, match=REFUSED):
         made.save_model()
@@ -237,17 +237,17 @@ def test_going_on_is_not_refused(tmp_path):
     model = tiny.model()
     options = {"save_strategy": "steps", "save_steps": 1}
     train(tmp_path, model, **options).train()
-    again = trainer(tmp_path, model, **options, max_steps=3)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert again.ledger.steps() == 5
+    again = trainer(tmp_path, model, **options, max_steps=2)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert again.ledger.steps() == 3
     options |= {"earlier_runs": [str(tmp_path)]}
     over = train(tmp_path / "second", model, **options)  # counts what it left behind
-    assert over.ledger.steps() == 7
+    assert over.ledger.steps() == 4
 
 
 def test_model_init_makes_a_new_model_for_each_train(tmp_path):
     given = {"model": None, "model_init": lambda: tiny.model()}
-    made = tiny.trainer(tmp_path, given=given, **TWO)
+    made = tiny.trainer(tmp_path, given=given, **SHORT)
     made.train()
     made.train()
     made.save_model()
@@ -298,7 +298,7 @@ BETWEEN = {
 @pytest.mark.parametrize("when", BETWEEN)
 def test_steps_of_others_between_private_steps_are_not_saved_as_proven(tmp_path, when):
     with pytest.raises(UnsupportedModelError, match=REFUSED):
-        train(tmp_path, tiny.model(), callback=copy.deepcopy(BETWEEN[when]))
+        train(tmp_path, tiny.model(), callback=copy.deepcopy(BETWEEN[when]), max_steps=2)
     assert not list(tmp_path.glob("*.safetensors"))
 
 
@@ -337,7 +337,7 @@ def test_weights_that_changed_after_the_run_are_not_saved_as_proven(tmp_path):
     made.model = tiny.model(seed=4)
     with pytest.raises(UnsupportedModelError, match="something else since the last step"):
         made.save_model()
-    assert not list(tmp_path.glob("*.safetensors")) and made.ledger.steps() == 2
+    assert not list(tmp_path.glob("*.safetensors")) and made.ledger.steps() == 1
 
     # What changes no value, or adds some, is no training.
     made.model = model
