@@ -186,15 +186,6 @@ def test_accelerate_launch_that_starts_one_process_says_so(recipe):
     assert not recipe.out.exists()
 
 
-@pytest.mark.slow
-def test_the_exit_code_is_that_of_the_process_that_failed_first(recipe):
-    words = "hf-dp train --num_processes 2 --max_length 0 --config RECIPE"
-    code, _, stderr = started(words.split(), recipe)
-    assert code == 2
-    assert "Expected `max_length` to be no more tokens" in stderr
-    assert re.search(r"hf-dp train: rank [01] failed first, with exit code 2", stderr)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["one_gpu", "ddp_8_gpus", "fsdp2_8_gpus"])
 def test_the_configurations_for_gpus_run_as_their_first_line_says(name, recipe):
