@@ -147,10 +147,10 @@ def _run(
     env: dict[str, str],
     result: Path,
 ) -> None:
-    os.environ |= environment(rank, count) | {"MASTER_PORT": str(port)} | env
     outcome = Outcome()
-    faulthandler.dump_traceback_later(0.9 * _LIMIT)  # where it hangs
     try:
+        os.environ |= environment(rank, count) | {"MASTER_PORT": str(port)} | env
+        faulthandler.dump_traceback_later(0.9 * _LIMIT, file=sys.__stderr__)  # where it hangs
         PartialState._reset_state()
         AcceleratorState._reset_state(True)
         GradientState._reset_state()

@@ -350,6 +350,7 @@ def test_an_error_names_its_rank(recipe, monkeypatch, capsys):
         raise ConfigError("no.")
 
     monkeypatch.setattr(train, "main", refuse)
+    capsys.readouterr()
     for rank, who in (("0", "hf-dp train: no."), ("3", "hf-dp train (rank 3): no.")):
         monkeypatch.setenv("RANK", rank)
         assert main(["train"]) == 2
