@@ -39,14 +39,9 @@ LORA: Block = {"peft_type": "lora", "r": 8}
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a plan will cost.
-
-    Attributes:
-        plan: as given.
-        answers: epsilon after all steps, by accountant.
-        most_signal: that of :func:`most_signal`; None without ``parameters``, or for DP-FP.
-        examples: expected number of examples that go through the model.
-    """
+    """What a plan will cost: epsilon after all steps, by accountant; :func:`most_signal` (None
+    without the number of parameters, or for DP-FP); and how many examples are expected to pass the
+    model."""
 
     plan: PrivacyPlan
     answers: tuple[Answer, ...]
@@ -70,14 +65,7 @@ class Forecast:
 def forecast(
     plan: PrivacyPlan, accountants: Sequence[str] | None = None, *, parameters: int | None = None
 ) -> Forecast:
-    """Forecast what ``plan`` will cost.
-
-    Args:
-        accountants: which to ask; default the plan's own.
-        parameters: number of trainable parameters, >= 1.
-
-    Raises: InvalidArgumentError naming the argument.
-    """
+    """Forecast what ``plan`` will cost, by the plan's own accountant unless others are named."""
     count = None if parameters is None else integer("parameters", parameters, 1)
     examples = plan.mechanism.forwarded(plan)
     if plan.selection is not None:
@@ -104,12 +92,7 @@ def most_signal(plan: PrivacyPlan, parameters: int) -> float:
 
 def parse_sweep(text: str, keys: Collection[str]) -> tuple[str, list[float]]:
     """Return the key and the values of ``key=64..4096``, a range by doubling with both ends, or
-    ``key=1,2,4``.
-
-    Args: keys: what may be swept.
-
-    Raises: InvalidArgumentError.
-    """
+    ``key=1,2,4``. Raises: InvalidArgumentError."""
     name, _, values = text.partition("=")
     key = one_of("sweep", name.strip().replace("-", "_"), keys, "Write KEY=64..4096 or KEY=1,2.")
     low, dots, high = values.partition("..")
@@ -145,13 +128,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Settings for a run, and what they mean. Nothing has been run.
-
-    Attributes:
-        plan: the run with these settings.
-        choices: the settings, each with its reason.
-        parameters: how many numbers train; None where that is not known.
-    """
+    """Settings for a run, each with its reason, the run with them, and how many numbers train (None
+    where that is not known). Nothing has been run."""
 
     plan: PrivacyPlan
     choices: tuple[Choice, ...]

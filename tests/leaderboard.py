@@ -12,11 +12,10 @@ import re
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 
-from hf_dp.cards.details import CardDetails
-from hf_dp.cards.metadata import of_metric
+from hf_dp.cards.details import CardDetails, of_metric
 from hf_dp.cli.config import read_yaml
 from hf_dp.statement.record import read
-from hf_dp.statement.results import epsilon_text
+from hf_dp.statement.wording import epsilon_text
 
 ROOT = Path(__file__).parent.parent
 CARDS, SST2 = ROOT / "model_cards", ROOT / "recipes" / "sst2"

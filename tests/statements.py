@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from hf_dp.accounting import Ledger
+from hf_dp.errors import LedgerError
 from hf_dp.plans import DpSgdPlan, PrivacyPlan
-from hf_dp.statement.digests import digest_of
+from hf_dp.statement.durable import digest_of
 from hf_dp.statement.facts import RunFacts
+from hf_dp.statement.record import FILE_NAME, disagreements, read
 from hf_dp.statement.statement import PrivacyStatement
 
 N = 67349
@@ -47,3 +49,13 @@ def rewrite(path: Path, change: Callable[[Any], Any], *, renew: bool = True) -> 
         data.pop("digest", None)
         data["digest"] = digest_of(data)
     path.write_text(json.dumps(data))
+
+
+def problems(path: Path) -> str:
+    """What a reader finds wrong with a ``privacy.json``: why it is refused, or what disagrees."""
+    try:
+        return "; ".join(disagreements(read(path)))
+    except LedgerError as error:
+        said = str(error)
+    assert FILE_NAME in said
+    return said

@@ -6,7 +6,7 @@ import pytest
 from test_recipes import PRIVACY, RECIPES, REPRODUCTIONS, ROOT, parsed
 
 from hf_dp.cli.config import read_yaml
-from hf_dp.statement.provenance import seen_in_pretraining
+from hf_dp.statement.facts import seen_in_pretraining
 
 METHODS = ("full", "random", "pval", "lora", "adapter", "frost")
 PUBLIC = "recipes/images/small_vit/public.yaml"

@@ -118,4 +118,5 @@ def refuse_unknown(accountant: str, kinds: Iterable[str]) -> None:
     if PUBLISHED in unknown:
         next_move = UNESTABLISHED
     verb = "does not know" if unknown[0] == REPLACE_ONE else "cannot describe"
-    raise UnsupportedEventError(f"Accountant {accountant!r} {verb} {unknown[0]}. {next_move}")
+    kind = "events that show who took part" if unknown[0] == VISIBLE else unknown[0]
+    raise UnsupportedEventError(f"Accountant {accountant!r} {verb} {kind}. {next_move}")

@@ -14,20 +14,17 @@ _SAYS_NOTHING = re.compile(r"model|models|checkpoint(-\d+)?|final|best|latest|ou
 
 
 def one_line(value: object) -> str:
-    """Return text without line breaks, control and formatting characters.
-
-    Bidirectional overrides and zero-width characters are among the latter.
-    """
+    """Return text without line breaks, control and formatting characters (bidirectional overrides
+    and zero-width ones among the latter)."""
     text = "".join(" " if unicodedata.category(char)[0] in "CZ" else char for char in str(value))
     return " ".join(text.split())
 
 
 def public_name(value: object) -> str | None:
-    """Return one line, with a local path reduced to a name; None for no text.
+    """Return one line, with a local path reduced to its last component; None for no text.
 
-    The name is the path's last component, with the one before it where the last says nothing
-    ("model", "checkpoint-12"). A folder of the Hub's cache is named by its repository.
-    """
+    Where that says nothing ("model", "checkpoint-12"), the one before it stands, too. A folder of
+    the Hub's cache is named by its repository."""
     if value is None:
         return None
     text = one_line(value)
@@ -53,10 +50,7 @@ def source_name(value: object) -> str | None:
 
 
 def markdown(value: object) -> str:
-    """Escape a value, as one line, so that Markdown and HTML see only text.
-
-    Underscores inside a word need no escape.
-    """
+    """Escape a value, as one line, so that Markdown and HTML see only text."""
     text = re.sub(r"([\\`*{}\[\]<>#|~!&$@^])", r"\\\1", one_line(value))
     text = re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", text)
     # A list item or an underlined heading.

@@ -1,28 +1,34 @@
-"""Verify a published model: what it claims, against its own evidence.
+"""A card and its evidence: verified against each other, and made together.
 
 What is recomputed here is whatever can be without the training rows: epsilon from the ledger, the
 statement from epsilon, the card from the statement, and digests of the weights. Whether the ledger
 tells what ran is for whoever published it to say.
+
+``privacy.json`` is written last, so that its digests are of what lies beside it. After a kill in
+between, it belongs to no card yet, which ``hf-dp verify`` says; delete README.md, and ``hf-dp
+card`` makes one.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hf_dp._dataclasses import plain
 from hf_dp._version import __version__
 from hf_dp.accounting import SELECTION, TRAINING
 from hf_dp.cards.card import privacy_head, render_card, render_head
-from hf_dp.cards.details import CardDetails
-from hf_dp.cards.metadata import KEY, front_matter
+from hf_dp.cards.details import KEY, CardDetails, front_matter
 from hf_dp.errors import HfDpError, LedgerError
 from hf_dp.run.ledger_file import LEDGER, read_own
 from hf_dp.run.weights_file import head_in, weights_files
-from hf_dp.statement.digests import digest_of_file, digest_of_text
+from hf_dp.run.witnesses import refuse_foreign
+from hf_dp.statement.durable import Beside, digest_of_file, digest_of_text, replace_file
 from hf_dp.statement.record import FILE_NAME, PrivacyRecord, disagreements, read
 from hf_dp.statement.statement import PrivacyStatement
 
@@ -46,13 +52,8 @@ OK, FAILED, NOT_CHECKED, NOTICE = "ok", "FAILED", "not checked", "notice"
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
-
-    Attributes:
-        about: "schedule", "weights", ...
-        outcome: OK, FAILED, NOT_CHECKED (what it needs is not there) or NOTICE (worth knowing).
-        words: what was found.
-    """
+    """One thing that was looked at: OK, FAILED, NOT_CHECKED (what it needs is not there) or NOTICE
+    (worth knowing), and what was found."""
 
     about: str
     outcome: str
@@ -78,10 +79,7 @@ class Report:
 
 
 def verify(folder: str | os.PathLike[str]) -> Report:
-    """Check a folder with a model, its card and its ``privacy.json``.
-
-    Nothing raises for what is wrong with the files: the report has it.
-    """
+    """Check a folder with a model, card and ``privacy.json``; the report has what is wrong."""
     folder = Path(folder)
     try:
         record = read(folder)
@@ -116,10 +114,8 @@ def _looked(about: str, look: Callable[[], Iterable[Check]]) -> list[Check]:
 
 
 def checks_of_evidence(record: PrivacyRecord, folder: Path) -> Iterator[Check]:
-    """Compare a claim with its ledger, and the files of a run with their digests and heads.
-
-    Only if nothing of it failed is a card made.
-    """
+    """Compare a claim with its ledger, and the files of a run with their digests and heads. Only if
+    nothing of it failed is a card made."""
     about = "epsilon and statement"
     problems = disagreements(record)
     for problem in problems:
@@ -239,3 +235,76 @@ def is_as_made(record: PrivacyRecord, card: str) -> bool:
         return False
     whole = render_card(record.restated(), CardDetails.from_dict(record.card), head=head)
     return digest_of_text(whole) == digest_of_text(card)
+
+
+if TYPE_CHECKING:
+    from hf_dp.run.ledger import RunLedger
+
+
+def write_card(
+    folder: str | os.PathLike[str],
+    statement: PrivacyStatement,
+    details: CardDetails,
+    book: RunLedger,
+) -> None:
+    """Write the card into a folder, and then the ``privacy.json`` of its run that vouches for it.
+
+    Raises: as :func:`hf_dp.cards.card.render_card`; LedgerError for a folder of another run;
+        OSError."""
+    refuse_foreign(Path(folder), book.run_id)
+    text = render_card(statement, details)
+    os.makedirs(folder, exist_ok=True)
+    replace_file(Path(folder, CARD), [text.encode()])
+    book.save(folder, statement, _beside(text, details, file_digests(Path(folder))))
+
+
+def _beside(card: str, details: CardDetails, files: Mapping[str, str]) -> Beside:
+    section = digest_of_text(privacy_head(card) or "")
+    return Beside(card=details.to_dict(), privacy_section=section, files=files)
+
+
+def card_files(
+    folder: str | os.PathLike[str],
+    *,
+    repository: str | None = None,
+    given: Mapping[str, object] | None = None,
+    replaced: Mapping[str, bytes] | None = None,
+) -> dict[str, bytes]:
+    """Return README.md and ``privacy.json`` of a saved run, made again and belonging together.
+
+    Args:
+        given: fields of :class:`~hf_dp.cards.details.CardDetails` to set.
+        replaced: bytes of configurations that are published instead of those in the folder.
+
+    Raises: LedgerError where the run has not ended, what lies there does not belong together, or
+        somebody edited the README.md, which would be lost; InvalidArgumentError."""
+    folder = Path(folder)
+    record, path = read(folder), folder / CARD
+    statement = record.restated()
+    for check in checks_of_evidence(record, folder):
+        if check.outcome == FAILED:
+            raise LedgerError(
+                f"The files in {folder} do not belong to {FILE_NAME} there: {check.words}. Resume "
+                "the run to its end, take one of its checkpoints, or save the model again: "
+                "trainer.save_model(), or hf_dp.save_run(mechanism) in a loop of your own."
+            )
+    if path.is_file() and not is_as_made(record, path.read_text("utf-8", errors="replace")):
+        raise LedgerError(
+            f"{path} was edited, or another version of hf_dp made it, and making it again would "
+            "lose what it says. Say it by trainer.describe(...) or the options of `hf-dp card` "
+            "(license, language, tags, ...), then delete the file: it is made anew."
+        )
+    details = CardDetails(model_name=folder.resolve().name)
+    if record.card is not None:
+        details = CardDetails.from_dict(record.card)
+    details = replace(details.with_given(**dict(given or {})), repository=repository)
+    text = render_card(statement, details)
+    # A card may be kept without its weights, whose digests stay.
+    files = {**record.files, **file_digests(folder)}
+    files |= {
+        name: hashlib.sha256(content).hexdigest()
+        for name, content in (replaced or {}).items()
+        if name in files
+    }
+    made = record.stating(statement, _beside(text, details, files))
+    return {CARD: text.encode(), FILE_NAME: made.text().encode()}

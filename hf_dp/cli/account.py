@@ -7,7 +7,6 @@ import json
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from hf_dp.accounting import ACCOUNTANTS, RELATIONS
@@ -25,20 +24,6 @@ NOTE = (
     "These figures are for Poisson sampling with Gaussian noise on the sum of clipped gradients. A "
     "bound holds; an estimate may be below the true epsilon. Epsilon is rounded up."
 )
-SEARCH_NOTE = """\
-Epsilon of a hyperparameter search of which only the best run is released (Papernot and Steinke
-2021, arXiv 2110.03620). The number of runs K is geometric, with the mean that you give. The noise,
-sample rate and steps are those of one run, the most expensive one where they differ.
-
-The figure describes a search only if all of this holds:
-  - K was sampled secretly from the distribution, before the first run, and stays secret;
-  - each run draws its hyperparameters independently from one distribution that was fixed
-    beforehand: nothing is adaptive, and no run is stopped because of its score;
-  - the score that selects the best run is computed on public data: the figure does not cover a
-    score on private rows;
-  - nothing of the other runs leaves, their number included.
-Otherwise all runs compose: use `hf-dp sweep`, whose last line says what they cost together.
-"""
 _RATE, _END = "--sample-rate 0.0152044", "--steps 198 --delta 7.424e-6"
 # question -> (help, words of the example, which number is not given)
 QUESTIONS = {
@@ -47,16 +32,6 @@ QUESTIONS = {
         "smallest noise that meets a target",
         f"--target-epsilon 3 {_RATE} {_END}",
         "noise-multiplier",
-    ),
-    "steps": (
-        "largest number of steps that stays within a target",
-        f"--target-epsilon 3 --noise-multiplier 0.8254 {_RATE} --delta 7.424e-6",
-        "steps",
-    ),
-    "search": (
-        "epsilon of a search over a secret number of runs that releases only the best",
-        f"--mean-runs 10 --noise-multiplier 1.2 {_RATE} {_END}",
-        "target-epsilon",
     ),
     "ledger": ("recompute what a finished or interrupted run cost", "outputs/demo", ""),
 }
@@ -84,7 +59,7 @@ def build_parser() -> Parser:
         command = commands.add_parser(
             question,
             help=text,
-            description=SEARCH_NOTE if question == "search" else textwrap.fill(NOTE, 100),
+            description=textwrap.fill(NOTE, 100),
             epilog=f"example{of}:\n  hf-dp account {question} {example}",
         )
         option = command.option
@@ -94,12 +69,8 @@ def build_parser() -> Parser:
             for name, (kind, metavar, said) in NUMBERS.items():
                 if name != wanted:
                     option(f"--{name}", said, metavar, required=True, type=kind)
-        if question == "search":
-            runs = "expected number of runs, from 1 to 10^9"
-            option("--mean-runs", runs, "K", required=True, type=float)
-        else:
-            default = "the run's own" if question == "ledger" else "pld"
-            option("--accountant", f"default: {default}", choices=ACCOUNTANTS)
+        default = "the run's own" if question == "ledger" else "pld"
+        option("--accountant", f"default: {default}", choices=ACCOUNTANTS)
         if question in ("epsilon", "ledger"):
             command.switch("--cross-check", "every accountant with its kind")
         if question == "epsilon":
@@ -112,8 +83,7 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str]) -> int:
     """Answer one question on stdout; return 2 (with a line on stderr) if there is no answer."""
     args = build_parser().parse_args(list(argv))
-    kinds = {"search": _search, "ledger": _ledger}
-    delta, answers, found, lines = kinds.get(args.question, _of_a_run)(args)
+    delta, answers, found, lines = (_ledger if args.question == "ledger" else _of_a_run)(args)
     if args.json:
         results = [json_row(answer) for answer in answers]
         print(json.dumps({**found, "delta": delta, "results": results}, allow_nan=False))
@@ -123,51 +93,24 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _of_a_run(args: argparse.Namespace) -> Found:
-    """Answer about one run, of whose numbers one may be unknown."""
+    """Answer about a run of which all numbers are given but epsilon or the noise."""
     from hf_dp import accounting
     from hf_dp.accounting.accountants import Answer, compare
 
-    name, delta, lines = args.accountant or "pld", args.delta, ()
+    name, delta, rate, steps = args.accountant or "pld", args.delta, args.sample_rate, args.steps
     if args.question == "noise":
-        args.noise_multiplier = accounting.calibrate_noise_multiplier(
-            args.target_epsilon, delta, args.sample_rate, args.steps, name
-        )
-        lines = (f"noise multiplier {args.noise_multiplier!r}",)
-    elif args.question == "steps":
-        args.steps = accounting.calibrate_steps(
-            args.target_epsilon, delta, args.noise_multiplier, args.sample_rate, name
-        )
-        lines = (f"steps {args.steps!r} ({args.steps * args.sample_rate:.4g} epochs)",)
-    event = accounting.PoissonSampledGaussian(args.noise_multiplier, args.sample_rate, args.steps)
-    found: dict[str, object] = {"event": event.to_dict()}
-    if args.question != "epsilon":
-        return delta, compare(event, delta, (name,)), found, lines
+        target = args.target_epsilon
+        sigma = accounting.calibrate_noise_multiplier(target, delta, rate, steps, name)
+        event = accounting.PoissonSampledGaussian(sigma, rate, steps)
+        lines = (f"noise multiplier {sigma!r}",)
+        return delta, compare(event, delta, (name,)), {"event": event.to_dict()}, lines
+    event = accounting.PoissonSampledGaussian(args.noise_multiplier, rate, steps)
     if args.cross_check:
         names = (args.accountant,) if args.accountant else ACCOUNTANTS
         answers = compare(event, delta, names, args.relation)
     else:  # what it cannot say is an error
         answers = (Answer(name, accounting.epsilon(event, delta, name, args.relation)),)
-    return delta, answers, found | {"relation": args.relation}, lines
-
-
-def _search(args: argparse.Namespace) -> Found:
-    from hf_dp.accounting import BestOfRandomRuns, PoissonSampledGaussian, epsilon
-    from hf_dp.accounting.accountants import Answer, compare
-    from hf_dp.errors import UnsupportedEventError
-
-    run = PoissonSampledGaussian(args.noise_multiplier, args.sample_rate, args.steps)
-    search = BestOfRandomRuns((run,), args.mean_runs)
-    answers = []
-    for name in ACCOUNTANTS:
-        with suppress(UnsupportedEventError):  # this accountant cannot describe a search
-            answers.append(Answer(name, epsilon(search, args.delta, name)))
-    one_run = compare(run, args.delta, [answer.accountant for answer in answers])
-    found = {"event": search.to_dict(), "one_run": [json_row(answer) for answer in one_run]}
-    lines = (
-        f"one run:\n{table(one_run, args.delta)}",
-        f"the best of K runs, K geometric with mean {args.mean_runs:g}:",
-    )
-    return args.delta, answers, found, lines
+    return delta, answers, {"event": event.to_dict(), "relation": args.relation}, ()
 
 
 def _ledger(args: argparse.Namespace) -> Found:

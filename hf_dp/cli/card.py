@@ -27,8 +27,7 @@ def main(argv: Sequence[str]) -> int:
     add_fields(parser, CardDetails, ("repository", *SETTABLE))
     given = vars(parser.parse_args(list(argv)))
     from hf_dp.cards.escaping import is_repository
-    from hf_dp.cards.evidence import card_files
-    from hf_dp.cards.verify import CARD
+    from hf_dp.cards.verify import CARD, card_files
     from hf_dp.run.ledger_file import lock_run
     from hf_dp.statement.durable import replace_file
 

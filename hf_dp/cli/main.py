@@ -28,7 +28,7 @@ COMMANDS = {
     "sweep": "train over a grid of settings and seeds, and state what the runs cost together",
     "suggest": "suggest batch size, steps, learning rate and what to train, each with its reason",
     "plan": "estimate what a run or a recipe will cost, before anything is spent",
-    "account": "compute epsilon of a run or a search, or the noise that a target needs (no torch)",
+    "account": "compute epsilon of a run, or the noise that a target needs (no torch)",
     "audit": "try to refute a claim: canaries in or out by coins, or the exposure of secrets",
     "card": "make the model card of a saved run again, with another license, data set, ...",
     "verify": "check what a published model claims against its own evidence",

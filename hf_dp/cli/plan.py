@@ -276,10 +276,7 @@ def of_users(
     units: UnitTable, plan: PrivacyPlan, plan_with: Callable[[Mapping[str, object]], PrivacyPlan]
 ) -> str:
     """Say how many rows users have, for this console alone, and compare drawing users with drawing
-    their rows, at the same epsilon, steps and rows a step.
-
-    Args: plan_with: returns the plan with some arguments changed.
-    """
+    their rows, at the same epsilon, steps and rows a step."""
     users, target = plan.users, plan.target_epsilon
     assert users is not None
     sizes = sorted(units.sizes().tolist())

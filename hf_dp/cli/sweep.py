@@ -57,8 +57,8 @@ together.
 With --private-selection K, target_epsilon is that of the whole search. A secret, random number of
 runs (K on average) is made, each with values drawn from the grid. The run with the best score is
 moved to OUTPUT_DIR/best, and the others are deleted. Publish nothing else of the folder, and choose
-by evaluation data that is public: epsilon does not cover it. `hf-dp account search --help` states
-the conditions.
+by evaluation data that is public: epsilon does not cover it. `hf-dp plan
+--private_selection_mean_runs K` says what a search costs, hf_dp/accounting/README.md on what terms.
 """
 
 

@@ -61,10 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def fetched(model: str, revision: str | None = None, skipped: Sequence[str] = ()) -> Path:
-    """Return the folder of a model, fetched from the Hub if it is no local one.
-
-    Args: skipped: patterns of files to leave on the Hub.
-    """
+    """Return the folder of a model, fetched, without ``skipped``, if it is not here."""
     path = Path(model)
     if path.is_dir():
         return path

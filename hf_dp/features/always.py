@@ -21,9 +21,7 @@ from hf_dp.errors import LedgerError, UnaccountedGradientError
 from hf_dp.features.base import Feature, Seen, register
 from hf_dp.run.other_training import note_steps_before_own
 from hf_dp.run.outlook import doubts
-from hf_dp.statement.facts import Flags
-from hf_dp.statement.provenance import seen_in_pretraining
-from hf_dp.statement.unnoised import NO_EPSILON
+from hf_dp.statement.facts import NO_EPSILON, Flags, seen_in_pretraining
 
 logger = logging.get_logger(__name__)
 

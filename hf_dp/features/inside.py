@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from hf_dp._dataclasses import default_of
 from hf_dp.features.base import Inside, Seen, register
 from hf_dp.mechanisms import Mechanism
-from hf_dp.statement.unnoised import CLIPPED_GRADIENT_NORM, TRAINING_LOSS
+from hf_dp.statement.facts import CLIPPED_GRADIENT_NORM, TRAINING_LOSS
 
 
 @register

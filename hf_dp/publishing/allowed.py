@@ -1,7 +1,5 @@
-"""The one allow-list: which files of a folder may be published, and why each of the others stays.
-
-A file is known by its name. What no rule knows stays.
-"""
+"""The one allow-list: which files of a folder may be published, by their names, and why each of the
+others stays. What no rule knows stays."""
 
 from __future__ import annotations
 
@@ -54,10 +52,8 @@ LINK = "a link: what it leads to may be anything"
 
 
 def sort_files(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Return which files of a folder may be published, and all others; of each, why.
-
-    Folders of which nothing goes end in "/".
-    """
+    """Return which files of a folder may be published, and all others (folders of which nothing
+    goes end in "/"); of each, why."""
     goes, stays, shards = {}, {}, _shards(folder)
     for name in sorted(_files(folder)):
         top, inside, _ = name.partition("/")

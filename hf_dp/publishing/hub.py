@@ -48,12 +48,8 @@ T = TypeVar("T")
 
 
 class Hub:
-    """Pushes publications with one token.
-
-    Args: token: None for that of ``hf auth login`` or HF_TOKEN.
-
-    Raises: PublishError when there is none, and for whatever the Hub or the network refuses.
-    """
+    """Pushes publications with one token, by default that of ``hf auth login`` or HF_TOKEN. Raises:
+    PublishError when there is none, and for whatever the Hub or the network refuses."""
 
     def __init__(self, token: str | None = None):
         self.token = token or get_token()
@@ -62,11 +58,10 @@ class Hub:
         self.api = HfApi(token=self.token, library_name="hf_dp", library_version=__version__)
 
     def _asked(self, what: str, repository: str, ask: Callable[[], T]) -> T:
-        """Return what the Hub answers.
+        """Return what the Hub answers; raise whatever fails as PublishError, by ``what`` was being
+        done.
 
-        Whatever fails is raised as PublishError, by ``what`` was being done. The original error is
-        not attached, since its request holds the token.
-        """
+        The original error is not attached, since its request holds the token."""
         try:
             return ask()
         except HfDpError:
@@ -79,10 +74,7 @@ class Hub:
         raise problem
 
     def create(self, repository: str, private: bool | None = None) -> str:
-        """Make a repository, unless it is there, and return its full name.
-
-        Args: private: None for what the account's settings say.
-        """
+        """Make a repository, unless it is there, and return its full name."""
         made = self._asked(
             "Creating the repository",
             repository,
@@ -99,12 +91,9 @@ class Hub:
         private: bool | None = None,
         message: str = "Publish with hf_dp",
     ) -> CommitInfo:
-        """Make a branch hold exactly the publication, by one commit.
+        """Make a branch hold exactly the publication, by one commit that also deletes other files.
 
-        Files that are there and not in it are deleted by the same commit; the history keeps them.
-
-        Raises: PublishError when the publication or the repository is refused, before anything is
-            uploaded.
+        Raises: PublishError when publication or repository is refused, before anything is uploaded.
         """
         additions = publication.additions()
         there = self.check(repository, revision, publication.record, private)
@@ -133,13 +122,11 @@ class Hub:
     ) -> ModelInfo:
         """Return what a branch holds; make one that is not there yet, without files.
 
-        Args:
-            run: which is to be pushed; None before it has begun.
-            older: whether the run may be at an older state than the branch.
+        Args: run: which is to be pushed; None before it has begun. older: whether the run may be at
+            an older state than the branch.
 
         Raises: PublishError unless it is empty, or holds an earlier state of the same run with the
-            card as it was pushed.
-        """
+            card as it was pushed."""
         what = "Reading the repository"
         there = self._asked(what, repository, lambda: self._info(repository, revision))
         if private and not there.private:

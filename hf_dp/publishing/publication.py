@@ -11,19 +11,16 @@ from types import MappingProxyType
 
 from huggingface_hub import CommitOperationAdd
 
-from hf_dp.cards.details import CardDetails
+from hf_dp.cards.details import FRONT_MATTER, CardDetails
 from hf_dp.cards.escaping import is_repository
-from hf_dp.cards.evidence import card_files
-from hf_dp.cards.metadata import FRONT_MATTER
-from hf_dp.cards.verify import CARD, CONFIGS
+from hf_dp.cards.verify import CARD, CONFIGS, card_files
 from hf_dp.errors import LedgerError, PublishError
 from hf_dp.publishing.allowed import refuse_others, sort_files, why_goes
 from hf_dp.publishing.scan import Scan
 from hf_dp.run.ledger_file import LEDGER
 from hf_dp.run.weights_file import head_in, weights_files
 from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read
-from hf_dp.statement.results import delta_text
-from hf_dp.statement.wording import NOT_PRIVATE, STATUSES
+from hf_dp.statement.wording import NOT_PRIVATE, STATUSES, delta_text
 
 _MASKS = "selection_masks.safetensors"
 _CLAIM = re.compile(r"differential[-_]privacy")  # a key, and tags, of a private run's card
@@ -31,15 +28,10 @@ _CLAIM = re.compile(r"differential[-_]privacy")  # a key, and tags, of a private
 
 @dataclass(frozen=True)
 class Publication:
-    """The files that go, and why each of the others stays.
+    """The files that go (bytes, or where weights are), why each of the others stays, what was taken
+    out or replaced, and why the folder cannot be published, each with its next move.
 
-    Attributes:
-        folder: of the run, or of a checkpoint.
-        files: by their paths in the repository: their bytes, or where they are (weights).
-        stays: by path, why.
-        changes: what was taken out of a file or replaced, in words.
-        refusals: why the folder cannot be published, each with its next move.
-        record: the run's ``privacy.json``; None where it cannot be read, which is refused.
+    Attributes: record: the run's ``privacy.json``; None where it cannot be read, which is refused.
     """
 
     folder: Path
@@ -59,18 +51,13 @@ class Publication:
         not_private: bool = False,
         tokens: Iterable[str | None] = (),
     ) -> Publication:
-        """Look through a folder. Nothing is written, and no network is used.
+        """Look through a folder; nothing is written, and no network is used.
 
-        Args:
-            repository: its name on the Hub, for the card.
-            base_model: the id on the Hub of the base, for the card and for an adapter.
-            not_private: whether to publish what no epsilon covers, as what it is: a run with
-                ``insecure_seed``, above all.
-            tokens: secrets to look for, besides those that this process knows.
+        Args: base_model: the id on the Hub of the base, for card and adapter. tokens: secrets to
+            look for, besides those that this process knows.
 
-        Raises: PublishError for a path that is no folder, a file in it that cannot be read, or a
-            ``base_model`` that is no id.
-        """
+        Raises: PublishError for no folder, a file that cannot be read, or a ``base_model`` that is
+            no id."""
         folder = Path(folder)
         if not folder.is_dir():
             raise PublishError(f"Expected a folder of a run to publish, got {str(folder)!r}.")
@@ -153,8 +140,7 @@ class Publication:
     def additions(self) -> list[CommitOperationAdd]:
         """Return the operations of a commit, after a last look at their names.
 
-        Raises: PublishError as :meth:`refuse`, for a name that is not on the allow-list, and for a
-            file that changed since it was looked at.
+        Raises: PublishError as :meth:`refuse`, and for a file that changed since it was looked at.
         """
         self.refuse()
         refuse_others(self.files)
@@ -205,11 +191,7 @@ def _unfit(
 
 def refuse_claims(folder: Path, tags: Iterable[str] = ()) -> None:
     """Raise PublishError where a folder whose run is not private holds what is of a private run, or
-    a card that claims to be: it would be pushed as a whole, past the allow-list.
-
-    Args: tags: which the card gets besides.
-
-    Raises: LedgerError for weights that cannot be read.
+    a card (with these tags) that claims to be: it would be pushed as a whole, past the allow-list.
     """
     held = [name for name in (FILE_NAME, LEDGER) if (folder / name).exists()]
     for place in (folder, *folder.glob("checkpoint-*")):

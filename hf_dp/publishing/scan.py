@@ -43,20 +43,12 @@ _METADATA = {"format": ("pt", "tf", "flax", "np", "mlx")}
 
 
 class Scan:
-    """Looks through the files of one publication.
+    """Looks through the files of one publication for tokens, places and names of this machine.
 
-    Args:
-        folder: that is published.
-        base_model: the id on the Hub that an adapter is to name; None keeps what it names.
-        tokens: secrets to look for, besides those that this process knows.
+    Args: base_model: the id on the Hub that an adapter is to name; None keeps what it names.
 
-    Attributes:
-        tokens: of the Hub.
-        places: folders of this machine: the user's home, the folder that is published.
-        user, machine: their names.
-        refusals: what keeps the folder from being published, each with its next move.
-        changes: what was taken out or replaced, by file and key.
-    """
+    Attributes: refusals: what keeps the folder from being published, each with its next move.
+        changes: what was taken out or replaced, by file and key."""
 
     def __init__(
         self, folder: Path, base_model: str | None = None, tokens: Iterable[str | None] = ()

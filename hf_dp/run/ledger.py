@@ -34,8 +34,7 @@ from hf_dp.run.ledger_file import (
 from hf_dp.run.shortage import named_disk_errors
 from hf_dp.run.weights_file import put_head, weights_files
 from hf_dp.run.witnesses import refuse_foreign, refuse_leftovers, whole_ledger
-from hf_dp.statement.digests import Beside, Head
-from hf_dp.statement.durable import replace_file
+from hf_dp.statement.durable import Beside, Head, replace_file
 from hf_dp.statement.facts import EarlierRun, Flags, Weaknesses
 from hf_dp.statement.record import write
 from hf_dp.statement.statement import PrivacyStatement

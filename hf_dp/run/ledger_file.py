@@ -20,8 +20,7 @@ from filelock import FileLock, Timeout
 from hf_dp.accounting import EARLIER, Ledger, LedgerEntry, event_from_dict
 from hf_dp.errors import HfDpError, LedgerError
 from hf_dp.plans.privacy import PrivacyPlan
-from hf_dp.statement.digests import Head
-from hf_dp.statement.durable import loads, replace_file, sync_folder
+from hf_dp.statement.durable import Head, loads, replace_file, sync_folder
 from hf_dp.statement.facts import Weaknesses
 from hf_dp.statement.record import PrivacyRecord
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from hf_dp.errors import LedgerError
-from hf_dp.statement.digests import Head
-from hf_dp.statement.durable import loads, replace_file
+from hf_dp.statement.durable import Head, loads, replace_file
 
 _CHUNK = 1 << 24
 # Files that stand beside weights: masks of what trains (hf_dp.tuners.single_entries).

@@ -14,7 +14,7 @@ from pathlib import Path
 from hf_dp.errors import LedgerError
 from hf_dp.run.ledger_file import COPY, HEAD, LEDGER, Lines, damaged, read_copy, read_head, read_own
 from hf_dp.run.weights_file import head_in, weights_files
-from hf_dp.statement.digests import Head
+from hf_dp.statement.durable import Head
 from hf_dp.statement.record import FILE_NAME, PrivacyRecord, file_of, read
 
 _BACKUP = "Restore a backup of the whole folder that is not older; without it, the privacy of this "

@@ -1,4 +1,5 @@
-"""What the ledger does not know about a run: what weakens its claim, and how it was made.
+"""What the ledger does not know about a run: what weakens its claim, how it was made, and the names
+of what it computes without noise.
 
 What is lost cannot be taken back, so weaknesses only add up: over the resumes of one run and, as
 :class:`EarlierRun`, over all runs on the same rows that a run names.
@@ -6,7 +7,8 @@ What is lost cannot be taken back, so weaknesses only add up: over the resumes o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
@@ -124,10 +126,8 @@ class EarlierRun(Flags):
 
 @dataclass(frozen=True, kw_only=True)
 class Weaknesses(Flags):
-    """What weakens the claims of a run and of the ``earlier`` runs on the same rows.
-
-    Each earlier run is listed once.
-    """
+    """What weakens the claims of a run and of the ``earlier`` runs on the same rows, each listed
+    once."""
 
     earlier: tuple[EarlierRun, ...] = ()
 
@@ -200,3 +200,79 @@ def refuse_unnamed(ledger: Ledger, earlier: tuple[EarlierRun, ...]) -> None:
             "`earlier` to name these runs, got none. What they left unprotected is not known. "
             "Make `earlier` with `hf_dp.run.earlier.earlier_claims`."
         )
+
+
+# Data sets that share their text: the tasks of GLUE, and where their sentences come from.
+_SAME_TEXT = {
+    "qqp": {"quora", "quoraduplicates", "quoraquestionpairs"},
+    "qnli": {"squad", "rajpurkarsquad"},
+    "mnli": {"allnli", "multinli", "nli"},
+    "sst2": {"sst", "stanfordsentiment", "stanfordsentimenttreebank"},
+}
+
+_NOT_A_NAME = {"default", "private", "train"}
+
+
+def seen_in_pretraining(dataset: str | None, sources: Iterable[str]) -> list[str]:
+    """List the ``sources`` that seem to hold the text of ``dataset``: that name it, a collection
+    that contains it, or a data set with the same text.
+
+    Names are compared by the beginnings of their last two components, letters and digits only. A
+    needless warning costs less than a missing one."""
+    wanted = _names(dataset or "")
+    for task, same in _SAME_TEXT.items():
+        if any(_alike(name, known) for name in wanted for known in (task, *same)):
+            wanted |= {task, *same}
+    return [
+        source for source in sources if any(_alike(a, b) for a in wanted for b in _names(source))
+    ]
+
+
+def _names(name: str) -> set[str]:
+    parts = [re.sub(r"[^a-z0-9]", "", part) for part in re.split(r"[/:]", name.lower())]
+    parts = [part for part in parts if part and part not in _NOT_A_NAME]
+    return set(parts[-2:] if len(parts) > 2 else parts[-1:] if "/" in name else parts)
+
+
+def _alike(one: str, other: str) -> bool:
+    return min(len(one), len(other)) >= 3 and (one.startswith(other) or other.startswith(one))
+
+
+# Name in logs, trackers, trainer_state.json and metrics -> name under which a user may release it.
+# Runtimes and counts reveal the sizes of draws.
+UNNOISED = {
+    **dict.fromkeys(("loss", "train_loss", "training_loss"), "training_loss"),
+    **dict.fromkeys(("clipped_gradient_norm", "measured_signal_to_noise"), "clipped_gradient_norm"),
+    **{
+        name: name
+        for name in "grad_norm total_flos num_input_tokens_seen train_runtime "
+        "train_samples_per_second train_steps_per_second train_tokens_per_second".split()
+    },
+}
+# The name in logs for the figure that the paper gives for DP-FP as published.
+NO_EPSILON = "papers_figure_not_established"
+# What else a private run logs: functions of what was released and of public numbers.
+_RELEASED_ANYWAY = frozenset(
+    {"learning_rate", "signal_to_noise", "noised_loss", "epsilon", NO_EPSILON, "epoch", "step"}
+)
+_OF_OTHER_ROWS = ("eval_", "test_")
+# What may be released at all.
+TRAINING_LOSS, CLIPPED_GRADIENT_NORM = RELEASABLE = ("training_loss", "clipped_gradient_norm")
+
+
+def withhold(
+    logs: dict[str, float], released: Collection[str], *, gradients_are_noised: bool = True
+) -> None:
+    """Remove from ``logs``, in place, what the user did not ask to release; of ``grad_norm`` the
+    norm of noised gradients may stay."""
+    for name, quantity in UNNOISED.items():
+        if quantity == "grad_norm" and gradients_are_noised:
+            continue
+        if quantity not in released:
+            logs.pop(name, None)
+
+
+def unknown_names(logs: Iterable[str], also_known: Collection[str] = ()) -> list[str]:
+    """Return the names of what may be anything, an un-noised loss, too."""
+    known = {*UNNOISED, *_RELEASED_ANYWAY, *also_known}
+    return [name for name in logs if name not in known and not name.startswith(_OF_OTHER_ROWS)]

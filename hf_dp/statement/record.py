@@ -1,9 +1,7 @@
 """``privacy.json``: the evidence behind an epsilon, written durably with a model and published with
-it.
+it: plan, ledger and facts, from which the statement is computed, and what the run claims.
 
-It holds plan, ledger and facts, from which the statement is computed, and what the run claims of
-itself. While a run goes on, its own ledger (:mod:`hf_dp.run.ledger_file`) counts what it releases.
-"""
+While a run goes on, its own ledger (:mod:`hf_dp.run.ledger_file`) counts what it releases."""
 
 from __future__ import annotations
 
@@ -19,8 +17,7 @@ from hf_dp._version import __version__
 from hf_dp.accounting import EARLIER, Ledger
 from hf_dp.errors import HfDpError, LedgerError
 from hf_dp.plans.privacy import PrivacyPlan
-from hf_dp.statement.digests import Beside, Head, digest_of, is_digest
-from hf_dp.statement.durable import loads, replace_file
+from hf_dp.statement.durable import Beside, Head, digest_of, is_digest, loads, replace_file
 from hf_dp.statement.facts import (
     NAMES,
     EarlierRun,
@@ -91,10 +88,7 @@ class PrivacyRecord(Beside):
         return replace(self, facts=statement.facts, statement=said, **vars(beside))
 
     def text(self) -> str:
-        """Return the content of ``privacy.json``, as this version writes it.
-
-        It holds no realized batch sizes, no seeds and no paths.
-        """
+        """Return the text of ``privacy.json``: no realized batch sizes, no seeds, no paths."""
         document = {
             "schema_version": SCHEMA_VERSION,
             "hf_dp_version": __version__,
@@ -146,15 +140,8 @@ def earlier_runs(record: PrivacyRecord) -> tuple[EarlierRun, ...]:
 def write(path_or_dir: str | os.PathLike[str], record: PrivacyRecord) -> Path:
     """Replace the file in one step, durably, and return its path.
 
-    After a kill at any point the file is the old one or the new one, whole.
-
-    Args: path_or_dir: a folder (made if absent) or a path that ends in ".json".
-
-    Raises:
-        LedgerError: the file there is of another run, holds steps that ``record`` lacks, or
-            cannot be read. It is left as it is.
-        OSError: the disk refused. The old file is intact.
-    """
+    Raises: LedgerError when the file there is of another run, holds steps that ``record`` lacks, or
+        cannot be read; OSError. It is left as it is."""
     path = file_of(path_or_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(path):
@@ -176,9 +163,7 @@ def write(path_or_dir: str | os.PathLike[str], record: PrivacyRecord) -> Path:
 def read(path_or_dir: str | os.PathLike[str]) -> PrivacyRecord:
     """Read a folder's ``privacy.json`` (or the ".json" file named), and guess nothing.
 
-    Raises: LedgerError for a missing, damaged, edited or newer file. The message names the file and
-        the next move.
-    """
+    Raises: LedgerError for a missing, damaged, edited or newer file."""
     path = file_of(path_or_dir)
     try:
         text = path.read_text(encoding="utf-8")
@@ -254,11 +239,7 @@ def disagreements(record: PrivacyRecord) -> list[str]:
     """List, in words, what in the claim does not follow from the rest of the file.
 
     An epsilon may be larger than what is computed now (another version's bound may be looser), but
-    never smaller. The file is not signed: if all of it is rewritten so that it agrees, nothing is
-    found.
-
-    Raises: HfDpError when no statement can be computed.
-    """
+    never smaller. Raises: HfDpError when no statement can be computed."""
     if record.statement is None:
         return []
     said, now = record.statement, plain(record.restated().to_dict())

@@ -27,18 +27,9 @@ from hf_dp.accounting.accountants import Answer
 from hf_dp.accounting.composition import compose
 from hf_dp.accounting.knows import NO_BOUND
 from hf_dp.errors import LedgerError
+from hf_dp.plans import units
 from hf_dp.plans.privacy import PrivacyPlan
-from hf_dp.plans.units import (
-    EXAMPLE,
-    NEIGHBORING_RELATIONS,
-    NONE,
-    PRIVACY_UNITS,
-    USER,
-    weakest_relation,
-    weakest_unit,
-)
 from hf_dp.statement.facts import RunFacts, refuse_unnamed
-from hf_dp.statement.results import delta_text, epsilon_text, headline, line, results_of
 from hf_dp.statement.wording import (
     COVERED,
     NOT_ESTABLISHED,
@@ -46,10 +37,15 @@ from hf_dp.statement.wording import (
     PROVEN,
     PROVEN_WEIGHTS_ONLY,
     STATUSES,
+    delta_text,
+    epsilon_text,
+    headline,
+    line,
     not_covered,
     one_user,
     relation_in_words,
     released_in_words,
+    results_of,
     unit_in_words,
 )
 
@@ -99,11 +95,13 @@ class PrivacyStatement:
             InvalidArgumentError: no statement is known for the unit or relation.
             LedgerError: the ledger counts earlier runs, but ``facts`` name none.
         """
-        _validate.one_of("privacy_unit", plan.privacy_unit, PRIVACY_UNITS)
-        _validate.one_of("neighboring_relation", plan.neighboring_relation, NEIGHBORING_RELATIONS)
+        _validate.one_of("privacy_unit", plan.privacy_unit, units.PRIVACY_UNITS)
+        _validate.one_of(
+            "neighboring_relation", plan.neighboring_relation, units.NEIGHBORING_RELATIONS
+        )
         refuse_unnamed(ledger, facts.earlier)
         for run in facts.earlier:
-            if (run.unit == USER) != (plan.users is not None) and run.unit != NONE:
+            if (run.unit == units.USER) != (plan.users is not None) and run.unit != units.NONE:
                 raise LedgerError(
                     f"Expected {run.name} to protect what this run does (privacy_unit="
                     f"{plan.privacy_unit!r}), got {run.unit!r}. {NO_BOUND} Start both runs with "
@@ -157,16 +155,16 @@ class PrivacyStatement:
     def unit_code(self) -> str:
         """Of :mod:`hf_dp.plans.units`: the weakest of this run and of all earlier runs."""
         if self.status == NOT_ESTABLISHED:
-            return NONE
-        return weakest_unit((self.plan.unit, *(run.unit for run in self.facts.earlier)))
+            return units.NONE
+        return units.weakest_unit((self.plan.unit, *(run.unit for run in self.facts.earlier)))
 
     @property
     def relation_code(self) -> str:
         """As :attr:`unit_code`."""
         if self.status == NOT_ESTABLISHED:
-            return NONE
+            return units.NONE
         relations = (self.plan.mechanism.relation, *(run.relation for run in self.facts.earlier))
-        return weakest_relation(relations)
+        return units.weakest_relation(relations)
 
     @property
     def unit(self) -> str:
@@ -238,7 +236,9 @@ class PrivacyStatement:
             released = ", ".join(released_in_words(self.facts))
             end = f"; this does not cover {released}, released without noise"
         row = "one row (a chunk of a longer text)" if self.rows_are_chunks else "one row"
-        unit = row if self.unit_code == EXAMPLE else f"the text of {row}, labels being public,"
+        unit = (
+            row if self.unit_code == units.EXAMPLE else f"the text of {row}, labels being public,"
+        )
         count, users = self.plan.num_examples, self.plan.users
         of_all = f"{unit} of the training set of {count:,} rows"
         if users is not None:
@@ -281,11 +281,9 @@ class PrivacyStatement:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the claim as plain data, for programs: in ``privacy.json`` and in the card's YAML.
-
-        ``epsilon``, always an upper bound, is None unless the status is a proven one. What there is
-        nothing to say of is left out.
-        """
+        """Return the claim as plain data, for ``privacy.json`` and the card's YAML, without what
+        there is nothing to say of. ``epsilon``, always an upper bound, is None unless the status is
+        a proven one."""
         plan = self.plan
         released = [name for run in self.facts.everywhere for name in run.released]
         values = {
@@ -319,7 +317,7 @@ def observed(facts: RunFacts) -> tuple[str, ...]:
 def _not_established(plan: PrivacyPlan, ledger: Ledger) -> list[Event]:
     """List the events, planned or run, for which no bound is known."""
     mechanism = plan.mechanism
-    known = mechanism.established and NONE not in (mechanism.unit, mechanism.relation)
+    known = mechanism.established and units.NONE not in (mechanism.unit, mechanism.relation)
     planned = () if known else plan.events()[-1:]
     return [*planned, *(event for event in ledger.events if not event.established)]
 

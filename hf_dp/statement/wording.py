@@ -1,21 +1,94 @@
-"""The words of a statement, whatever the mechanism. No program reads them: what is compared are
-codes."""
+"""The words and numbers of a statement, whatever the mechanism. No program reads the words: what is
+compared are codes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from decimal import ROUND_CEILING, Decimal
 
+from hf_dp.accounting import BOUNDS, Epsilon, Ledger, round_up
+from hf_dp.accounting.accountants import Answer, compare
+from hf_dp.errors import AccountingRangeError
+from hf_dp.plans import units
 from hf_dp.plans.privacy import PrivacyPlan
-from hf_dp.plans.units import (
-    EXAMPLE,
-    FEATURES,
-    NONE,
-    RECORD_ZERO_OUT,
-    USER,
-    ZERO_OUT,
-    Users,
-)
 from hf_dp.statement.facts import EVALUATION_ON_TRAINING_ROWS, OTHER_ROWS, PUBLIC_ROWS, RunFacts
+
+EPSILON_DIGITS = 3  # decimals of a printed epsilon
+DELTA_DIGITS = 4  # significant digits of a printed delta
+
+
+def epsilon_text(epsilon: float | None) -> str:
+    """Return the text of an epsilon that is already rounded up; "none" for None."""
+    if epsilon is None:
+        return "none"
+    return "0" if epsilon == 0 else f"{epsilon:.{EPSILON_DIGITS}f}"
+
+
+def delta_text(delta: float) -> str:
+    """Return delta rounded up to four significant digits: "(epsilon, delta)-private" stays true."""
+    exact = Decimal(repr(float(delta)))
+    if exact == 0:
+        return "0"
+    last_digit = Decimal(1).scaleb(exact.adjusted() - DELTA_DIGITS + 1)
+    return f"{float(exact.quantize(last_digit, ROUND_CEILING)):g}"
+
+
+def results_of(ledger: Ledger, delta: float, accountants: Sequence[str]) -> tuple[Answer, ...]:
+    """Return what each accountant says about a ledger, rounded up to three decimals, or why it says
+    nothing."""
+    return tuple(map(_rounded, compare(ledger.events, delta, accountants)))
+
+
+def _rounded(answer: Answer) -> Answer:
+    found = answer.epsilon
+    if found is None:
+        return answer
+    if not math.isfinite(found.value):
+        return Answer(answer.accountant, None, "no finite epsilon")
+    point = None if found.estimate is None else round_up(found.estimate, EPSILON_DIGITS)
+    return replace(answer, epsilon=Epsilon(found.rounded_up(EPSILON_DIGITS), found.kind, point))
+
+
+def headline(rows: tuple[Answer, ...], wanted: str) -> tuple[str, float, str]:
+    """Return the accountant of the claim, its epsilon and, if it is not the one asked for, why.
+
+    Raises: AccountingRangeError when no accountant gives an upper bound."""
+    bounds = {
+        row.accountant: row.epsilon.value
+        for row in rows
+        if row.epsilon is not None and row.accountant in BOUNDS
+    }
+    if wanted in bounds:
+        return wanted, bounds[wanted], ""
+    if not bounds:
+        notes = " ".join(f"{row.accountant}: {row.note}" for row in rows if row.note)
+        raise AccountingRangeError(
+            f"No accountant gives an upper bound for this run, so nothing is claimed. {notes}"
+        )
+    best = min(bounds, key=bounds.__getitem__)
+    why = next(
+        (row.note for row in rows if row.accountant == wanted and row.note),
+        "it is an estimate, not a bound.",
+    )
+    note = f"The headline is {best}'s bound, not that of {wanted}, the accountant asked for: {why}"
+    return best, bounds[best], note
+
+
+def point_estimate(found: Epsilon) -> str:
+    """Return the point estimate beside a bound, in words; empty without one."""
+    return "" if found.estimate is None else f" (point estimate {epsilon_text(found.estimate)})"
+
+
+def line(row: Answer) -> str:
+    """Return a result as one line of a terminal."""
+    found = row.epsilon
+    if found is None:
+        return f"{row.accountant:<8} -        {row.note}"
+    epsilon = epsilon_text(found.value)
+    return f"{row.accountant:<8} {epsilon:<8} {found.kind}{point_estimate(found)}"
+
 
 RUNNING = "running"
 PROVEN = "proven"
@@ -33,8 +106,10 @@ STATUSES = {
 _IN_ROWS = "a person or text that appears in k rows"
 _K_FOLD = "is protected k-fold weaker (k times epsilon, and delta times k exp((k - 1) epsilon))"
 _UNITS = {
-    EXAMPLE: "one row of the training set",
-    FEATURES: "the text (or image) of one row of the training set, whose label is stated as public",
+    units.EXAMPLE: "one row of the training set",
+    units.FEATURES: (
+        "the text (or image) of one row of the training set, whose label is stated as public"
+    ),
 }
 _VECTOR_RELATION = (
     "zero-out: the contribution of one row is replaced by nothing (its released vector holds noise "
@@ -42,14 +117,14 @@ _VECTOR_RELATION = (
     "one vector is released for each row; replacing a row by another moves its vector twice as far"
 )
 _RELATIONS = {
-    ZERO_OUT: (
+    units.ZERO_OUT: (
         "zero-out: the contribution of one {one} is replaced by nothing, while the number of {all} "
         "is public. The value of epsilon is the same as for adding or removing one {one}, but that "
         "relation is not claimed, because sample rate, steps, delta and divisor are derived from "
         "the number of {all}"
     ),
-    RECORD_ZERO_OUT: _VECTOR_RELATION,
-    NONE: "none: nothing is established for any relation",
+    units.RECORD_ZERO_OUT: _VECTOR_RELATION,
+    units.NONE: "none: nothing is established for any relation",
 }
 _RELEASES = {
     EVALUATION_ON_TRAINING_ROWS: " (metrics computed on training rows)",
@@ -67,19 +142,17 @@ PITFALLS = (
 )
 
 
-def one_user(users: Users) -> str:
+def one_user(users: units.Users) -> str:
     """Say what one user is."""
     return f"one {users.name} (all rows with one value in the column {users.column!r})"
 
 
-def unit_in_words(unit: str, facts: RunFacts, users: Users | None) -> str:
-    """Say what is protected, by its code in :mod:`hf_dp.plans.units`.
-
-    Also say how much weaker the protection is of a person or text in several rows.
-    """
-    if unit == NONE:
+def unit_in_words(unit: str, facts: RunFacts, users: units.Users | None) -> str:
+    """Say what is protected, by its code in :mod:`hf_dp.plans.units`, and how much weaker the
+    protection is of a person or text in several rows."""
+    if unit == units.NONE:
         return "none: nothing is established for any unit"
-    if unit == USER and users is not None:
+    if unit == units.USER and users is not None:
         return (
             f"{one_user(users)}, however many rows that are; what appears in the rows of several, "
             f"k of them, {_K_FOLD}"
@@ -90,7 +163,7 @@ def unit_in_words(unit: str, facts: RunFacts, users: Users | None) -> str:
     return f"{_UNITS[unit]}; {who} {_K_FOLD}"
 
 
-def relation_in_words(relation: str, users: Users | None) -> str:
+def relation_in_words(relation: str, users: units.Users | None) -> str:
     """Say against which change a row, or user, is protected, by its code in
     :mod:`hf_dp.plans.units`."""
     one, every = ("row", "rows") if users is None else (users.name, f"units (each a {users.name})")
@@ -141,8 +214,8 @@ def not_covered(facts: RunFacts, plan: PrivacyPlan) -> Iterator[str]:
 
 def _public_labels(facts: RunFacts, plan: PrivacyPlan) -> Iterator[str]:
     text = "the labels of the training rows, which are stated as public: they"
-    names = [run.name for run in facts.earlier if run.unit not in (EXAMPLE, USER)]
-    if plan.mechanism.unit != EXAMPLE:
+    names = [run.name for run in facts.earlier if run.unit not in (units.EXAMPLE, units.USER)]
+    if plan.mechanism.unit != units.EXAMPLE:
         yield f"{text} enter the loss as they are"
     elif names:
         yield f"{text} entered the loss of {', '.join(names)} as they are"

@@ -179,5 +179,5 @@ def refuse_search() -> NoReturn:
         "hyperparameter_search trains on the private rows once per trial, and the epsilon of one "
         "run does not cover the search. Tune on public data; or run trials one by one, all of "
         "which count (epsilon of their ledgers' events together); or draw their number secretly "
-        "and release only the best (`hf-dp account search` gives its cost)."
+        "and release only the best (`hf-dp sweep --private-selection`)."
     )

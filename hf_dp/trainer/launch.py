@@ -18,7 +18,7 @@ from transformers.utils import logging
 from hf_dp._arguments import Problems
 from hf_dp._validate import invalid
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
-from hf_dp.statement.unnoised import CLIPPED_GRADIENT_NORM
+from hf_dp.statement.facts import CLIPPED_GRADIENT_NORM
 
 logger = logging.get_logger(__name__)
 

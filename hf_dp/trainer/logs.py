@@ -17,7 +17,7 @@ from hf_dp.mechanisms import Mechanism
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.checks import check_head_is_trainable
 from hf_dp.run.private_run import PrivateRun
-from hf_dp.statement.unnoised import NO_EPSILON, unknown_names, withhold
+from hf_dp.statement.facts import NO_EPSILON, unknown_names, withhold
 from hf_dp.tuners.base import Tuner
 
 logger = logging.get_logger(__name__)

@@ -33,7 +33,7 @@ from hf_dp.plans.draws import POISSON, check_sampling
 from hf_dp.plans.mechanism import MechanismPlan
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.units import BY_ROW, NEIGHBORING_RELATIONS, USER
-from hf_dp.statement.unnoised import CLIPPED_GRADIENT_NORM, RELEASABLE
+from hf_dp.statement.facts import CLIPPED_GRADIENT_NORM, RELEASABLE
 from hf_dp.trainer.forward_arguments import forward_plan
 from hf_dp.trainer.row_arguments import users_of
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import TrainOutput
 
 from hf_dp.batches.structure import DataSet
-from hf_dp.cards.evidence import write_card
+from hf_dp.cards.verify import write_card
 from hf_dp.distributed.processes import others_present
 from hf_dp.features import Inside, Seen, features_of
 from hf_dp.mechanisms import mechanism_for
@@ -33,18 +33,18 @@ from hf_dp.run.witnesses import refuse_foreign
 from hf_dp.statement.facts import EVALUATION_ON_TRAINING_ROWS, Flags
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.trainer.arguments import DPTrainingArguments, options_of
-from hf_dp.trainer.card_facts import (
+from hf_dp.trainer.given import Given, Rows, refuse_search
+from hf_dp.trainer.launch import without_ddp
+from hf_dp.trainer.plain import Prepared, Training, loaded
+from hf_dp.trainer.privacy_arguments import plan_of
+from hf_dp.trainer.publishing import (
+    Publishing,
     describe,
     details_of,
     given_before,
     in_our_names,
     pretraining_sources,
 )
-from hf_dp.trainer.given import Given, Rows, refuse_search
-from hf_dp.trainer.launch import without_ddp
-from hf_dp.trainer.plain import Prepared, Training, loaded
-from hf_dp.trainer.privacy_arguments import plan_of
-from hf_dp.trainer.publishing import Publishing
 
 # Arguments that concern one process alone: what it prints, and which one it is.
 _OF_A_PROCESS = {"local_rank", "disable_tqdm", "log_level", "log_level_replica"}

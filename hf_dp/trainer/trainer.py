@@ -28,12 +28,11 @@ from hf_dp.run.private_run import PrivateRun
 from hf_dp.run.training_data import TrainingData
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.trainer.arguments import DPTrainingArguments
-from hf_dp.trainer.card_facts import describe
 from hf_dp.trainer.given import Given, ProcessingClass
 from hf_dp.trainer.launch import without_tied_copies
 from hf_dp.trainer.plain import Prepared, Training, no_plan
 from hf_dp.trainer.private import training_of
-from hf_dp.trainer.publishing import Publishing
+from hf_dp.trainer.publishing import Publishing, describe
 
 
 class DPTrainer(Publishing):

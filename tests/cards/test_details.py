@@ -18,10 +18,9 @@ from scipy import stats
 from statements import SMALL, statement_of
 
 from hf_dp import DPTrainer
-from hf_dp.cards.card import render_card
+from hf_dp.cards.card import in_short, most_found, render_card
 from hf_dp.cards.details import CardDetails
-from hf_dp.cards.evidence import card_files
-from hf_dp.cards.plain_words import in_short, most_found
+from hf_dp.cards.verify import card_files
 from hf_dp.cli.main import main
 from hf_dp.errors import InvalidArgumentError
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from leaderboard import CARDS, PAGES, folders, page
 
-from hf_dp.cards.evidence import card_files
-from hf_dp.cards.verify import CARD, NOT_CHECKED, verify
+from hf_dp.cards.verify import CARD, NOT_CHECKED, card_files, verify
 from hf_dp.statement.record import FILE_NAME
 
 CARDS_OF = {

@@ -25,11 +25,15 @@ from hf_dp.cli.main import main
 from hf_dp.errors import AccountingRangeError, InvalidArgumentError, LedgerError
 from hf_dp.plans import DpSgdPlan, PrivacyPlan
 from hf_dp.statement import statement as statement_module
-from hf_dp.statement.facts import EarlierRun, RunFacts, Weaknesses
-from hf_dp.statement.provenance import seen_in_pretraining
-from hf_dp.statement.results import delta_text, epsilon_text
+from hf_dp.statement.facts import EarlierRun, RunFacts, Weaknesses, seen_in_pretraining
 from hf_dp.statement.statement import PrivacyStatement
-from hf_dp.statement.wording import NOT_PRIVATE, PROVEN, PROVEN_WEIGHTS_ONLY
+from hf_dp.statement.wording import (
+    NOT_PRIVATE,
+    PROVEN,
+    PROVEN_WEIGHTS_ONLY,
+    delta_text,
+    epsilon_text,
+)
 
 
 def by_accountant(statement: PrivacyStatement) -> dict[str, Answer]:

@@ -14,8 +14,7 @@ import tiny
 from huggingface_hub import ModelCard
 from statements import rewrite
 
-from hf_dp.cards.evidence import card_files
-from hf_dp.cards.verify import FAILED, NOT_CHECKED, NOTICE, OK, Report, verify
+from hf_dp.cards.verify import FAILED, NOT_CHECKED, NOTICE, OK, Report, card_files, verify
 from hf_dp.cli.main import main
 from hf_dp.errors import LedgerError
 from hf_dp.statement.record import FILE_NAME
@@ -269,7 +268,7 @@ def forge(folder: Path, change: Callable[[Any], Any]) -> None:
 
     from hf_dp.cards.verify import file_digests
     from hf_dp.run.weights_file import put_head
-    from hf_dp.statement.digests import Beside
+    from hf_dp.statement.durable import Beside
     from hf_dp.statement.record import read
 
     rewrite(folder / FILE_NAME, change)

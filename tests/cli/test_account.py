@@ -12,7 +12,6 @@ from quick import run_quickly
 from statements import rewrite
 
 from hf_dp.accounting import (
-    BestOfRandomRuns,
     Ledger,
     LedgerEntry,
     PoissonSampledGaussian,
@@ -24,13 +23,12 @@ from hf_dp.cli.options import Parser
 from hf_dp.plans import PrivacyPlan
 from hf_dp.run.ledger_file import LEDGER, Lines, write_head, write_line
 from hf_dp.statement import record as document
-from hf_dp.statement.digests import Beside
+from hf_dp.statement.durable import Beside
 from hf_dp.statement.facts import RunFacts, Weaknesses
 from hf_dp.statement.statement import PrivacyStatement
 
 RUN = ["--sample-rate", "0.0152043831", "--steps", "198", "--delta", "7.424e-6"]
 EPSILON = ["account", "epsilon", "--noise-multiplier", "0.82539", *RUN]
-SEARCH = ["account", "search", "--noise-multiplier", "1.2", *RUN, "--mean-runs", "10"]
 
 
 IMPORTED = """
@@ -131,8 +129,6 @@ def test_one_accountant_out_of_range_does_not_hide_the_others(capsys):
         (["account", "noise", "--target-epsilon", "3", *RUN, "--accountant", "gdp_clt"], "Calibration "
         "needs a bound"),
         (["account", "noise", "--target-epsilon", "-3", *RUN], "`target_epsilon` to be > 0"),
-        ([*SEARCH, "--mean-runs", "1"], "A single run is no search"),
-        ([*SEARCH, "--mean-runs", "0.5"], "`mean_runs` to be from 1 to 10^9, got 0.5"),
         (["acount"], "got 'acount'. Did you mean 'account'?"),
     ],
 )  # fmt: skip
@@ -181,41 +177,6 @@ def test_one_accountant_by_default_and_a_relation(capsys, refused):
         [*EPSILON, "--relation", "replace_one", "--accountant", "rdp"],
         "does not know relation 'replace_one'",
     )
-
-
-def test_steps(capsys):
-    numbers = "--target-epsilon 3 --noise-multiplier 0.82539 --delta 7.424e-6 --accountant rdp"
-    numbers = numbers.split()
-    assert main(["account", "steps", *numbers, "--sample-rate", "0.0152043831"]) == 0
-    assert capsys.readouterr().out.splitlines()[0] == "steps 197 (2.995 epochs)"
-
-
-def test_a_search_costs_what_accounting_says(capsys):
-    run = PoissonSampledGaussian(1.2, 0.0152043831, 198)
-    search = BestOfRandomRuns((run,), 10)
-    one, best = (epsilon(event, 7.424e-6, "rdp").rounded_up(3) for event in (run, search))
-    assert main([*SEARCH, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {
-        "event": search.to_dict(),
-        "delta": 7.424e-6,
-        "one_run": [{"accountant": "rdp", "kind": "bound", "epsilon": one}],
-        "results": [{"accountant": "rdp", "kind": "bound", "epsilon": best}],
-    }
-    assert main(SEARCH) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["rdp", "bound", f"{one:.3f}"] in rows
-    assert rows[-1] == ["rdp", "bound", f"{best:.3f}"]
-
-
-def test_a_search_is_described_with_its_conditions(capsys):
-    with pytest.raises(SystemExit):
-        main(["account", "search", "--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    for said in ("stays secret", "independently", "nothing is adaptive", "on public", "compose"):
-        assert said in text
-    with pytest.raises(SystemExit):
-        main(["sweep", "--help"])
-    assert "`hf-dp account search --help`" in capsys.readouterr().out
 
 
 class TestLedger:

@@ -149,7 +149,7 @@ def test_of_what_is_private_nothing_is_received(hub, tmp_path, monkeypatch):
     assert any(name.startswith("loss") for name in found(words, hub.received()))
     monkeypatch.setattr(allowed, "_GOES", {r"(?!_|checkpoint).*": "planted"})
     monkeypatch.setattr("hf_dp.publishing.scan.Scan.published", lambda self, name, text: text)
-    trainer._push_from_checkpoint(checkpoint)
+    trainer.push_to_hub()
     seen = set(found(words, hub.received()))
     shown = {name for name in words if name.startswith(("loss", "draw"))}
     assert {"a row", "the user", "the machine", "the token", *shown} <= seen

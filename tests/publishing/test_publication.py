@@ -19,7 +19,7 @@ from hf_dp.errors import PublishError, UnsupportedModelError
 from hf_dp.publishing.publication import Publication
 from hf_dp.run.ledger_file import read_own, write_line
 from hf_dp.run.weights_file import put_head
-from hf_dp.statement.digests import Head
+from hf_dp.statement.durable import Head
 from hf_dp.statement.facts import Weaknesses
 
 CARD_AND_TOKENIZER = {"README.md", "privacy.json", "tokenizer.json", "tokenizer_config.json"}

@@ -49,7 +49,7 @@ from hf_dp.run.gate import Gate, Release
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.ledger_file import COPY, LEDGER, read_copy, read_own
 from hf_dp.run.witnesses import checkpoints, read_run
-from hf_dp.statement import results
+from hf_dp.statement import wording
 from hf_dp.statement.record import FILE_NAME, read
 from hf_dp.trainer.checkpointing import Checkpointing
 from hf_dp.tuners.frost.tuner import FrostConfig
@@ -107,14 +107,14 @@ def warm() -> None:
     """Do once, before all forks, what costs seconds and is not about crashes."""
     torch.set_num_threads(1)
     epsilon(PoissonSampledGaussian(1.0, 0.2, 1), 1e-3, "rdp")  # imports the accountant
-    compare = results.compare
+    compare = wording.compare
 
     def by_rdp_alone(events: Any, delta: float, names: Any) -> Any:
         quick = [compare(events, delta, (name,))[0] if name == "rdp" else None for name in names]
         skipped = [Answer(name, None, "left out, to be quick") for name in names]
         return tuple(one or other for one, other in zip(quick, skipped, strict=True))
 
-    results.compare = by_rdp_alone  # type: ignore[assignment]
+    wording.compare = by_rdp_alone  # type: ignore[assignment]
 
 
 # -- in the forked child --

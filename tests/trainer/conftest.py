@@ -13,14 +13,14 @@ import torch
 from hf_dp.accounting.accountants import Answer
 from hf_dp.noise import SecretRandomness
 from hf_dp.run.private_run import PrivateRun
-from hf_dp.statement import results
+from hf_dp.statement import wording
 
 
 @pytest.fixture(scope="module", autouse=True)
 def without_prv() -> Iterator[None]:
     """Leave PRV's epsilon out of statements, which tests/cards is about: it takes a quarter of a
     second for each new event, as long as a short run."""
-    compare = results.compare
+    compare = wording.compare
 
     def by_others(events, delta, names):
         found = iter(compare(events, delta, [name for name in names if name != "prv"]))
@@ -28,7 +28,7 @@ def without_prv() -> Iterator[None]:
         return tuple(left_out if name == "prv" else next(found) for name in names)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(results, "compare", by_others)
+        patch.setattr(wording, "compare", by_others)
         yield
 
 

@@ -13,7 +13,7 @@ import tiny
 from transformers import TrainerCallback
 
 from hf_dp.accounting.accountants import Answer
-from hf_dp.statement import results
+from hf_dp.statement import wording
 
 STEPS, EVERY, WARM = 2000, 50, 500
 BOUND = 2.0  # MiB per 1,000 steps; the model and its gradients have 0.1
@@ -50,9 +50,9 @@ def by_rdp_alone(monkeypatch):
     """Leave out the accountants by PLD and PRV: each save fills a place of bounded caches of theirs
     (FFT plans in SciPy, distributions), which are large where epsilon is, and are no part of a
     step."""
-    compare = results.compare
+    compare = wording.compare
     monkeypatch.setattr(
-        results,
+        wording,
         "compare",
         lambda events, delta, names: (
             compare(events, delta, names)
