@@ -1,7 +1,5 @@
-"""Measure the peak memory of every mode, each in a fresh process.
-
-In one process, a mode would inherit what the allocator kept for another. The process is this
-module: ``python -m hf_dp.benchmarks.memory REQUEST`` answers :func:`probe`.
+"""Measure the peak memory of every mode, each in a fresh process: in one, a mode would inherit what
+the allocator kept for another. The process is ``python -m hf_dp.benchmarks.memory REQUEST``.
 
 On the CPU, the resident size is measured. A tiny model trains first in the same mode, so that
 libraries that load on first use are loaded; what is resident then is subtracted. The kernel's
@@ -25,26 +23,16 @@ from dataclasses import replace
 import torch
 
 from hf_dp import _validate
-from hf_dp.benchmarks.modes import (
-    FORWARD,
-    NON_PRIVATE,
-    Refused,
-    Report,
-    Row,
-    build_mode,
-    check_modes,
-    refusals,
-    refuse_without_yardstick,
-)
+from hf_dp.benchmarks import modes
+from hf_dp.benchmarks.modes import FORWARD, NON_PRIVATE, Refused, Report, Row
 from hf_dp.benchmarks.workload import Workload, environment, make_batch
 from hf_dp.errors import HfDpError
 
 MIB = 2**20
 Probe = Callable[[Workload, str, int], Row]
 
-# These are the same for every mode. What is freed goes back to the system at once, so that resident
-# memory is memory in use. Otherwise glibc keeps freed tensors in its arenas and MKL its scratch
-# buffers, and the peak depends on the order of allocations.
+# What is freed goes back to the system at once, so that resident memory is memory in use. Otherwise
+# glibc keeps freed tensors and MKL its buffers, and the peak depends on the order of allocations.
 _ALLOCATOR = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "65536",
@@ -67,9 +55,7 @@ def _resident(field: str) -> int:
 
 
 def probe(workload: Workload, mode: str, steps: int) -> Row:
-    """Measure one mode in a new process.
-
-    Returns: what :func:`measure_here` does, or ``{"refused": reason}``."""
+    """Measure one mode in a new process, by :func:`measure_here`."""
     request = json.dumps([vars(workload), mode, steps])
     done = subprocess.run(
         [sys.executable, "-m", "hf_dp.benchmarks.memory", request],
@@ -88,21 +74,19 @@ def probe(workload: Workload, mode: str, steps: int) -> Row:
 
 def measure_memory(
     workload: Workload,
-    modes: Sequence[str],
+    names: Sequence[str],
     steps: int = 3,
     run: Probe = probe,
     log: Callable[[str], None] = lambda line: None,
 ) -> Report:
-    """Return the peak of each mode, and its ratio to non-private, as ``--json`` prints it.
-
-    Args: steps: of each process; the peak is taken from the second on. run: the probe, for tests.
-    """
-    names, steps = check_modes(modes), _validate.integer("steps", steps, 2)
+    """Return the peak of each mode, from the second of ``steps`` on, and its ratio to non-private,
+    as ``--json`` prints it."""
+    _validate.integer("steps", steps, 2)
     rows: dict[str, Row] = {}
-    for name in names:
+    for name in modes.check_modes(names):
         log(name)
         rows[name] = run(workload, name, steps)
-        refuse_without_yardstick(workload, rows[NON_PRIVATE])
+        modes.refuse_without_yardstick(workload, rows[NON_PRIVATE])
         if "refused" not in rows[name]:
             rows[name]["mebibytes"] = rows[name].pop("bytes") / MIB
             rows[name]["ratio"] = rows[name]["mebibytes"] / rows[NON_PRIVATE]["mebibytes"]
@@ -116,8 +100,8 @@ def measure_memory(
 
 
 def measure_here(workload: Workload, name: str, steps: int) -> Row:
-    """Return, in the new process, the peak bytes of steps 2 to ``steps`` above what was in use
-    before the model was built, how they were measured, and the mode's note."""
+    """Return, in the new process, the peak bytes above what was in use before the model was built,
+    how they were measured, and the mode's note; or why it was refused."""
     torch.set_num_threads(workload.threads or 1)
     # A first step loads libraries and kernels. DP-FP needs a classifier.
     tiny = "tiny-bert" if name == FORWARD else "tiny"
@@ -134,22 +118,19 @@ def measure_here(workload: Workload, name: str, steps: int) -> Row:
 
 def _train(workload: Workload, name: str, steps: int, meter: Meter) -> str:
     """Make steps with a new model, the meter running after the first; return the mode's note."""
-    with refusals(name):
-        mode = build_mode(name, workload)
+    with modes.refusals(name):
+        mode = modes.build_mode(name, workload)
         batch = make_batch(workload, mode.model)
-        mode.step([batch])
+        mode.step(batch)
         meter.start()
         for _ in range(steps - 1):
-            mode.step([batch])
+            mode.step(batch)
         return mode.note
 
 
 class Meter:
     """Peak memory of this process above what it was when the meter was made, in bytes: resident
-    size, or on CUDA what torch's allocator handed out.
-
-    Attributes: measured: how.
-    """
+    size, or on CUDA what torch's allocator handed out."""
 
     def __init__(self, device: str) -> None:
         self.cuda = device == "cuda"

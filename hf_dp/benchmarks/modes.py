@@ -1,9 +1,8 @@
-"""The modes that are compared: forward and backward of one training step, in each way to clip.
+"""The modes that are compared: forward and backward of one physical batch, in each way to clip.
 
-A step takes one logical batch as a list of physical ones. It ends with what an optimizer would
-need: the mean gradient in ``.grad`` (non-private) or the clipped sums (private). The result is kept
-until the next step starts, as in training, so that all modes hold the same at their peak. Noise and
-update cost the same in all modes and are left out of all.
+A step ends with what an optimizer would need: the mean gradient in ``.grad`` (non-private) or the
+clipped sums (private), which are kept until the next step starts, as in training, so that all modes
+hold the same at their peak. Noise and update cost the same in all modes and are left out of all.
 """
 
 from __future__ import annotations
@@ -21,15 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hf_dp import _validate
+from hf_dp import _validate, errors
 from hf_dp.benchmarks.workload import Batch, Workload, build_model
 from hf_dp.clipping.engine import ClippingEngine
-from hf_dp.errors import (
-    HfDpError,
-    UnaccountedGradientError,
-    UnsupportedLossError,
-    UnsupportedModelError,
-)
 from hf_dp.losses import base_model, per_example_loss
 from hf_dp.mechanisms.last_layer import find_last_layer, noising
 from hf_dp.noise import SecretRandomness
@@ -45,36 +38,27 @@ Row = dict[str, Any]
 Report = dict[str, Any]
 
 
-class Refused(HfDpError):
+class Refused(errors.HfDpError):
     """A mode cannot run this workload; the message is the reason, for its row."""
 
 
 class NonPrivate:
-    """Ordinary training: a mean loss, and gradients in ``.grad``, which starts at None.
+    """Ordinary training: a mean loss, and gradients in ``.grad``, which starts at None."""
 
-    Attributes: note: what the reader must know beside the numbers, or "".
-    """
-
-    note = ""
+    note = ""  # what the reader must know beside the numbers
 
     def __init__(self, model: nn.Module, workload: Workload):
         self.model = model
         self.workload = workload
 
-    def step(self, batches: Sequence[Batch]) -> None:
-        """Run forward and backward of one logical batch. The result stays until the next step or
-        :meth:`reset`."""
+    def step(self, batch: Batch) -> None:
+        """Run forward and backward; the result stays until the next step or :meth:`reset`."""
         self.reset()
-        for batch in batches:
-            (self.losses(batch).mean() / len(batches)).backward()
+        self.losses(batch).mean().backward()
 
     def reset(self) -> None:
         """Drop the result, so that another mode can use the model; this is not timed."""
         self.model.zero_grad(set_to_none=True)
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the result of the last step by name: mean gradients, or clipped sums."""
-        return {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
 
     def losses(self, batch: Batch, chunked: bool = False) -> Tensor:
         """Return one loss per example, (b,)."""
@@ -91,21 +75,14 @@ class Clipped(NonPrivate):
         self.strategy = strategy
         self.sums: dict[str, Tensor] = {}
 
-    def step(self, batches: Sequence[Batch]) -> None:
+    def step(self, batch: Batch) -> None:
         self.reset()
-        ratio = self.workload.clipping_memory_ratio
-        with ClippingEngine(
-            self.model, CLIPPING_NORM, strategy=self.strategy, memory_ratio=ratio
-        ) as engine:
-            for batch in batches:
-                engine.backward(self.losses(batch, self.workload.chunked_loss))
+        with ClippingEngine(self.model, CLIPPING_NORM, strategy=self.strategy) as engine:
+            engine.backward(self.losses(batch, self.workload.chunked_loss))
             self.sums = engine.collect()
 
     def reset(self) -> None:
         self.sums = {}
-
-    def gradients(self) -> dict[str, Tensor]:
-        return self.sums
 
 
 class ForwardNoised(NonPrivate):
@@ -117,24 +94,20 @@ class ForwardNoised(NonPrivate):
         self._layer: nn.Module | None = None
         self._randomness = SecretRandomness()
 
-    def step(self, batches: Sequence[Batch]) -> None:
+    def step(self, batch: Batch) -> None:
         if self._layer is None:  # before the first round, which warms up
-            _, self._layer = find_last_layer(self.model, batches[0])
-
-        def noised(vectors: Tensor) -> Tensor:
-            return vectors + self._randomness.gaussian_like(vectors, 1.0)
-
-        with noising(self._layer, 1.0, noised):
-            super().step(batches)
+            _, self._layer = find_last_layer(self.model, batch)
+        gaussian = self._randomness.gaussian_like
+        with noising(self._layer, 1.0, lambda vectors: vectors + gaussian(vectors, 1.0)):
+            super().step(batch)
 
 
 class OpacusMode(NonPrivate):
-    """Opacus (>= 1.6), by per-example gradients or by fast gradient clipping (``opacus_ghost``).
+    """Opacus (>= 1.6), by per-example gradients or by fast gradient clipping (``opacus_ghost``), as
+    its maintainers advise: with ``wrap_model=False`` and position ids given in full.
 
-    It runs as its maintainers advise: with ``wrap_model=False`` and with position ids given in
-    full. Opacus refuses a trainable tied weight in ghost mode, so there the head gets a weight of
-    its own, and the row says so. The optimizer is told to skip the update (``signal_skip_step``,
-    which ``BatchMemoryManager`` uses): noise and update do not run, as in the other modes.
+    It refuses a trainable tied weight in ghost mode, so there the head gets a weight of its own,
+    and the row says so. The optimizer is told to skip noise and update, as in the other modes.
     """
 
     def __init__(self, workload: Workload, name: str):
@@ -162,40 +135,28 @@ class OpacusMode(NonPrivate):
             )
         self.hooks, self.optimizer = made[:2]
 
-    def step(self, batches: Sequence[Batch]) -> None:
+    def step(self, batch: Batch) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for p in self.optimizer.params:
-                p.summed_grad = None
-            for batch in batches:
-                self.optimizer.zero_grad(set_to_none=True)
-                losses = self.losses(_explicit(self.model, batch))
-                if self.ghost:
-                    from opacus.utils import fast_gradient_clipping_utils as ghost
+            self.reset()
+            losses = self.losses(_explicit(self.model, batch))
+            if self.ghost:
+                from opacus.utils import fast_gradient_clipping_utils as ghost
 
-                    ghost.DPTensorFastGradientClipping(
-                        self.hooks, self.optimizer, losses
-                    ).backward()
-                else:
-                    losses.mean().backward()
-                self.optimizer.signal_skip_step(True)
-                self.optimizer.step()
+                ghost.DPTensorFastGradientClipping(self.hooks, self.optimizer, losses).backward()
+            else:
+                losses.mean().backward()
+            self.optimizer.signal_skip_step(True)
+            self.optimizer.step()
 
     def reset(self) -> None:
         for p in self.optimizer.params:
             p.grad = p.grad_sample = p.summed_grad = None
 
-    def gradients(self) -> dict[str, Tensor]:
-        found: dict[str, Any] = dict(self.model.named_parameters())
-        return {name: p.summed_grad for name, p in found.items() if p.requires_grad}
-
 
 def _explicit(model: nn.Module, batch: Batch) -> Batch:
-    """Return the batch with contiguous (b, T) position and type ids.
-
-    Opacus cannot split a lookup that examples share. RoBERTa makes its position ids from the
-    tokens, one row of ids per example, so it needs none.
-    """
+    """Return the batch with contiguous (b, T) position and type ids: Opacus cannot split a lookup
+    that examples share. RoBERTa makes its position ids from each example's tokens."""
     base: Any = base_model(model)
     accepted = inspect.signature(type(base).forward).parameters
     b, length = batch["input_ids"].shape
@@ -218,10 +179,8 @@ def check_modes(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def build_mode(name: str, workload: Workload, shared: nn.Module | None = None) -> NonPrivate:
-    """Return one mode, ready to step.
-
-    Args: shared: the model of all modes; only Opacus, which changes its model, gets its own.
-    """
+    """Return one mode, ready to step, with the shared model; Opacus, which changes its model, gets
+    its own."""
     with refusals(name):
         if name in OPACUS:
             return OpacusMode(workload, name)
@@ -233,17 +192,18 @@ def build_mode(name: str, workload: Workload, shared: nn.Module | None = None) -
 
 @contextmanager
 def refusals(name: str) -> Iterator[None]:
-    """Turn what a mode cannot do into :class:`Refused`; leave a bug of our own the error it is.
-
-    Opacus fails on what it cannot do with errors of any class (a missing ``_norm_sample``
-    attribute, say), so any error in its modes counts. Running out of memory counts in every mode.
-    """
+    """Turn what a mode cannot do into :class:`Refused`: known inabilities of ours, want of memory,
+    and any error of Opacus, whose refusals are of any class."""
     try:
         yield
     except Refused:
         raise
     except Exception as error:
-        ours = (UnsupportedModelError, UnsupportedLossError, UnaccountedGradientError)
+        ours = (
+            errors.UnsupportedModelError,
+            errors.UnsupportedLossError,
+            errors.UnaccountedGradientError,
+        )
         if is_out_of_memory(error):
             raise Refused("out of memory") from error
         if name in OPACUS or isinstance(error, ours):
@@ -255,21 +215,21 @@ def refusals(name: str) -> Iterator[None]:
 def refuse_without_yardstick(workload: Workload, row: Row) -> None:
     """Raise HfDpError for work that non-private training, whose row it is, cannot do."""
     if "refused" in row:
-        raise HfDpError(
+        raise errors.HfDpError(
             f"Non-private training of `model` {workload.model!r} at `per_device_train_batch_size` "
             f"{workload.per_device_train_batch_size} cannot run: {row['refused']}. Choose smaller "
             "ones, or a smaller `max_length`."
         )
 
 
-def seconds_of_step(mode: NonPrivate, batches: Sequence[Batch]) -> float:
+def seconds_of_step(mode: NonPrivate, batch: Batch) -> float:
     """Return the wall-clock seconds of one step; leave the model without gradients."""
     gc.collect()  # what another mode left is not collected in this one's time
     # CUDA kernels run after the call that started them has returned.
     wait = torch.cuda.synchronize if mode.workload.device == "cuda" else torch.cpu.synchronize
     wait()
     start = time.perf_counter()
-    mode.step(batches)
+    mode.step(batch)
     wait()
     seconds = time.perf_counter() - start
     mode.reset()

@@ -20,96 +20,84 @@ from functools import partial
 
 import torch
 
-from hf_dp.benchmarks.modes import (
-    NON_PRIVATE,
-    Refused,
-    Report,
-    Row,
-    build_mode,
-    check_modes,
-    refusals,
-    refuse_without_yardstick,
-    seconds_of_step,
-)
-from hf_dp.benchmarks.workload import (
-    Protocol,
-    Workload,
-    build_model,
-    environment,
-    make_batch,
-)
+from hf_dp._validate import integer
+from hf_dp.benchmarks import modes
+from hf_dp.benchmarks.modes import NON_PRIVATE, Refused, Report, Row
+from hf_dp.benchmarks.workload import Workload, build_model, environment, make_batch
 
 Log = Callable[[str], None]
 Timers = Mapping[str, Callable[[], float]]  # by mode, what makes a step and returns its seconds
 Round = dict[str, float]  # mode -> seconds for the same work
 
 LARGEST_IQR = 0.04  # a run with a wider spread of its ratios does not count
-AGREEMENT = 0.03  # runs agree when their median ratios lie within this of each other
+_WARMUPS = 2  # untimed steps of every mode
 _SECONDS_OF_ROUND = 8.0  # of one mode, so that a machine's speed averages out
 
 
 def measure_throughput(
     workload: Workload,
-    modes: Sequence[str],
-    protocol: Protocol | None = None,
+    names: Sequence[str],
+    rounds: int = 7,
+    repeats: int | None = None,
     log: Log = lambda line: None,
 ) -> Report:
-    """Time modes of :data:`hf_dp.benchmarks.modes.MODES`, and non_private in any case.
+    """Time modes of :data:`hf_dp.benchmarks.modes.MODES`, and non_private in any case; return what
+    ``--json`` prints.
 
     Modes that leave the model as it was share one, so that no difference is due to memory layout.
 
-    Returns: what ``--json`` prints: environment, workload, one row a mode, and all raw rounds."""
-    protocol, names = protocol or Protocol(), check_modes(modes)
+    Args: rounds: at least 3, the fewest that have a spread. repeats: steps of every mode in a
+        round; None for what takes 8 seconds.
+    """
+    integer("rounds", rounds, 3)
     timers: dict[str, Callable[[], float]] = {}
     rows: dict[str, Row] = {}
     torch.set_num_threads(workload.threads or 1)
     shared = build_model(workload)
-    batches = [make_batch(workload, shared)]
-    for name in names:
+    batch = make_batch(workload, shared)
+    for name in modes.check_modes(names):
         log(f"warming up {name}")
         try:
-            mode = build_mode(name, workload, shared)
-            with refusals(name):
-                mode.step(batches)
+            mode = modes.build_mode(name, workload, shared)
+            with modes.refusals(name):
+                mode.step(batch)
             mode.reset()
-            timers[name] = partial(seconds_of_step, mode, batches)
+            timers[name] = partial(modes.seconds_of_step, mode, batch)
             rows[name] = {"note": mode.note}
         except Refused as refused:
             shared.zero_grad(set_to_none=True)
             rows[name] = {"refused": str(refused)}
-    refuse_without_yardstick(workload, rows[NON_PRIVATE])
-    repeats = protocol.repeats or math.ceil(_SECONDS_OF_ROUND / timers[NON_PRIVATE]())
-    runs = []
-    for number in range(protocol.runs):
-        interleave(timers, protocol.warmups)
-        log(f"run {number + 1} of {protocol.runs}: rounds of {repeats} steps")
-        runs.append(interleave(timers, protocol.rounds, log, repeats))
+    modes.refuse_without_yardstick(workload, rows[NON_PRIVATE])
+    if repeats is None:
+        repeats = math.ceil(_SECONDS_OF_ROUND / timers[NON_PRIVATE]())
+    integer("repeats", repeats, 1)
+    interleave(timers, _WARMUPS)
+    log(f"rounds of {repeats} steps")
+    found = interleave(timers, rounds, log, repeats)
     for name in timers:
-        seconds = statistics.median(each[name] for rounds in runs for each in rounds)
-        spreads = [spread(rounds, name, NON_PRIVATE) for rounds in runs]
+        seconds = statistics.median(each[name] for each in found)
+        ratio, iqr = spread(found, name, NON_PRIVATE)
         rows[name] |= {
             "examples_per_second": workload.per_device_train_batch_size / seconds,
-            "ratio": statistics.median(median for median, _ in spreads),
-            "ratios": [{"median": m, "interquartile_range": iqr} for m, iqr in spreads],
-            "verdict": verdict(spreads),
+            "ratio": ratio,
+            "interquartile_range": iqr,
+            "verdict": "counts" if iqr < LARGEST_IQR else "repeat",
         }
     return {
         "benchmark": "throughput",
         "environment": environment(workload),
         "workload": {**vars(workload)},
-        "protocol": {**vars(protocol), "repeats": repeats},
+        "protocol": {"rounds": rounds, "repeats": repeats},
         "modes": rows,
-        "runs": runs,
+        "rounds": found,
     }
 
 
 def interleave(
     timers: Timers, rounds: int, log: Log = lambda line: None, repeats: int = 1
 ) -> list[Round]:
-    """Return, for each round, the median seconds of every timer over ``repeats`` turns.
-
-    Each turn starts with the next timer. ``log`` is called after every round.
-    """
+    """Return, for each round, the median seconds of every timer over ``repeats`` turns, each of
+    which starts with the next timer."""
     names = list(timers)
     results = []
     for r in range(rounds):
@@ -124,26 +112,8 @@ def interleave(
 
 
 def spread(rounds: Sequence[Mapping[str, float]], mode: str, baseline: str) -> tuple[float, float]:
-    """Return median and interquartile range of ``time of baseline / time of mode``.
-
-    Each ratio is of one round, of which there are at least 2. The inclusive method computes the
-    quartiles.
-    """
+    """Return median and interquartile range (inclusive quartiles) of ``time of baseline / time of
+    mode``, each of one round."""
     values = [each[baseline] / each[mode] for each in rounds]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return middle, high - low
-
-
-def verdict(runs: Sequence[tuple[float, float]]) -> str:
-    """Return whether runs count: ``repeat`` if the machine was not steady enough in one.
-
-    For one run that counts, return ``counts``; for several, ``agree`` or ``differ``.
-
-    Args: runs: median and interquartile range of each.
-    """
-    if any(iqr >= LARGEST_IQR for _, iqr in runs):
-        return "repeat"
-    if len(runs) == 1:
-        return "counts"
-    medians = [median for median, _ in runs]
-    return "agree" if max(medians) - min(medians) <= AGREEMENT else "differ"

@@ -1,9 +1,8 @@
 """What is measured: models of published sizes, the choices of one measurement, and the machine.
 
-Nothing is downloaded: models have random weights and are built from a configuration, since speed
-and memory of dense layers do not depend on the values of the weights. The choices are the same for
-every mode, so that all modes do equal work. Options that ``hf-dp train`` has have its names and
-defaults. Importing this module loads neither torch nor transformers.
+Models have random weights and are built from a configuration: speed and memory of dense layers do
+not depend on the values of the weights. The choices are the same for every mode. Importing this
+module loads neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Batch = dict[str, "Tensor"]
-
-
 _DROPOUTS = (
     "resid_pdrop embd_pdrop attn_pdrop attention_dropout hidden_dropout_prob "
     "attention_probs_dropout_prob"
@@ -35,7 +32,7 @@ _DROPOUTS = (
 @dataclass(frozen=True)
 class Shape:
     """One model. Sizes: Radford et al. 2019 (GPT-2), Liu et al. 2019 (RoBERTa), Wang et al. 2020
-    (MiniLM). LoRA has no dropout of its own, as is PEFT's default.
+    (MiniLM).
 
     Attributes:
         model: its class in transformers.
@@ -113,9 +110,6 @@ class Workload:
     max_length: int = argument(128, "tokens of each example")
     bf16: bool = argument(False, "bfloat16 autocast of the forward, float32 weights")
     gradient_checkpointing: bool = argument(False, "non-reentrant, in every mode")
-    clipping_memory_ratio: float = argument(
-        1.05, "memory that book_keeping may take for speed, over non_private"
-    )
     chunked_loss: bool = argument(
         False, "clipping modes form a language model's loss by blocks of the vocabulary"
     )
@@ -126,13 +120,11 @@ class Workload:
     def __post_init__(self) -> None:
         import torch
 
-        from hf_dp.plans.dp_sgd import check_memory_ratio
-
         _validate.one_of("model", self.model, SHAPES)
         if self.threads is None:
             object.__setattr__(self, "threads", torch.get_num_threads())
-        _refuse_below(self, per_device_train_batch_size=1, max_length=2, threads=1)
-        check_memory_ratio("clipping_memory_ratio", self.clipping_memory_ratio)
+        for name, least in (("per_device_train_batch_size", 1), ("max_length", 2), ("threads", 1)):
+            _validate.integer(name, getattr(self, name), least)
         if self.max_length > self.shape.positions:
             expected = f"to be at most {self.shape.positions}, the positions of {self.model}"
             raise _validate.invalid("max_length", self.max_length, expected)
@@ -148,28 +140,6 @@ class Workload:
         import torch
 
         return "cuda" if torch.cuda.is_available() and not self.use_cpu else "cpu"
-
-
-@dataclass(frozen=True)
-class Protocol:
-    """How speed is timed."""
-
-    rounds: int = argument(7, "timings of every mode in a run, interleaved, at least 3")
-    warmups: int = argument(2, "untimed steps of every mode before a run")
-    repeats: int | None = argument(
-        None, "steps of every mode in a round, in turns (default: what takes 8 seconds)"
-    )
-    runs: int = argument(1, "repeat the whole and state whether the runs agree")
-
-    def __post_init__(self) -> None:
-        # Three rounds are the fewest that have a spread.
-        _refuse_below(self, rounds=3, warmups=1, repeats=1, runs=1)
-
-
-def _refuse_below(work: Workload | Protocol, **least: int) -> None:
-    for name, minimum in least.items():
-        if getattr(work, name) is not None:
-            _validate.integer(name, getattr(work, name), minimum)
 
 
 def build_model(workload: Workload, tied: bool = True) -> nn.Module:
@@ -202,10 +172,10 @@ def make_batch(workload: Workload, model: nn.Module) -> Batch:
 
 
 def environment(workload: Workload) -> dict[str, object]:
-    """Return versions of what is installed, device, and load; no path, user or host name."""
+    """Return versions of what is installed, and the device; no path, user or host name."""
     import torch
 
-    found: dict[str, object] = {"hf_dp": __version__, "python": platform.python_version()}
+    found: dict[str, object] = {"hf_dp": __version__}
     for name in ("torch", "transformers", "peft", "opacus"):
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
@@ -216,5 +186,4 @@ def environment(workload: Workload) -> dict[str, object]:
         with suppress(OSError, StopIteration), open("/proc/cpuinfo", encoding="utf-8") as lines:
             named = next(line for line in lines if line.startswith("model name"))
             device = named.partition(":")[2].strip()
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    return {**found, "device": device, "processors": os.cpu_count(), "load_average": load}
+    return {**found, "device": device, "processors": os.cpu_count()}

@@ -24,9 +24,9 @@ from hf_dp.cli.config import (
 )
 from hf_dp.cli.launch import refuse_several
 from hf_dp.cli.non_private import NON_PRIVATE, without_privacy
-from hf_dp.cli.options import Parser, add_fields
+from hf_dp.cli.options import Parser, add_fields, aligned
 from hf_dp.cli.tasks import generation, private_task
-from hf_dp.errors import AuditError, ConfigError
+from hf_dp.errors import ConfigError
 from hf_dp.tasks.generation.language_models import CAUSAL
 from hf_dp.trainer.row_arguments import AuditArguments
 
@@ -34,11 +34,9 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-    from hf_dp.statement.audited import AuditResult
     from hf_dp.tasks.generation.encoding import CausalEncoding
 
 Report = dict[str, Any]  # what exposure.json says of a model
-LEFT_OUT = "leave_one_out.json"
 RUN = """\
 Train a recipe as `hf-dp train` does, with canaries among its rows, and try to refute its claim
 (Steinke, Nasr and Jagielski 2023; Mahloujifar, Melis and Chaudhuri 2024). A secret coin puts each
@@ -49,15 +47,6 @@ The canaries are made up. They count as rows, so a step of the same size has few
 they told stands in privacy.json and on the card; the coins are not kept.
 
 Here audit_canaries is 1,000 unless it is given.
-"""
-LEAVE_ONE_OUT = """\
-Train a small recipe many times, each time with one more row, made up, that a secret coin puts in or
-leaves out, and guess from the noised gradients what the coin said. Nothing else interferes, so this
-sees more than one audited run does, at the price of many runs. A result that contradicts the claim
-is an error. Here audit_scores is directions unless it is given.
-
-Each run is a release of the training rows, with the epsilon of the recipe. Audit with rows that may
-be released, or count all runs.
 """
 EXPOSURE = "exposure.json"
 EXPOSURE_NOTE = """\
@@ -70,7 +59,7 @@ The output of each run is a folder OUTPUT_DIR_exposure/MODE_rR with canaries.jso
 inserted) and exposure.json (what the latest measurement found). Canaries are public, and exposure
 is computed from the released weights alone: it is post-processing, and costs no privacy.
 
-The other audits: hf-dp audit run --help, hf-dp audit leave-one-out --help.
+The other audit: hf-dp audit run --help.
 """
 EXPOSURE_EXAMPLES = """\
 examples:
@@ -88,105 +77,31 @@ def main(argv: Sequence[str]) -> int:
     refuse_several("hf-dp audit")
     if not argv or argv[0].startswith("-"):
         return _exposure(argv)
-    audits = {"exposure": _exposure, "run": _run, "leave-one-out": _leave_one_out}
+    audits = {"exposure": _exposure, "run": _run}
     return audits[one_of("audit", argv[0], audits)](list(argv[1:]))
 
 
-def _parser(name: str, description: str, words: str) -> Parser:
-    return Parser(
-        f"hf-dp audit {name}",
-        usage=f"hf-dp audit {name} --config FILE [--NAME VALUE ...]",
-        description=description,
-        epilog=f"example:\n  hf-dp audit {name} --config recipes/demo/minilm_dp_adam.yaml {words}",
+def _run(argv: Sequence[str]) -> int:
+    """Train with canaries; the last lines say what they told."""
+    example = "--config recipes/demo/minilm_dp_adam.yaml --audit_canaries 200 --audit_scores losses"
+    parser = Parser(
+        "hf-dp audit run",
+        usage="hf-dp audit run --config FILE [--NAME VALUE ...]",
+        description=RUN,
+        epilog=f"example:\n  hf-dp audit run {example}",
     )
-
-
-def _read(
-    parser: Parser, argv: list[str], ending: str, only: Sequence[str], **defaults: object
-) -> tuple[int | None, Recipe, list[str]]:
-    """Return the number of runs, the keys of a recipe for an audit, and the other words."""
     parser.option("--config", "the recipe, as `hf-dp train` reads it", "FILE", required=True)
-    beside = "default: that of the recipe, with the audit's name after it"
+    beside = "default: that of the recipe, with _audit after it"
     parser.option("--output-dir", beside, "FOLDER")
-    add_fields(parser, AuditArguments, only)
+    add_fields(parser, AuditArguments)
     args, words = parser.parse_known_args(argv)
     given = vars(args)
-    values = {"task": DEFAULT_TASK, **read_yaml(args.config), **defaults}
+    values = {"task": DEFAULT_TASK, **read_yaml(args.config), "audit_canaries": 1000}
     values |= {own.name: given[own.name] for own in own_fields(AuditArguments) if own.name in given}
-    folder, top = args.output_dir, values.get("output_dir")
-    if folder is None:
-        if top is None:
-            raise ConfigError(
-                "Expected `output_dir`, beside which the audit's folder goes, got none."
-            )
-        folder = str(Path(top).with_name(f"{Path(top).name}_{ending}"))
-    values["output_dir"] = folder
-    return given.get("runs"), values, words
-
-
-def _run(argv: list[str]) -> int:
-    """Train with canaries; the last lines say what they told."""
-    words = "--audit_canaries 200 --audit_scores losses"
-    parser = _parser("run", RUN, words)
-    only = ("audit_canaries", "audit_scores")
-    _, values, others = _read(parser, argv, "audit", only, audit_canaries=1000)
-    return private_task(values["task"]).train(values, others)
-
-
-def _leave_one_out(argv: list[str]) -> int:
-    """Train many times, guess, print what follows, and write :data:`LEFT_OUT`."""
-    parser = _parser("leave-one-out", LEAVE_ONE_OUT, "--runs 60 --max_steps 10")
-    parser.option("--runs", "how many; 60 if unset", "N", type=int, default=60)
-    defaults = {"audit_scores": "directions", "save_strategy": "no"}
-    asked, values, words = _read(parser, argv, "leave_one_out", ("audit_scores",), **defaults)
-    values["audit_canaries"] = 1
-    runs, folder = integer("runs", asked, 10), Path(values["output_dir"])
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(
-            f"The folder {folder.name!r} is not empty. An audit's coins are not kept, so it cannot "
-            "go on: give a new --output_dir."
-        )
-    result, claim, reason = audit(values, words, runs, folder)
-    report = {"runs": runs, "claimed_epsilon": claim, **result.found()}
-    (folder / LEFT_OUT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(f"claimed: epsilon {claim:.3f} at delta {result.delta:g}, in each of {runs} runs")
-    print(f"audit:   {result.in_words()}")
-    print(folder / LEFT_OUT)
-    if reason:
-        raise AuditError(
-            f"The recipe is not as private as it claims: {reason}. Do not publish its models. If "
-            "you changed how rows are drawn, clipped or noised, look there first; if not, please "
-            f"report it, with {LEFT_OUT} and a privacy.json."
-        )
-    return 0
-
-
-def audit(
-    values: Recipe, words: Sequence[str], runs: int, folder: Path
-) -> tuple[AuditResult, float, str]:
-    """Return what many runs tell of one canary, the epsilon that each claims, and, if the guesses
-    refute it, why."""
-    import numpy as np
-
-    from hf_dp.features.canaries import audit_of, guess
-
-    module = private_task(values["task"])
-    outcomes, claims = [], []
-    for number in range(runs):
-        trainer = module.trainer_of(
-            {**values, "output_dir": str(folder / f"run_{number}")}, list(words)
-        )
-        trainer.train()
-        outcomes.append(audit_of(trainer.run).outcome)
-        assert trainer.ledger is not None and trainer.privacy_plan is not None
-        claims.append((trainer.epsilon().value, trainer.ledger, trainer.privacy_plan))
-        print(f"run {number + 1} of {runs}", flush=True)
-    # An empty draw or an early end can make one run claim less; what is refuted is the largest.
-    epsilon, ledger, plan = max(claims, key=lambda claim: claim[0])
-    scores, took_part = (np.array(each) for each in zip(*outcomes, strict=True))
-    result = guess(values["audit_scores"], scores, took_part, epsilon, plan.delta)
-    accountant = plan.accountant if plan.accountant != "gdp_clt" else "pld"
-    return result, epsilon, result.refutation(epsilon, ledger.events, accountant)
+    if args.output_dir is None and values.get("output_dir") is None:
+        raise ConfigError("Expected `output_dir`, beside which the audit's folder goes, got none.")
+    values["output_dir"] = args.output_dir or f"{str(values['output_dir']).rstrip('/')}_audit"
+    return private_task(values["task"]).train(values, words)
 
 
 # -- exposure ---
@@ -386,7 +301,6 @@ def _summary(found: list[dict[str, Any] | None]) -> dict[str, float | None] | No
 def table(reports: Sequence[Report]) -> str:
     """Return a line for each model."""
     from hf_dp.audit.exposure import AT_RANDOM
-    from hf_dp.benchmarks.tables import aligned
 
     def said(summary: dict[str, float | None] | None) -> str:
         if summary is None:

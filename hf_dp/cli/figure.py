@@ -187,17 +187,15 @@ def read_beside(path: str, labelled: bool, numbers: Names) -> Records:
         with open(path, encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
         found: Records = [{**row, **{n: float(row[n]) for n in numbers}} for row in rows]
-        complete = all(math.isfinite(row[name]) for row in found for name in numbers)
+        finite = all(math.isfinite(row[name]) for row in found for name in numbers)
+        if not rows or not finite or (labelled and LABEL not in rows[0]):
+            raise ValueError(f"{len(rows)} rows of {list(rows[0]) if rows else 'nothing'}")
     except (OSError, ValueError, TypeError, KeyError, csv.Error) as problem:
         raise ConfigError(
-            f"`--beside` cannot read numbers of {list(numbers)} from {path!r}: {problem!r}. They "
-            "are the columns that this figure shows."
+            f"`--beside` cannot read points from {path!r}: {problem!r}. Expected finite numbers of "
+            f"{list(numbers)}, which this figure shows"
+            f"{f', and the column `{LABEL}`' if labelled else ''}."
         ) from problem
-    if not rows or not complete or (labelled and LABEL not in rows[0]):
-        raise ConfigError(
-            f"Expected {path!r} to have points with finite numbers of {list(numbers)}"
-            f"{f' and the column `{LABEL}`' if labelled else ''}, got {len(rows)} rows."
-        )
     return found
 
 

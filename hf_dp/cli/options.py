@@ -1,4 +1,5 @@
-"""Options of commands, made from fields of dataclasses; names with hyphens or underscores."""
+"""Options of commands, made from fields of dataclasses; names with hyphens or underscores. And the
+tables that commands print."""
 
 from __future__ import annotations
 
@@ -8,16 +9,13 @@ import difflib
 import inspect
 import types
 import typing
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from hf_dp._dataclasses import default_of
 from hf_dp.errors import ConfigError
 
-if typing.TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-T = TypeVar("T", bound="DataclassInstance")
+T = TypeVar("T")
 _METAVARS = {int: "N", float: "X", bool: "True|False"}
 
 
@@ -140,7 +138,21 @@ def _truth(word: str) -> bool:
     return word.lower() == "true"
 
 
-def taken(cls: type[T], given: argparse.Namespace) -> T:
+def taken(cls: Callable[..., T], given: argparse.Namespace) -> T:
     """Return an instance of a dataclass from the options that were given."""
-    names = {field.name for field in dataclasses.fields(cls)}
+    names = inspect.signature(cls).parameters
     return cls(**{name: value for name, value in vars(given).items() if name in names})
+
+
+def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return columns as wide as their widest cell; the first and the last stand to the left."""
+    table = [list(header), *map(list, rows)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
+    last = len(header) - 1
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column in (0, last) else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in table
+    )

@@ -7,8 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hf_dp.benchmarks.tables import aligned
-from hf_dp.cli.options import Parser
+from hf_dp.cli.options import Parser, aligned
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

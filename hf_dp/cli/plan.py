@@ -22,7 +22,7 @@ from hf_dp.accounting import (
 from hf_dp.accounting.accountants import compare
 from hf_dp.cli.account import json_row, table
 from hf_dp.cli.config import PLANNED, read_yaml
-from hf_dp.cli.options import Parser, add_fields, taken
+from hf_dp.cli.options import Parser, add_fields, aligned, taken
 from hf_dp.cli.recipes import (
     PlannedArguments,
     refuse_other_modes,
@@ -316,7 +316,6 @@ def of_users(
 
 def table_of(swept: Sequence[Mapping[str, float]], rows: Sequence[Forecast]) -> str:
     """Return a line for each combination of the swept arguments."""
-    from hf_dp.benchmarks.tables import aligned
 
     lines = []
     for values, row in zip(swept, rows, strict=True):

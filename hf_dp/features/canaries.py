@@ -212,14 +212,9 @@ class Canaries(Inside):
         """Guess which canaries took part, and keep what follows for the statement."""
         if self._before is not None:
             self._likelihood = self._before - self._losses()
-        if self.count > 1:  # of many runs with one each, `hf-dp audit leave-one-out` guesses
+        if self.count > 1:  # one alone tells nothing; of many runs with one each, tests guess
             claim, delta = self.run.epsilon().value, self.run.plan.delta
             self.run.audit = guess(self.scores, self._likelihood, self._in, claim, delta)
-
-    @property
-    def outcome(self) -> tuple[float, bool]:
-        """The first canary's score, and whether it took part; for audits of many runs."""
-        return float(self._likelihood[0]), bool(self._in[0])
 
     def end(self, seen: Seen) -> None:
         """Raise AuditError for a statement that its own audit refutes."""
@@ -270,11 +265,6 @@ class _Draws(BatchSampler[list[int]]):
 
     def __len__(self) -> int:
         return len(self.sampler)
-
-
-def audit_of(run: PrivateRun) -> Canaries:
-    """Return the audit of a run that has one."""
-    return next(each for each in run.inside if isinstance(each, Canaries))
 
 
 def guess(

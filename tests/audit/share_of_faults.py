@@ -26,7 +26,7 @@ import tiny
 from faults import FAULTS, planted
 
 from hf_dp.errors import AuditError
-from hf_dp.features.canaries import Canaries, audit_of, guess
+from hf_dp.features.canaries import Canaries, guess
 
 COMMON: dict[str, Any] = {
     "target_delta": 1e-6,
@@ -77,7 +77,8 @@ def leaving_one_out(runs: int, batch: int, steps: int, epsilon: float) -> bool:
                     **COMMON,
                 )
                 trainer.train()
-                outcomes.append(audit_of(trainer.run).outcome)
+                (audit,) = (each for each in trainer.run.inside if isinstance(each, Canaries))
+                outcomes.append((audit._likelihood[0], audit._in[0]))
                 claims.append((trainer.epsilon().value, trainer.ledger.events))
     claim, events = max(claims, key=lambda each: each[0])
     scores, took_part = (np.array(each) for each in zip(*outcomes, strict=True))

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from hf_dp.benchmarks.memory import MIB, measure_memory, probe
-from hf_dp.benchmarks.tables import table
 from hf_dp.benchmarks.workload import Workload
+from hf_dp.cli.bench import table
 from hf_dp.errors import HfDpError, InvalidArgumentError
 
 TINY = Workload("tiny-bert", 4, 12, threads=1, use_cpu=True)

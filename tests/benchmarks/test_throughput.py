@@ -9,16 +9,11 @@ import json
 import pytest
 import torch
 
-from hf_dp.benchmarks import throughput
+from hf_dp.benchmarks import modes
 from hf_dp.benchmarks.modes import NON_PRIVATE, NonPrivate, Refused, seconds_of_step
-from hf_dp.benchmarks.tables import table
-from hf_dp.benchmarks.throughput import (
-    interleave,
-    measure_throughput,
-    spread,
-    verdict,
-)
-from hf_dp.benchmarks.workload import Protocol, Workload
+from hf_dp.benchmarks.throughput import interleave, measure_throughput, spread
+from hf_dp.benchmarks.workload import Workload
+from hf_dp.cli.bench import table
 from hf_dp.errors import HfDpError, InvalidArgumentError
 
 TINY = Workload("tiny", 4, 12, threads=1, use_cpu=True)
@@ -26,47 +21,41 @@ TINY = Workload("tiny", 4, 12, threads=1, use_cpu=True)
 
 @pytest.fixture(scope="module")
 def report():
-    return measure_throughput(
-        TINY, ["book_keeping"], Protocol(rounds=3, warmups=1, repeats=1, runs=2)
-    )
+    return measure_throughput(TINY, ["book_keeping"], rounds=3, repeats=1)
 
 
 def test_the_report_holds_all_raw_rounds_and_what_follows_from_them(report):
     assert json.loads(json.dumps(report, allow_nan=False)) == report
-    assert [len(run) for run in report["runs"]] == [3, 3]
-    row = report["modes"]["book_keeping"]
-    by_hand = [sorted(r[NON_PRIVATE] / r["book_keeping"] for r in run)[1] for run in report["runs"]]
-    assert [each["median"] for each in row["ratios"]] == by_hand
-    assert row["ratio"] == pytest.approx(sum(by_hand) / 2)
-    assert row["verdict"] in ("agree", "differ", "repeat")
-    seconds = sorted(r[NON_PRIVATE] for run in report["runs"] for r in run)
-    assert report["modes"][NON_PRIVATE]["examples_per_second"] == pytest.approx(
-        4 / ((seconds[2] + seconds[3]) / 2)
-    )
+    rounds, row = report["rounds"], report["modes"]["book_keeping"]
+    assert len(rounds) == 3
+    assert row["ratio"] == sorted(r[NON_PRIVATE] / r["book_keeping"] for r in rounds)[1]
+    assert (row["verdict"] == "counts") == (row["interquartile_range"] < 0.04)
+    seconds = sorted(r[NON_PRIVATE] for r in rounds)
+    speed = report["modes"][NON_PRIVATE]["examples_per_second"]
+    assert speed == pytest.approx(4 / seconds[1])
     assert report["environment"]["torch"] == torch.__version__
     assert report["workload"]["threads"] == 1
 
 
-def test_the_table_shows_ratio_runs_and_verdict(report):
+def test_the_table_shows_ratio_spread_and_verdict(report):
     text = table(report)
     row = report["modes"]["book_keeping"]
     line = next(line for line in text.splitlines() if line.startswith("book_keeping"))
-    for value in (row["ratio"], *(each["median"] for each in row["ratios"])):
-        assert f"{value:.3f}" in line
-    assert row["verdict"] in line
+    for value in (f"{row['ratio']:.3f}", f"{row['interquartile_range']:.3f}", row["verdict"]):
+        assert value in line
     assert "tiny, batch 4 x 12" in text
 
 
 def test_a_refused_mode_is_a_row(monkeypatch):
-    build = throughput.build_mode
+    build = modes.build_mode
 
     def refuse(name, workload, shared):
         if name == "book_keeping":
             raise Refused("tied weights are not supported")
         return build(name, workload, shared)
 
-    monkeypatch.setattr(throughput, "build_mode", refuse)
-    report = measure_throughput(TINY, ["book_keeping"], Protocol(rounds=3, repeats=1))
+    monkeypatch.setattr(modes, "build_mode", refuse)
+    report = measure_throughput(TINY, ["book_keeping"], rounds=3, repeats=1)
     assert report["modes"]["book_keeping"] == {"refused": "tied weights are not supported"}
     assert "refused: tied weights are not supported" in table(report)
 
@@ -75,22 +64,22 @@ def test_without_the_yardstick_there_is_no_measurement(monkeypatch):
     def refuse(*args):
         raise Refused("out of memory")
 
-    monkeypatch.setattr(throughput, "build_mode", refuse)
+    monkeypatch.setattr(modes, "build_mode", refuse)
     with pytest.raises(
         HfDpError, match=r"`per_device_train_batch_size` 4 cannot run: out of memory.*smaller"
     ):
         measure_throughput(TINY, ["book_keeping"])
 
 
-@pytest.mark.parametrize("field", ["rounds", "warmups", "runs", "repeats"])
+@pytest.mark.parametrize("field", ["rounds", "repeats"])
 def test_a_wrong_protocol_is_refused(field):
     with pytest.raises(InvalidArgumentError, match=f"`{field}`"):
-        Protocol(**{field: 0})
+        measure_throughput(TINY, [], **{"repeats": 1, field: 0})
 
 
 def test_a_round_lasts_eight_seconds(monkeypatch):
-    monkeypatch.setattr(throughput, "seconds_of_step", lambda mode, batches: 3.0)
-    found = measure_throughput(TINY, [], Protocol(rounds=3, warmups=1))
+    monkeypatch.setattr(modes, "seconds_of_step", lambda mode, batch: 3.0)
+    found = measure_throughput(TINY, [], rounds=3)
     assert found["protocol"]["repeats"] == 3
 
 
@@ -134,25 +123,11 @@ def test_median_and_quartiles_by_hand():
     assert spread(rounds, "mode", NON_PRIVATE) == (pytest.approx(0.7), pytest.approx(0.2))
 
 
-@pytest.mark.parametrize(
-    ("runs", "expected"),
-    [
-        ([(0.9, 0.039)], "counts"),
-        ([(0.9, 0.04)], "repeat"),
-        ([(0.90, 0.01), (0.92, 0.01), (0.91, 0.01)], "agree"),
-        ([(0.90, 0.01), (0.94, 0.01), (0.91, 0.01)], "differ"),
-        ([(0.90, 0.01), (0.90, 0.05)], "repeat"),
-    ],
-)
-def test_verdict(runs, expected):
-    assert verdict(runs) == expected
-
-
 def test_a_timing_is_one_step_and_cleans_up(monkeypatch):
     class Fake(NonPrivate):
         done: list[str] = []
 
-        def step(self, batches):
+        def step(self, batch):
             self.done.append("step")
 
         def reset(self):

@@ -39,7 +39,7 @@ def test_throughput_end_to_end(capsys):
     work = report["workload"]
     assert (work["per_device_train_batch_size"], work["max_length"], work["bf16"]) == (2, 10, True)
     assert set(report["modes"]) == {"non_private", "book_keeping"}
-    assert len(report["runs"][0]) == 3
+    assert len(report["rounds"]) == 3
     assert "round 3 of 3" in output.err
 
 

@@ -339,7 +339,7 @@ def test_a_heat_map_for_each_selection_of_frost(draw, capsys):
         (["--x", "recipe"], "has a number for each of"),
         (["--by", "famly"], "got 'famly'"),
         (["-o", "a.foo"], "to end in one of"),
-        (["--beside", "no.csv"], "`--beside` cannot read"),
+        (["--beside", "no.csv"], "`--beside` cannot read points"),
     ],
 )
 def test_what_is_not_drawn(words, message, tmp_path, capsys, monkeypatch):
@@ -363,12 +363,11 @@ def test_files_without_records(text, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"", "got 0 rows"),
+        (b"", "0 rows of nothing"),
         (b"label,epsilon,accuracy\nfull,2,0.8\n", r"KeyError\('target_epsilon'\)"),
-        (b"target_epsilon,accuracy\n2,0.8\n", "and the column `label`"),
-        (b"label,target_epsilon,accuracy\n", "got 0 rows"),
+        (b"target_epsilon,accuracy\n2,0.8\n", "1 rows of .*, and the column `label`"),
         (b"label,target_epsilon,accuracy\nfull,2,86 %\n", "could not convert .*'86 %'"),
-        (b"label,target_epsilon,accuracy\nfull,2\n", "cannot read numbers"),
+        (b"label,target_epsilon,accuracy\nfull,2\n", "cannot read points"),
         (b"label,target_epsilon,accuracy\nfull,nan,1\n", "finite numbers"),
         (b"label,target_epsilon,accuracy\nfull\xff,2,1\n", "cannot read"),
     ],

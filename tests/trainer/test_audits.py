@@ -17,10 +17,11 @@ from statements import rewrite
 from transformers import set_seed
 from users import flat
 
+import hf_dp.clipping.clipped_sum as clipped_sum
 from hf_dp.cli.main import main
 from hf_dp.errors import AuditError, DataError, UnsupportedArgumentError
 from hf_dp.features import canaries as canary_rows
-from hf_dp.features.canaries import Canaries, audit_of
+from hf_dp.features.canaries import Canaries
 from hf_dp.plans.samplers import PoissonSampler
 from hf_dp.statement import audited
 from hf_dp.statement.audited import AuditResult
@@ -39,6 +40,10 @@ def trainer(folder, **options):
     }  # fmt: skip
     given = options.pop("given", {})
     return tiny.trainer(folder, given={"train_dataset": tiny.dataset(ROWS), **given}, **options)
+
+
+def audit_of(run) -> Canaries:
+    return next(each for each in run.inside if isinstance(each, Canaries))
 
 
 def in_and_out(audit: Canaries):
@@ -168,9 +173,31 @@ def test_directions_are_those_of_the_canaries_own_gradients(tmp_path):
         sums = made.mechanism.clip(loader.collate_fn(loader.dataset.__getitems__(rows))).values
         audit._likelihood[:] = 0
         audit.noised(sums)
-        score, said = audit.outcome
-        assert said == took_part
+        (score,) = audit._likelihood
         assert score == pytest.approx(made.run.plan.clips_to if took_part else 0.0, rel=1e-3)
+
+
+def test_planted_missing_clipping_is_seen_by_many_runs_with_one_canary(tmp_path, monkeypatch):
+    """Each row's gradient enters with its whole length, thousands of times C. (All rows are in
+    each step, and few, so that the others differ little between runs; and coins fall evenly, since
+    luck with 20 coins is not what is tested.)"""
+    honest = clipped_sum.clipping_weights
+    monkeypatch.setattr(
+        clipped_sum, "clipping_weights", lambda *args: torch.ones_like(honest(*args))
+    )
+    scores, took_part, delta = np.empty(20), np.arange(20) % 2 == 0, 1e-6
+    for number in range(20):
+        made = trainer(
+            tmp_path / str(number), given={"train_dataset": tiny.dataset(4)}, audit_canaries=1,
+            audit_scores="directions", expected_batch_size=5, max_steps=1, target_epsilon=0.2,
+            target_delta=delta, per_example_max_grad_norm=1e-4,
+        )  # fmt: skip
+        audit_of(made.run)._in[:] = took_part[number]
+        made.train()
+        scores[number] = audit_of(made.run)._likelihood[0]
+    claim = made.epsilon().value
+    found = canary_rows.guess("directions", scores, took_part, claim, delta)
+    assert found.refutation(claim, made.ledger.events, "rdp")
 
 
 def test_losses_are_compared_before_and_after(tmp_path):
