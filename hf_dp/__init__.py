@@ -7,12 +7,17 @@ nor transformers.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hf_dp._version import __version__ as __version__
-from hf_dp._when_imported import when_imported
 
 if TYPE_CHECKING:
     from hf_dp.accounting import Ledger as Ledger
@@ -50,8 +55,46 @@ _LINES = re.findall(
 )
 _HOMES = {name: module for module, name in _LINES}
 
-when_imported("peft", "hf_dp.tuners.adapter")
-when_imported("transformers.models.auto.configuration_auto", "hf_dp.tasks.infilling_config")
+
+def _when_imported(module: str, then: str) -> None:
+    """Import ``then`` now if ``module`` is imported already, else right after it is."""
+    if module in sys.modules:
+        importlib.import_module(then)
+    else:
+        sys.meta_path.insert(0, _Waiting(module, then))
+
+
+class _Waiting(MetaPathFinder):
+    def __init__(self, module: str, then: str):
+        self.module, self.then = module, then
+        self.looking = False
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self.module or self.looking:
+            return None
+        self.looking = True  # lets the other finders find the real module
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self.looking = False
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def and_then(module: ModuleType) -> None:
+            execute(module)
+            sys.meta_path.remove(self)
+            importlib.import_module(self.then)
+
+        spec.loader.exec_module = and_then  # type: ignore[method-assign]
+        return spec
+
+
+# So that the Auto classes know hf_dp's models after ``import hf_dp``, which loads neither library.
+_when_imported("peft", "hf_dp.tuners.adapter")
+_when_imported("transformers.models.auto.configuration_auto", "hf_dp.tasks.infilling_config")
 
 __all__ = ["__version__", *sorted(_HOMES)]  # noqa: PLE0604
 

@@ -30,11 +30,8 @@ class _Help(str):
 
 
 def argument(default: object, text: str, check: Check | None = None) -> Any:
-    """Return a dataclass field with its help; a list or a dict is copied for each instance.
-
-    Args: check: None for what the type says: a truth value, a whole number >= 1, a number > 0. An
-        unset value is not checked where unset is the default.
-    """
+    """Return a dataclass field with its help, checked when set; ``check`` is None for what its type
+    says: a truth value, a whole number >= 1, a number > 0."""
     metadata = {"help": _Help(text)}
     metadata["help"].check = check
     if isinstance(default, (list, dict)):
@@ -43,10 +40,7 @@ def argument(default: object, text: str, check: Check | None = None) -> Any:
 
 
 class Problems(dict[str, InvalidArgumentError]):
-    """The errors of arguments, by name; of several errors of one argument the first is kept.
-
-    Args: args: an object or a mapping that has the arguments.
-    """
+    """The errors of the arguments of an object or mapping, by name; the first of each is kept."""
 
     def __init__(self, args: object) -> None:
         super().__init__()
@@ -97,13 +91,8 @@ class Problems(dict[str, InvalidArgumentError]):
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """Arguments that stay at their defaults unless another one has a certain value.
-
-    Args:
-        names: theirs, with blanks between them. other: the one that they need.
-        values: of the other one, that will do; or what says so of a value.
-        next_move: why, and what to do.
-    """
+    """Arguments, ``names`` with blanks between them, that stay at their defaults unless ``other``
+    has one of these ``values``, or one that they say yes to."""
 
     names: str
     other: str
@@ -198,10 +187,7 @@ def documented(groups: Iterable[type]) -> str:
 
 
 def numbers_from_text(args: DataclassInstance) -> Problems:
-    """Convert numbers given as text (YAML leaves ``5e-4`` a string), in place.
-
-    Returns: what cannot be read.
-    """
+    """Convert numbers given as text (YAML leaves ``5e-4`` a string), and return what is none."""
     problems = Problems(args)
     for field in dataclasses.fields(args):
         value, kind = getattr(args, field.name), _type_of(field)

@@ -20,10 +20,7 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 class Named:
-    """Base of dataclasses that are written with their ``name``, and read back by it.
-
-    Attributes (of the class): name: unique. known: by name, the classes that can be read.
-    """
+    """Base of dataclasses that are written with their unique ``name``, and read back by it."""
 
     name: ClassVar[str]
     known: ClassVar[dict[str, type[Any]]]
@@ -33,10 +30,7 @@ NamedClass = TypeVar("NamedClass", bound=Named)
 
 
 def register(cls: type[NamedClass]) -> type[NamedClass]:
-    """Make a class known by its ``name``: a class decorator.
-
-    Raises: ConfigError when another class has that name.
-    """
+    """Make a class known by its ``name``: a class decorator."""
     if cls.known.setdefault(cls.name, cls) is not cls:
         raise ConfigError(f"Expected {cls.__name__} to have a name of its own, got {cls.name!r}.")
     return cls
@@ -55,12 +49,8 @@ def plain(value: Any) -> Any:
 
 
 def read(cls: type[T], values: object, error: type[HfDpError] = ConfigError) -> T:
-    """Read back what :func:`plain` wrote of a ``cls``; what is one already stays.
-
-    Args: error: what to raise for an unknown name, or for unknown or missing fields.
-
-    Raises: also what the class raises for a value that could not have been written.
-    """
+    """Read back what :func:`plain` wrote of a ``cls``, or raise ``error``; what is one already
+    stays."""
     if isinstance(values, cls):
         return values
     given = dict(values) if isinstance(values, Mapping) else {}
@@ -110,10 +100,7 @@ class Kept:
 
     @classmethod
     def from_dict(cls, values: object) -> Self:
-        """Read back what :meth:`to_dict` wrote.
-
-        Raises: LedgerError for unknown, missing or bad fields.
-        """
+        """Read back what :meth:`to_dict` wrote; LedgerError for unknown, missing or bad fields."""
         try:
             return read(cls, values, LedgerError)
         except (TypeError, ValueError) as error:

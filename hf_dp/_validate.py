@@ -1,7 +1,4 @@
-"""One form of message for every bad value: argument, what was expected, value, the next move.
-
-Each helper returns the (converted) value, so a check reads ``self.x = positive("x", x)``.
-"""
+"""One form of message for every bad value: argument, what was expected, value, the next move."""
 
 from __future__ import annotations
 

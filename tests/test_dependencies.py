@@ -37,7 +37,8 @@ def imported() -> dict[str, set[str]]:
                 names = [node.module]
             for name in names:
                 found.setdefault(name.partition(".")[0], set()).add(str(path.relative_to(ROOT)))
-    return {name: files for name, files in found.items() if name not in sys.stdlib_module_names}
+    comes_with_python = {*sys.stdlib_module_names, "_typeshed"}  # the latter for type checkers
+    return {name: files for name, files in found.items() if name not in comes_with_python}
 
 
 def declared(requirements: list[str]) -> dict[str, Requirement]:

@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "hf_dp"
 
 LAYERS = {
-    "errors": 0, "_validate": 0, "_version": 0, "_when_imported": 0, "_borrowed": 0, "_dataclasses": 0, "_arguments": 0,
+    "errors": 0, "_validate": 0, "_version": 0, "_borrowed": 0, "_dataclasses": 0, "_arguments": 0,
     "accounting": 1,
     "plans": 2, "planning": 2,
     "clipping": 3, "distributed": 3, "noise": 3, "losses": 3, "statement": 3,

@@ -7,7 +7,6 @@ To add a feature, subclass :class:`Feature` and decorate it with :func:`register
 from hf_dp.features import adam_bc as adam_bc
 from hf_dp.features import always as always
 from hf_dp.features import canaries as canaries
-from hf_dp.features import inside as inside
 from hf_dp.features import signals as signals
 from hf_dp.features.base import Feature as Feature
 from hf_dp.features.base import Inside as Inside

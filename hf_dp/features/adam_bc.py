@@ -25,14 +25,8 @@ FLOOR = "adam_bc_floor"
 class DPAdamBC(Optimizer):
     """AdamW that divides by ``sqrt(max(v - noise_variance, floor * noise_variance))``.
 
-    Args:
-        params: parameters, or groups of them with ``lr``, ``betas`` and ``weight_decay``.
-        noise_variance: of the noise in each coordinate of a gradient, > 0.
-        floor: the least denominator, squared, as a share of ``noise_variance``, > 0. The second
-            moment strays from its mean by about ``sqrt(1 - beta2)`` of it.
-        lr, betas, weight_decay: as in :class:`torch.optim.AdamW`.
-
-    Raises: InvalidArgumentError.
+    ``noise_variance``, > 0, is that of each coordinate of a gradient. The second moment strays from
+    its mean by about ``sqrt(1 - beta2)`` of it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What every private run does besides its steps: guards, warnings, logs and progress."""
+"""Small features: guards, warnings, logs and progress, and two that see what is not noised."""
 
 from __future__ import annotations
 
@@ -15,23 +15,29 @@ from transformers import TrainerState as State
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
+from hf_dp._dataclasses import default_of
 from hf_dp.accounting import TRAINING
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import LedgerError, UnaccountedGradientError
-from hf_dp.features.base import Feature, Seen, register
+from hf_dp.features.base import Feature, Inside, Seen, register
+from hf_dp.mechanisms import Mechanism
 from hf_dp.run.other_training import note_steps_before_own
 from hf_dp.run.outlook import doubts
-from hf_dp.statement.facts import NO_EPSILON, Flags, seen_in_pretraining
+from hf_dp.statement.facts import (
+    CLIPPED_GRADIENT_NORM,
+    NO_EPSILON,
+    TRAINING_LOSS,
+    Flags,
+    seen_in_pretraining,
+)
 
 logger = logging.get_logger(__name__)
 
 
 @register
 class StopBeforeTarget(Feature):
-    """Ends training when one more step would pass ``target_epsilon``.
-
-    It aborts at once when a step is not in the ledger.
-    """
+    """Ends training before a step that would pass ``target_epsilon``, and aborts at once after one
+    that is not in the ledger."""
 
     _ahead = 0  # steps in the ledger beyond the optimizer's: branches, earlier calls of train()
 
@@ -60,9 +66,8 @@ class StopBeforeTarget(Feature):
 class WeightsMove(Feature):
     """Aborts if the first optimizer steps leave every trainable weight unchanged.
 
-    Continuing would spend budget for nothing. The cause is an optimizer that holds other tensors
-    than the model: it was made before ``get_peft_model``, or the model was moved or its parameters
-    replaced since. The first values of each weight are compared until one has changed.
+    The cause is an optimizer that holds other tensors than the model: it was made before
+    ``get_peft_model``, or the model was moved since. Of each weight the first values are compared.
     """
 
     _moved = False
@@ -176,10 +181,7 @@ class Outlook(Feature):
 
 @register
 class ExpectedEpochs(Feature):
-    """Counts epochs as expected passes over the rows: steps x expected batch size / rows.
-
-    Trainer counts loaders, whose lengths are whole numbers of steps.
-    """
+    """Counts epochs as expected passes over the rows; Trainer counts whole loaders."""
 
     def begin(self, seen: Seen) -> None:
         self._a_step = seen.plan.expected_batch_size / seen.plan.drawn_from
@@ -248,3 +250,56 @@ class Progress(Feature):
             }
             table.write_line(row)
             table.display()  # not only after the next step
+
+
+@register
+class Unnoised(Inside):
+    """``release=[...]``: what the user lets out without noise, on purpose. The card names it.
+
+    It is the training loss, and the norm of the clipped mean before noise. Beside that norm stands
+    ``measured_signal_to_noise``, |g|^2 / |z|^2 with the norm as it is.
+    """
+
+    asked_for_by = "release"
+    _loss: Tensor | None = None
+    _signal: float = 0.0
+
+    def clipped(self, sums: dict[str, Tensor]) -> None:
+        if CLIPPED_GRADIENT_NORM in self.args.release:
+            squares = sum(float(total.double().square().sum()) for total in sums.values())
+            self._signal = squares**0.5 / self.run.plan.expected_batch_size
+
+    def stepped(self, loss_sum: Tensor) -> None:
+        if TRAINING_LOSS in self.args.release:
+            total = self.run.processes.summed(loss_sum)
+            self._loss = total / self.run.plan.expected_batch_size
+
+    def released(self, seen: Seen) -> None:
+        seen.loss = self._loss
+
+    def log(self, logs: dict[str, float], seen: Seen) -> None:
+        asked_for = CLIPPED_GRADIENT_NORM in self.args.release
+        if asked_for and seen.noise_norm is not None and "grad_norm" in logs:
+            logs[CLIPPED_GRADIENT_NORM] = self._signal
+            logs["measured_signal_to_noise"] = (self._signal / seen.noise_norm) ** 2
+
+
+@register
+class PhysicalBatch(Inside):
+    """``auto_physical_batch_size``: the largest physical batch that fits, found once, before the
+    steps. ``per_device_train_batch_size`` is an upper limit, unless it is the default."""
+
+    asked_for_by = "auto_physical_batch_size"
+    _found = False
+
+    def fit(self, mechanism: Mechanism, optimizer: Optimizer | None) -> None:
+        if self._found:
+            return
+        self._found, args = True, self.args
+        given = args.per_device_train_batch_size
+        default = default_of(type(args).__dataclass_fields__["per_device_train_batch_size"])
+        args.per_device_train_batch_size = mechanism.find_physical_batch(
+            optimizer,
+            length=args.auto_physical_batch_length,
+            most_examples=None if given == default else given,
+        )

@@ -1,8 +1,7 @@
 """A feature: what a run may do besides its steps.
 
-There are two kinds. A :class:`Feature` sees what has left the gate. An :class:`Inside` also sees
-what is not noised; a privacy review reads these. Each is registered by :func:`register`, and a run
-asks all of them in that order. Nothing else asks whether one is there.
+A :class:`Feature` sees what has left the gate, an :class:`Inside` also what is not noised; a
+privacy review reads these. A run asks all of them in the order in which they are registered.
 """
 
 from __future__ import annotations
@@ -137,10 +136,7 @@ class Inside(Feature, Observer):
     run: PrivateRun
 
     def rows(self, dataset: DataSet, model: nn.Module | None, known: TrainingRows) -> DataSet:
-        """Return the training set, perhaps with more rows at its end, before the run is planned.
-
-        Args: known: the rows, as others are compared with them.
-        """
+        """Return the training set, perhaps with more rows at its end, before the run is planned."""
         return dataset
 
     def enter(self, run: PrivateRun, tuner: Tuner) -> None:

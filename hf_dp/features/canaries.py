@@ -78,11 +78,7 @@ class Canaries(Inside):
         return with_canaries(dataset, model, self.count, alike=alike, rows=known)
 
     def enter(self, run: PrivateRun, tuner: Tuner) -> None:
-        """Toss the coins, which are kept nowhere.
-
-        Raises: UnsupportedArgumentError with several processes, each of which draws rows of its
-            own; and for directions among sums that are no gradients.
-        """
+        """Toss the coins, which are kept nowhere."""
         if not run.processes.alone:
             raise UnsupportedArgumentError(
                 f"Expected `audit_canaries` to be unset with {run.processes.count} processes, got "
@@ -270,12 +266,8 @@ class _Draws(BatchSampler[list[int]]):
 def guess(
     scores: str, values: np.ndarray, took_part: np.ndarray, epsilon: float, delta: float
 ) -> AuditResult:
-    """Guess that the highest values took part and the lowest did not; return what follows.
-
-    Args:
-        scores: what the values (m,) are of. took_part: the coins, (m,).
-        epsilon: that is claimed; it decides how many guesses are made.
-    """
+    """Guess, of m canaries, that the highest values took part and the lowest did not. The claimed
+    ``epsilon`` decides how many guesses are made."""
     order, count = np.argsort(values), len(values)
     half = best_number_of_guesses(count, epsilon, delta) // 2
     correct = int(took_part[order[-half:]].sum() + (~took_part[order[:half]]).sum())
@@ -292,14 +284,8 @@ def with_canaries(
 ) -> DataSet:
     """Return a data set and, after its rows, ``count`` made-up ones in the same format.
 
-    Their tokens, pictures and labels are random. Of the rows names and types are read; shapes, too,
-    where the model never sees what is made.
-
-    Args:
-        alike: whether one row serves as all canaries, which the model then never sees.
-        rows: a ``datasets.Dataset`` as canaries are compared with it, unless they are alike.
-
-    Raises: DataError for rows in whose format none can be made up, or canaries that are rows.
+    Of the rows names and types are read; shapes, too, where the model never sees what is made:
+    where they are ``alike``, one row that serves as all canaries.
     """
     different = 1 if alike else count
     plain = dataset.with_format(None) if isinstance(dataset, datasets.Dataset) else dataset
@@ -338,10 +324,8 @@ def with_canaries(
 
 
 def _refuse_shapes_of_rows(template: Row, made: Mapping[str, Tensor]) -> None:
-    """Raise DataError for a column whose length or size a made-up row would take from a row.
-
-    The model sees such a row in every step, so a training row would move it beyond its bound.
-    """
+    """Raise DataError for a column whose length or size a made-up row would take from a row: the
+    model sees it in every step, so a training row would move it beyond its bound."""
     row = template if isinstance(template, Mapping) else {"(no columns)": template}
     for name, value in row.items():
         known = "labels" if name in LABELS else name

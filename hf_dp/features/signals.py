@@ -24,10 +24,7 @@ Handler: TypeAlias = "Callable[[int, FrameType | None], object] | int | None"
 class TrainingStopped(SystemExit):
     """A signal ended the training, after a checkpoint was saved.
 
-    A script that does not catch it ends with the exit code ``128 + signal number``, as one that the
-    signal killed; it does not go on to evaluate and publish a run that is not finished.
-
-    Attributes: signum: the signal. code: ``128 + signum``.
+    A script that does not catch it ends with the exit code ``128 + signum``, and publishes nothing.
     """
 
     def __init__(self, signum: int):
@@ -37,12 +34,8 @@ class TrainingStopped(SystemExit):
 
 @register
 class Signals(Feature):
-    """Ends training after the step in which a signal arrives, and has a checkpoint saved.
-
-    Handlers are installed when the steps begin, in the main thread only. Before the first step a
-    signal does what it always does: there is nothing to save. A signal to one process of a run ends
-    all of them after the same step.
-    """
+    """Ends all processes of a run after the step in which a signal reaches one, with a checkpoint.
+    Before the first step a signal does what it always does: there is nothing to save."""
 
     _signum: int | None = None  # the first signal that arrived in this process
     _stopping = False

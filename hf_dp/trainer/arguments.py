@@ -151,10 +151,7 @@ class DPTrainingArguments(  # type: ignore[misc]  # learning_rate, max_grad_norm
             launch_problems(self).raise_all()
 
     def settle(self) -> None:
-        """Fill in what is unset and check all settings, before a device or process is touched.
-
-        Raises: UnsupportedArgumentError, InvalidArgumentError.
-        """
+        """Fill in what is unset and check all settings, before a device or process is touched."""
         unread = numbers_from_text(self)
         if self.max_grad_norm is None:
             self.max_grad_norm = 0.0 if self.is_private else 1.0
@@ -177,11 +174,7 @@ class DPTrainingArguments(  # type: ignore[misc]  # learning_rate, max_grad_norm
 
     @classmethod
     def own_copy(cls, args: object) -> Self:
-        """Return a checked copy of the arguments: steps are written into it, and the caller's stay
-        free and may serve another run.
-
-        Raises: InvalidArgumentError for arguments of another class.
-        """
+        """Return a checked copy: steps are written into it, and the caller's stay free."""
         if not isinstance(args, cls):
             given = type(args).__name__
             theirs = "TrainingArguments" if args is None else given
@@ -201,10 +194,7 @@ class DPTrainingArguments(  # type: ignore[misc]  # learning_rate, max_grad_norm
         return copied
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave the token out: `training_args.bin`, in every checkpoint, is a pickle of this.
-
-        A copy belongs to no trainer, so it may be changed.
-        """
+        """Leave the token out: `training_args.bin` is a pickle of this. A copy may be changed."""
         return {**vars(self), "hub_token": None, "_fixed": {}}
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -229,11 +219,7 @@ class DPTrainingArguments(  # type: ignore[misc]  # learning_rate, max_grad_norm
             _refuse_change(name, getattr(self, name), value)
 
     def check(self) -> None:
-        """Repeat all checks, since arguments can be assigned after construction.
-
-        Raises:
-            UnsupportedArgumentError, InvalidArgumentError: as on construction.
-        """
+        """Repeat all checks, since arguments can be assigned after construction."""
         found = self._setting_problems()
         if self.is_private:
             found.join(launch_problems(self))

@@ -1,13 +1,11 @@
 """The Trainer's checkpoints in a private run: written aside, complete, and resumed knowingly.
 
-What a checkpoint holds is loaded by name and by place: weights that are missing are passed over,
-and the optimizer's state goes to whatever has its place now. A step with the state of another
-parameter reads memory that is not its own, or moves weights by the moments of others. So a
-checkpoint lists the parameters, and in which order an optimizer has them, and a resume with others
-is refused.
+Trainer loads weights by name, passing over what is missing, and an optimizer's state by place. A
+step with the state of another parameter reads memory that is not its own, or moves weights by the
+moments of others. So a checkpoint lists the parameters, and in which order an optimizer has them,
+and a resume with others is refused.
 
-PEFT saves the prompts of an adapter alone, and not the network that makes them (P-tuning, prefix
-projection). So checkpoints hold the trained weights of such adapters beside them.
+Of an adapter of prompts PEFT saves the prompts alone. So checkpoints hold what makes them, too.
 """
 
 from __future__ import annotations
@@ -65,10 +63,7 @@ class Checkpointing(ReleasedLogs):
         return super()._get_output_dir(trial) if self._saving is None else str(self._saving)
 
     def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
-        """Write a checkpoint aside and put it in its place, in one step and durably.
-
-        Raises: OutputError when the disk refuses. The checkpoints that were there are there still.
-        """
+        """Write a checkpoint aside and put it in its place, in one step and durably."""
         name = self._checkpoint_name
         if self._run is None:
             super()._save_checkpoint(model, trial)
@@ -142,12 +137,8 @@ class Checkpointing(ReleasedLogs):
 
     @contextmanager
     def saves_what_ran(self) -> Iterator[None]:
-        """Save a checkpoint of the steps so far if a step fails inside, before its release.
-
-        All processes must hear of it inside.
-
-        Raises: StepError, or the error itself if it is one of ours; both say what is spent.
-        """
+        """Save a checkpoint of the steps so far if a step fails inside, before its release. The
+        error says what is spent. All processes must hear of it inside."""
         run, done = self._run, self.state.global_step
         assert run is not None
         try:
@@ -211,10 +202,7 @@ class Checkpointing(ReleasedLogs):
     # -- going on --
 
     def _checkpoint_of(self, resume_from_checkpoint: str | bool | None) -> str | None:
-        """Return the checkpoint to go on from, and take over the run's ledger; None for a new run.
-
-        Raises: LedgerError as :func:`hf_dp.run.checkpoint.checkpoint_of` and ``RunLedger.resume``.
-        """
+        """Return the checkpoint to go on from, with the run's ledger taken over, or None."""
         run = self._run
         assert run is not None
         # No process reads the folder any more as it was when its trainer was made.
@@ -247,10 +235,7 @@ class Checkpointing(ReleasedLogs):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        """Load weights, as Trainer does, into the parameters that the checkpoint trained.
-
-        Raises: ConfigError, before anything is loaded, when the model has or trains others now.
-        """
+        """Load weights, as Trainer does, where the checkpoint is of the same parameters."""
         self._refuse_other_parameters(Path(resume_from_checkpoint))
         if self.in_shards or not load_prompts(self.model, resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -280,10 +265,7 @@ class Checkpointing(ReleasedLogs):
             super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load the states of optimizer and schedule, as Trainer does.
-
-        Raises: ConfigError, before a step, for a state that is of other parameters.
-        """
+        """Load optimizer and schedule, as Trainer does, where they are of the same parameters."""
         order = self._order()
         if checkpoint is not None and _listed(Path(checkpoint)).get("optimizer", order) != order:
             raise ConfigError(
@@ -317,10 +299,7 @@ def save_prompts(model: nn.Module, checkpoint: str | Path) -> None:
 
 @torch.no_grad()
 def load_prompts(model: nn.Module, checkpoint: str | Path) -> bool:
-    """Load what :func:`save_prompts` wrote. Return whether the model's adapter is one of prompts.
-
-    Raises: ConfigError for a checkpoint without it.
-    """
+    """Load what :func:`save_prompts` wrote. Return whether the adapter is one of prompts."""
     if not _is_of_prompts(model):
         return False
     path = Path(checkpoint, _PROMPTS)

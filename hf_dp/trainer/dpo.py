@@ -1,7 +1,4 @@
-"""``DPDPOTrainer``: private direct preference optimization on pairs that TRL prepares.
-
-Needs TRL: ``pip install hf-dp[trl]``.
-"""
+"""``DPDPOTrainer``: private direct preference optimization on pairs that TRL prepares."""
 
 from __future__ import annotations
 
@@ -99,11 +96,8 @@ class DPDPOConfig(DPTrainingArguments, DPOConfig):  # type: ignore[misc]  # lear
 class PairCollator:
     """Make a batch of b pairs: the chosen answers' tokens, the rejected answers' beside them.
 
-    Each column has one row for each pair, (b, T) or (b,), so a pair is one example. Both answers
-    of a pair are padded to one length, so where tokens are counted, a pair counts as its longer
-    answer.
-
-    Args: collate: TRL's collator, which puts all rejected answers after all chosen ones.
+    Each column has one row for each pair, so a pair is one example. ``collate`` is TRL's, which
+    puts all rejected answers after all chosen ones.
     """
 
     collate: Callable[[list[Row]], dict[str, Tensor]]
@@ -258,12 +252,7 @@ class DPDPOTrainer(PreparedByTRL):
 
 
 def answer_log_probs(model: nn.Module, inputs: Mapping[str, Tensor], prefix: str = "") -> Tensor:
-    """Return the log-probability of each row's labeled tokens given what precedes them, (b,).
-
-    Args:
-        inputs: ``input_ids``, ``attention_mask`` and ``labels``, (b, T), -100 on the prompt.
-        prefix: of these names.
-    """
+    """Return the log-probability of each row's labeled tokens given what precedes them, (b,)."""
     batch = {name: inputs[f"{prefix}{name}"] for name in _TOKENS}
     batch["labels"] = labels_at_their_tokens(model, batch["labels"])
     return -per_example_loss(model, batch) * number_of_targets(model, batch)
@@ -272,11 +261,8 @@ def answer_log_probs(model: nn.Module, inputs: Mapping[str, Tensor], prefix: str
 def add_references(
     dataset: Dataset, model: nn.Module, collator: PairCollator, args: TrainingArguments
 ) -> Dataset:
-    """Return the data set with the reference's log-probabilities of both answers as columns.
-
-    Each is a function of its row and of the reference model: one answer at a time, without padding.
-    A data set that has the columns stays as it is.
-    """
+    """Return the data set with the reference's log-probabilities of both answers as columns. Each
+    is a function of its row alone: one answer at a time, without padding."""
     if set(_REFERENCES) <= set(dataset.column_names):
         return dataset
     device, training = args.device, model.training

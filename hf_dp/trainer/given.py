@@ -23,13 +23,7 @@ from hf_dp.clipping import refuse_coupling
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.overlap import TrainingUsers
 from hf_dp.plans.dp_fp import DP_FP
-from hf_dp.run.checks import (
-    check_head_is_trainable,
-    check_train_dataset,
-    hint_at_users,
-    refuse_data_in_adapters,
-    warn_of_users,
-)
+from hf_dp.run import checks
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.row_arguments import users_of
 
@@ -53,10 +47,7 @@ MAY_OVERRIDE = frozenset(
 
 @dataclass
 class Given:
-    """What a trainer was given besides its arguments.
-
-    Attributes: trainer_class: the trainer's. dp_trainer: DPTrainer.
-    """
+    """What a trainer was given besides its arguments; ``dp_trainer`` is DPTrainer."""
 
     trainer_class: type[Trainer]
     dp_trainer: type[Trainer]
@@ -103,17 +94,14 @@ class Given:
         if model is None:  # model_init makes it
             return
         refuse_coupling(model)
-        check_head_is_trainable(model)
+        checks.check_head_is_trainable(model)
         if not args.adapter_init_data_is_public:
-            refuse_data_in_adapters(model, None if self.train_dataset is None else ())
+            checks.refuse_data_in_adapters(model, None if self.train_dataset is None else ())
 
 
 def check_subclass(trainer_class: type[Trainer], dp_trainer: type[Trainer]) -> None:
-    """Raise UnsupportedArgumentError when a subclass overrides what rows pass on their way to a
-    step: anything that is not in :data:`MAY_OVERRIDE`.
-
-    Attributes that neither class has are the subclass's own, and free.
-    """
+    """Raise UnsupportedArgumentError for a subclass that overrides anything of its bases that is
+    not in :data:`MAY_OVERRIDE`."""
     if trainer_class.compute_loss is not Trainer.compute_loss:
         raise UnsupportedArgumentError(
             f"{trainer_class.__name__} overrides compute_loss, which returns one number for a "
@@ -135,13 +123,8 @@ def check_subclass(trainer_class: type[Trainer], dp_trainer: type[Trainer]) -> N
 
 @dataclass(frozen=True)
 class Rows:
-    """Training rows, of which it is noted whose they are in private modes.
-
-    Args:
-        data: the rows to train on, without the column that says so.
-        units: whose they are, where users are protected.
-        compared: whether every evaluation set says whose its rows are.
-    """
+    """Training rows, without the column that says whose they are: ``units`` knows it, where users
+    are protected. ``compared``: whether every evaluation set says whose its rows are."""
 
     data: DataSet
     units: UnitTable | None = None
@@ -149,24 +132,21 @@ class Rows:
 
     @classmethod
     def of(cls, args: DPTrainingArguments, train_dataset: DataSet, eval_dataset: DataSet) -> Rows:
-        """Note whose the training rows are. What was noted before is returned as it is.
-
-        Raises: DataError; UnsupportedArgumentError for an evaluation set with rows of the same
-            users, unless their metrics are released on purpose.
-        """
+        """Note whose the training rows are, unless it is noted, and refuse evaluation rows of the
+        same users, unless their metrics are released on purpose."""
         noted = train_dataset if isinstance(train_dataset, cls) else cls(train_dataset)
         if not args.is_private:
             return noted
-        check_train_dataset(noted.data)
+        checks.check_train_dataset(noted.data)
         if noted is train_dataset:
             return noted
         users = users_of(args)
         if users is None:
-            hint_at_users(train_dataset)
+            checks.hint_at_users(train_dataset)
             return noted
         units, data = split_off_units(train_dataset, users.column)
         data = rows_to_draw(data, units, users)
-        warn_of_users(units, users)
+        checks.warn_of_users(units, users)
         compared = args.evaluate_on_training_rows or TrainingUsers(units).refuse(
             eval_dataset, search=args.private_selection_mean_runs is not None
         )

@@ -64,10 +64,8 @@ def options(why: str, **allowed: tuple[object, ...]) -> Refusal:
 
 
 def _as_dict(value: object) -> Mapping[str, object]:
-    """Read a dict, JSON text, the path of a JSON file, or a parsed config object.
-
-    What cannot be read counts as empty: ``TrainingArguments`` refuses it a moment later.
-    """
+    """Read a dict, JSON text, the path of a JSON file, or a parsed config object; empty where
+    transformers refuses it a moment later."""
     if isinstance(value, Mapping):
         return value
     if isinstance(value, str):
@@ -252,10 +250,7 @@ def inherited_problems(
     arguments_class: type[TrainingArguments] = TrainingArguments,
     known: Iterable[str] = (),
 ) -> Problems:
-    """Return the problems of a private run with these values, by argument.
-
-    Only the fields of ``arguments_class`` are read, without those that ``known`` names.
-    """
+    """Return the problems of a private run with a class's fields that ``known`` does not name."""
     newer = "hf_dp does not know what this newer argument does. Remove it."
     new = {
         each.name: only(newer, default_of(each)) for each in unknown_fields(arguments_class, known)
@@ -268,10 +263,8 @@ def inherited_problems(
 
 
 def environment_problems(report_to: str | Iterable[str] | None) -> Problems:
-    """Return the problems of a private run with environment variables, by variable.
-
-    Those that a tracker reads are looked at where ``report_to`` names it.
-    """
+    """Return the problems with environment variables; with those of trackers where ``report_to``
+    names them."""
     read = {name for tracker in _trackers(report_to) for name in TRACKERS.get(tracker, ())}
     unread = {name for names in TRACKERS.values() for name in names} - read
     values = {

@@ -38,10 +38,8 @@ def _is_on(variable: str) -> bool:
 
 
 def use_cpu_without_accelerator(args: TrainingArguments) -> None:
-    """Set ``args.use_cpu`` where a launcher started several processes and there is no accelerator.
-
-    Otherwise accelerate takes each of them for the only one. Call it before devices are set up.
-    """
+    """Set ``args.use_cpu`` where a launcher started several processes and there is no accelerator:
+    accelerate would take each for the only one. Before devices are set up."""
     count = int(os.environ.get("WORLD_SIZE") or 1)
     if count > 1 and not args.use_cpu and not has_accelerator():
         args.use_cpu = True
@@ -111,12 +109,8 @@ def launch_problems(args: Any) -> Problems:
 
 @contextmanager
 def without_ddp(accelerator: Accelerator) -> Iterator[None]:
-    """Prepare models inside without ``DistributedDataParallel``.
-
-    DDP would reduce gradients that autograd writes. A private step has none: its clipped sums are
-    added up once per logical batch, with their noise. DDP would hold buckets as large as the
-    gradient for nothing.
-    """
+    """Prepare models without ``DistributedDataParallel``, which would hold buckets as large as the
+    gradient for nothing: clipped sums are added up once per logical batch, with their noise."""
     if accelerator.num_processes == 1:
         yield
         return

@@ -24,10 +24,7 @@ logger = logging.get_logger(__name__)
 
 
 class ReleasedLogs(Trainer):
-    """A Trainer that may have a private run, and then logs what is released and nothing else.
-
-    Attributes: mechanism: the run's step. card: what the user said of the card.
-    """
+    """A Trainer that may have a private run, and then logs what is released and nothing else."""
 
     model: Any
     card: dict[str, Any]

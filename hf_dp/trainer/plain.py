@@ -1,6 +1,4 @@
-"""What a trainer does at Trainer's seams, and without privacy: Trainer's own, on what a tuner
-chooses. Nothing is claimed of such a run.
-"""
+"""What a trainer does at Trainer's seams, and without privacy: Trainer's own."""
 
 from __future__ import annotations
 
@@ -36,12 +34,9 @@ Prepared: TypeAlias = tuple[nn.Module, DataLoader]
 
 
 class Training:
-    """Training without privacy. Private training replaces every method that has a seam's ``stock``:
-    Trainer's own method, with its arguments.
+    """Training without privacy: at each seam Trainer's own method, ``stock``.
 
-    A tuner chooses by exact numbers what it chooses by noisy ones in private modes.
-
-    Args: args: the trainer's own copy. peft_config: what the user gave.
+    Private training replaces all methods that have it. A tuner chooses by exact numbers here.
     """
 
     is_private = False
@@ -57,18 +52,12 @@ class Training:
     # -- before the first step --
 
     def take(self, given: Given) -> nn.Module | None:
-        """Check and prepare what the trainer was given, before Trainer's constructor sees it.
-
-        Returns: the model.
-        """
+        """Check and prepare what the trainer was given; return the model."""
         given.train_dataset = Rows.of(self.args, given.train_dataset, None).data
         return self.prepared_model(given)
 
     def prepared_model(self, given: Given) -> nn.Module | None:
-        """Return the model, loaded, and wrapped as ``peft_config`` says, where no tuner does that.
-
-        Raises: InvalidArgumentError for ``model_init`` with what it cannot serve.
-        """
+        """Return the model, loaded, and wrapped as ``peft_config`` says where no tuner does."""
         args = self.args
         if given.model_init is not None:
             if args.privacy_mode == DP_FP:
@@ -105,10 +94,7 @@ class Training:
             )
 
     def _choose(self, resume_from_checkpoint: str | bool | None, clock: Clock) -> None:
-        """Let the tuner choose what trains.
-
-        Raises: UnsupportedArgumentError for a sharded model.
-        """
+        """Let the tuner choose what trains."""
         trainer, args = self._trainer, self.args
         if trainer.in_shards:
             raise UnsupportedArgumentError(

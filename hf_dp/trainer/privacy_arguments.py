@@ -14,21 +14,8 @@ from hf_dp.accounting import ACCOUNTANTS, epsilon
 from hf_dp.accounting.event import Event
 from hf_dp.accounting.knows import NO_BOUND
 from hf_dp.errors import ConfigError, UnsupportedArgumentError
+from hf_dp.plans import dp_sgd
 from hf_dp.plans.dp_fp import DP_FP, PRIVATE_ENCODER, PUBLISHED
-from hf_dp.plans.dp_sgd import (
-    BOUND,
-    CLIPPINGS,
-    DP_SGD,
-    MEAN_RUNS,
-    MEMORY_RATIO,
-    RATIO,
-    STRATEGIES,
-    DpSgdPlan,
-    budget_ratio,
-    check_mean_runs,
-    check_memory_ratio,
-    loss_bound,
-)
 from hf_dp.plans.draws import POISSON, check_sampling
 from hf_dp.plans.mechanism import MechanismPlan
 from hf_dp.plans.privacy import PrivacyPlan
@@ -49,7 +36,7 @@ class BudgetArguments(ArgumentGroup):
     """Parameters of the privacy budget."""
 
     privacy_mode: str = argument(
-        DP_SGD,
+        dp_sgd.DP_SGD,
         "How privacy is obtained: dp_sgd (per-example clipping and Gaussian noise), dp_fp (noise "
         "on the representation), non_private (the plain Trainer), or a mode of register_mode.",
     )
@@ -131,7 +118,7 @@ class StepArguments(ArgumentGroup):
         "Makes this run one of a search: of a secret, random number of runs with this mean, only "
         "the best is released, and epsilon is that of the whole search, under the conditions that "
         "`hf-dp sweep --private-selection` meets. Only accountant rdp knows it.",
-        check_mean_runs,
+        dp_sgd.check_mean_runs,
     )
     max_logical_batch_size: int | None = argument(
         None,
@@ -147,7 +134,7 @@ class StepArguments(ArgumentGroup):
         "How a norm becomes a weight. flat: one norm over all trainable parameters, larger ones "
         "are scaled down to it. automatic: every example is scaled to about it (AUTO-S). "
         "per_layer: each of the K layers to it divided by sqrt(K). The sensitivity is the same.",
-        CLIPPINGS,
+        dp_sgd.CLIPPINGS,
     )
     max_grad_norm: float | None = argument(
         None,
@@ -170,7 +157,7 @@ class StepArguments(ArgumentGroup):
     NEEDS: ClassVar[tuple[Need, ...]] = (
         Need(
             "earlier_runs evaluate_on_training_rows release",
-            MEAN_RUNS,
+            dp_sgd.MEAN_RUNS,
             (None,),
             f"{NO_BOUND} Remove one of the two.",
             UnsupportedArgumentError,
@@ -218,14 +205,14 @@ class ReleaseArguments(ArgumentGroup):
         "noised_loss, and epsilon covers it. The share of the privacy budget, in (0, 1), that it "
         "gets; the gradient's noise grows by the factor 1/sqrt(1 - share). A hundredth is enough "
         "for a curve.",
-        budget_ratio,
+        dp_sgd.budget_ratio,
     )
     noised_loss_bound: float | None = argument(
         None,
         "With noised_loss_budget_ratio: each example's loss is clipped to [0, bound]. Public: "
         "choose it without looking at the rows, for example twice the loss of a guess (log of the "
         "number of classes).",
-        loss_bound,
+        dp_sgd.loss_bound,
     )
     release: list[str] = argument(
         [],
@@ -243,20 +230,20 @@ class ReleaseArguments(ArgumentGroup):
 
     NEEDS: ClassVar[tuple[Need, ...]] = (
         Need(
-            f"{BOUND} {RATIO}",
+            f"{dp_sgd.BOUND} {dp_sgd.RATIO}",
             "privacy_mode",
-            (DP_SGD,),
+            (dp_sgd.DP_SGD,),
             "Only the steps of DP-SGD add up losses over a secret draw. Remove it.",
             UnsupportedArgumentError,
         ),
-        Need(BOUND, RATIO, is_given, "Set both, or remove both."),
-        Need(RATIO, BOUND, is_given, "Set both, or remove both."),
+        Need(dp_sgd.BOUND, dp_sgd.RATIO, is_given, "Set both, or remove both."),
+        Need(dp_sgd.RATIO, dp_sgd.BOUND, is_given, "Set both, or remove both."),
     )
 
     @staticmethod
     def problems(args: Any, found: Problems) -> None:
         """Note a norm of clipped gradients where a step adds up other things, too."""
-        if args.privacy_mode != DP_SGD and CLIPPED_GRADIENT_NORM in (args.release or ()):
+        if args.privacy_mode != dp_sgd.DP_SGD and CLIPPED_GRADIENT_NORM in (args.release or ()):
             found.unsupported(
                 "release",
                 f"to be without {CLIPPED_GRADIENT_NORM!r} when privacy_mode={args.privacy_mode!r}",
@@ -273,13 +260,13 @@ class MemoryArguments(ArgumentGroup):
         "How clipped sums are computed, never what they are: book_keeping (one backward pass), "
         "two_pass (two over one graph, the least memory) or per_example (explicit per-example "
         "gradients, slow). Unset means two_pass under gradient checkpointing, else book_keeping.",
-        STRATEGIES,
+        dp_sgd.STRATEGIES,
     )
     clipping_memory_ratio: float = argument(
-        MEMORY_RATIO,
+        dp_sgd.MEMORY_RATIO,
         "How much memory book_keeping may take for speed, at least 1: an estimate of its peak "
         "relative to training without privacy. More than 1.05 pays for long sequences.",
-        check_memory_ratio,
+        dp_sgd.check_memory_ratio,
     )
     chunked_loss: bool = argument(
         False,
@@ -328,9 +315,9 @@ class MemoryArguments(ArgumentGroup):
 PlanOfArguments = Callable[[Any, int | None], MechanismPlan]
 
 
-def gradient_plan(args: Any, num_classes: int | None) -> DpSgdPlan:
+def gradient_plan(args: Any, num_classes: int | None) -> dp_sgd.DpSgdPlan:
     """Return the plan of ``privacy_mode="dp_sgd"``."""
-    return DpSgdPlan.of(
+    return dp_sgd.DpSgdPlan.of(
         args.per_example_max_grad_norm,
         args.noise_multiplier,
         args.clipping,
@@ -343,14 +330,11 @@ def gradient_plan(args: Any, num_classes: int | None) -> DpSgdPlan:
     )
 
 
-MODES: dict[str, PlanOfArguments] = {DP_SGD: gradient_plan, DP_FP: forward_plan}
+MODES: dict[str, PlanOfArguments] = {dp_sgd.DP_SGD: gradient_plan, DP_FP: forward_plan}
 
 
 def register_mode(name: str, plan: PlanOfArguments) -> None:
-    """Let ``DPTrainingArguments(privacy_mode=name)`` select a mechanism.
-
-    Raises: ConfigError for a name that is taken.
-    """
+    """Let ``DPTrainingArguments(privacy_mode=name)`` select a mechanism."""
     if MODES.setdefault(name, plan) is not plan:
         raise ConfigError(f"Expected a privacy_mode of its own, got {name!r}, which is taken.")
 
@@ -362,13 +346,8 @@ def plan_of(
     num_classes: int | None = None,
     units: UnitTable | None = None,
 ) -> PrivacyPlan:
-    """Return the plan for the arguments of a run, or of one that is only planned.
-
-    Args: num_examples: rows, or users. units: whose the rows are, where users are protected.
-
-    Raises: InvalidArgumentError, CalibrationError; AccountingRangeError for an accountant that
-        cannot describe it, here and not after the training.
-    """
+    """Return the plan of a run, or of one that is only planned, for so many rows or users. An
+    accountant that cannot describe it is refused here, and not after the training."""
     spent: tuple[Event, ...] = ()
     if args.earlier_runs:
         from hf_dp.run.earlier import earlier_entries  # which takes torch, as a plan alone does not

@@ -1,7 +1,5 @@
-"""Private training: at each of Trainer's seams one call of the run and of its features.
-
-What a private step does is on one screen: :meth:`PrivateTraining.step`.
-"""
+"""Private training: at each of Trainer's seams one call of the run and of its features. A step is
+on one screen: :meth:`PrivateTraining.step`."""
 
 from __future__ import annotations
 
@@ -32,19 +30,13 @@ from hf_dp.run.shortage import named_memory_errors
 from hf_dp.run.witnesses import refuse_foreign
 from hf_dp.statement.facts import EVALUATION_ON_TRAINING_ROWS, Flags
 from hf_dp.statement.statement import PrivacyStatement
+from hf_dp.trainer import publishing
 from hf_dp.trainer.arguments import DPTrainingArguments, options_of
 from hf_dp.trainer.given import Given, Rows, refuse_search
 from hf_dp.trainer.launch import without_ddp
 from hf_dp.trainer.plain import Prepared, Training, loaded
 from hf_dp.trainer.privacy_arguments import plan_of
-from hf_dp.trainer.publishing import (
-    Publishing,
-    describe,
-    details_of,
-    given_before,
-    in_our_names,
-    pretraining_sources,
-)
+from hf_dp.trainer.publishing import Publishing
 
 # Arguments that concern one process alone: what it prints, and which one it is.
 _OF_A_PROCESS = {"local_rank", "disable_tqdm", "log_level", "log_level_replica"}
@@ -184,7 +176,7 @@ class PrivateTraining(Training):
         run.book.start(max_steps - trainer.state.global_step, to_come)
         parameters = trainer.model.parameters()
         self._seen.trained = sum(p.numel() for p in parameters if p.requires_grad)
-        self._seen.pretraining_sources = pretraining_sources(trainer.model)
+        self._seen.pretraining_sources = publishing.pretraining_sources(trainer.model)
         with trainer.silent():
             for each in self.features:
                 each.start(self.seen())
@@ -206,7 +198,7 @@ class PrivateTraining(Training):
             each.call(checkpoint, self.seen())
         trainer._evaluation.clear()  # of other weights
         if checkpoint is not None:
-            trainer.card = {**given_before(checkpoint), **trainer.card}
+            trainer.card = {**publishing.given_before(checkpoint), **trainer.card}
         run.arguments = {
             name: value for name, value in self.args.to_dict().items() if name not in _OF_A_PROCESS
         }
@@ -315,7 +307,7 @@ class PrivateTraining(Training):
     def write_card(self, options: Mapping[str, object], stock: Callable[[], None]) -> None:
         """Write the card with the privacy statement, and ``privacy.json``."""
         trainer = self._trainer
-        describe(trainer, in_our_names(options))
+        publishing.describe(trainer, publishing.in_our_names(options))
         self.write_files(trainer.folder)
 
     def statement(self) -> PrivacyStatement:
@@ -327,7 +319,7 @@ class PrivateTraining(Training):
         """Write the card and ``privacy.json`` into a folder, in the main process."""
         trainer = self._trainer
         if trainer.is_world_process_zero():
-            details = details_of(trainer, trainer.card)
+            details = publishing.details_of(trainer, trainer.card)
             write_card(folder, self.statement(), details, self.run.book)
 
     def words(self) -> dict[str, object]:

@@ -123,12 +123,7 @@ class UnitArguments(ArgumentGroup):
 
 
 def users_of(args: Any, units: UnitTable | None = None) -> Users | None:
-    """Return what the arguments say of users, None where rows are protected.
-
-    Args: units: whose the rows are, once it is known.
-
-    Raises: InvalidArgumentError.
-    """
+    """Return what the arguments say of users; None where rows are protected."""
     if args.privacy_unit != USER:
         return None
     given = {ours: getattr(args, theirs) for theirs, ours in _OF_USERS.items()}

@@ -132,10 +132,7 @@ class DPSeq2SeqTrainer(DPTrainer, Seq2SeqTrainer):
         return torch.cat(found)[torch.cat(places).argsort(stable=True)]
 
     def _number_of_new_tokens(self, options: dict[str, Any], prompt: int) -> int:
-        """Return how many tokens are generated at most, and take the lengths out of ``options``.
-
-        Raises: DataError where they do not fit beside a prompt of this length.
-        """
+        """Return how many tokens are generated at most, taking the lengths out of ``options``."""
         known, context = self.model.generation_config, positions_of(self.model)
         given = (options.pop("max_new_tokens", None), options.pop("max_length", None))
         of_model = (known.max_new_tokens, known.max_length)
@@ -165,21 +162,11 @@ class DPSeq2SeqTrainer(DPTrainer, Seq2SeqTrainer):
 def split_rows(
     inputs: Mapping[str, Tensor], pad_token_id: int
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Cut each row before its first label that is not -100.
+    """Cut each row of a collated batch before its first label that is not -100.
 
-    A row without such a label is a prompt as a whole, and its target is empty.
-
-    Args:
-        inputs: a collated batch with ``input_ids``, ``attention_mask`` and perhaps ``labels``, each
-            (b, T), padded on any side.
-        pad_token_id: put on the left of the shorter prompts, where nothing attends.
-
-    Returns: what stands before, for ``generate``: tokens, mask and token types, (b, P), padded on
-        the left to the longest prompt. And the targets, (b, T), padded on the right with -100; None
-        where the rows have no labels.
-
-    Raises: DataError for a row without prompt, for a row with labels in several places, and for
-        inputs that cannot be cut.
+    Returns: what stands before, for ``generate``, (b, P), padded on the left with ``pad_token_id``;
+    and the targets, (b, T), padded on the right with -100, None without labels. A row without a
+    target is a prompt as a whole.
     """
     tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")
     if not isinstance(tokens, Tensor) or not isinstance(mask, Tensor):

@@ -1,7 +1,4 @@
-"""``DPSFTTrainer``: private supervised fine-tuning on data that TRL's SFTTrainer prepares.
-
-Needs TRL: ``pip install hf-dp[trl]``.
-"""
+"""``DPSFTTrainer``: private supervised fine-tuning on data that TRL's SFTTrainer prepares."""
 
 from __future__ import annotations
 

@@ -103,10 +103,8 @@ class DPTrainer(Publishing):
 
     @property
     def run(self) -> PrivateRun:
-        """The private run. Reading it changes nothing.
-
-        Raises: UnsupportedArgumentError when there is none.
-        """
+        """The private run. Reading it changes nothing. UnsupportedArgumentError where there is
+        none."""
         if self._run is None:
             raise no_plan()
         return self._run
@@ -213,10 +211,7 @@ class DPTrainer(Publishing):
         return self.optimizer
 
     def training_data(self) -> TrainingData:
-        """Return the training set, looked over.
-
-        Raises: DataError for other data than planned, or rows that cannot be trained on.
-        """
+        """Return the training set, looked over."""
         return self.training.sync().training_data()
 
     def check_engine(self) -> None:
@@ -235,10 +230,7 @@ class DPTrainer(Publishing):
     # -- evaluation and logs --
 
     def evaluate(self, eval_dataset: DataSet = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate, as Trainer does.
-
-        Raises: UnsupportedArgumentError for rows of the training set in private modes.
-        """
+        """Evaluate, as Trainer does; in private modes not on rows of the training set."""
         known: DataSet = self.eval_dataset
         effective = known if eval_dataset is None else eval_dataset
         self.training.evaluates(known[effective] if isinstance(effective, str) else effective)
@@ -248,13 +240,8 @@ class DPTrainer(Publishing):
         return metrics
 
     def record_evaluation(self, metrics: Mapping[str, float], eval_dataset: DataSet) -> None:
-        """Log metrics that were computed outside :meth:`evaluate`; the card shows them.
-
-        Args: metrics: by names that begin with ``eval_``. eval_dataset: their rows: one data set,
-            or several by name.
-
-        Raises: as :meth:`evaluate`; InvalidArgumentError for another name.
-        """
+        """Log metrics, named ``eval_...``, that were computed outside :meth:`evaluate`, of one data
+        set or of several by name; the card shows them."""
         for name in metrics:
             if not name.startswith("eval_"):
                 raise invalid("metrics", name, "to have names that begin with eval_")

@@ -61,10 +61,7 @@ class _HandedOver(Exception):
 
 class _InPlaceOfTrainer(Trainer):
     """The next class after TRL's own: it keeps what Trainer would be given, and goes no further.
-
-    TRL prepares data in no other place than in this constructor. What follows the call would put
-    another function in place of the head's forward, and count metrics over batches.
-    """
+    What follows the call would replace the head's forward, and count metrics over batches."""
 
     def __init__(self, **given: object):
         vars(self).update(given)
@@ -75,10 +72,6 @@ class Preparation(Trainer):
     """The constructor of one of TRL's trainers, up to where it calls Trainer's. It trains nothing.
 
     So tokenizer, chat template, padding token, labels and truncation are TRL's own.
-
-    Attributes: model, args, data_collator, train_dataset, eval_dataset, processing_class: prepared.
-
-    Raises: as :func:`by_row`.
     """
 
     model: Any
@@ -104,10 +97,7 @@ class SFTPreparation(Preparation, SFTTrainer, _InPlaceOfTrainer):
     """The preparation of SFTTrainer.
 
     With `assistant_only_loss`, and a chat template that neither marks what the assistant writes nor
-    is known to TRL, its tokens are found by comparing each turn with the turns before it
-    (:class:`~hf_dp.tasks.generation.encoding.ChatEncoding`).
-
-    Raises: DataError for a template that rewrites earlier turns.
+    is known to TRL, its tokens are found by comparing each turn with the turns before it.
     """
 
     _by_turns = False
@@ -155,12 +145,8 @@ class DPOPreparation(Preparation, DPOTrainer, _InPlaceOfTrainer):
 
 
 class PreparedByTRL(DPTrainer):
-    """DPTrainer on rows that one of TRL's trainers prepares, also in evaluation.
-
-    Args: of_trl: the keywords of TRL's trainer beside those named. others: those of DPTrainer.
-
-    Raises: as :class:`DPTrainer`; DataError for rows that TRL cannot prepare one by one.
-    """
+    """DPTrainer on rows that one of TRL's trainers prepares, also in evaluation. ``of_trl`` are
+    keywords of that trainer."""
 
     preparation: ClassVar[type[Preparation]]
     _preparation: Preparation
@@ -227,10 +213,7 @@ class PreparedByTRL(DPTrainer):
 
 
 def by_row(dataset: Dataset, prepare: Callable[[Dataset], Dataset], name: str) -> Dataset:
-    """Return ``prepare(dataset)``, and where TRL fails, find the first row that it fails on.
-
-    Raises: DataError names that row.
-    """
+    """Return ``prepare(dataset)``; where TRL fails, a DataError names the first such row."""
     try:
         return prepare(dataset)
     except (HfDpError, OSError, MemoryError):
@@ -252,10 +235,8 @@ def by_row(dataset: Dataset, prepare: Callable[[Dataset], Dataset], name: str) -
 
 
 def each_set(dataset: DataSets, prepare: Callable[[Dataset, str], Dataset]) -> DataSets:
-    """Return what ``prepare(set, name)`` makes of a data set, or of each in a mapping.
-
-    None and the name of a set stay as they are.
-    """
+    """Return what ``prepare(set, name)`` makes of a data set, or of each by name; names and None
+    stay."""
     if dataset is None or isinstance(dataset, str):
         return dataset
     if isinstance(dataset, dict):
@@ -264,12 +245,8 @@ def each_set(dataset: DataSets, prepare: Callable[[Dataset, str], Dataset]) -> D
 
 
 def check_rows(dataset: object) -> None:
-    """Check that TRL prepares each row for itself.
-
-    It decides by the first row whether all are conversations, so all must be of one kind.
-
-    Raises: DataError for another kind of data set, for images, and for a row unlike the first.
-    """
+    """Raise DataError for rows that TRL would not prepare each for itself: it decides by the first
+    row whether all are conversations."""
     if not isinstance(dataset, Dataset):
         raise DataError(
             f"Expected `train_dataset` to be a datasets.Dataset, got {type(dataset).__name__}. "
