@@ -261,23 +261,13 @@ def _refuse_change(name: str, value: object, fixed: object) -> None:
 
 
 def options_of(args: DPTrainingArguments) -> RunOptions:
-    """Return the options of a run that do not change what epsilon means."""
-    return RunOptions(
-        batches=BatchOptions(
-            physical_batch_size=args.per_device_train_batch_size,
-            max_tokens=args.max_tokens_per_physical_batch,
-            quiet=bool(args.disable_tqdm),
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory,
-            persistent_workers=args.dataloader_persistent_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
-            multiprocessing_context=args.dataloader_multiprocessing_context,
-        ),
-        clipping_strategy=args.clipping_strategy,
-        clipping_memory_ratio=args.clipping_memory_ratio,
-        representation_module=args.representation_module,
-        padding_values=args.padding_values,
-        rows_are_chunks=args.rows_are_chunks,
-        adapter_init_data_is_public=args.adapter_init_data_is_public,
-        other_training=args.other_training,
+    """Return the options of a run, which do not change what epsilon means."""
+    known = RunOptions.__dataclass_fields__.keys() & vars(args).keys()
+    of_loader = [n for n in BatchOptions.__dataclass_fields__ if hasattr(args, f"dataloader_{n}")]
+    batches = BatchOptions(
+        physical_batch_size=args.per_device_train_batch_size,
+        max_tokens=args.max_tokens_per_physical_batch,
+        quiet=bool(args.disable_tqdm),
+        **{name: getattr(args, f"dataloader_{name}") for name in of_loader},
     )
+    return RunOptions(batches, **{name: getattr(args, name) for name in known})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn, TypeAlias
+from typing import TypeAlias
 
 from peft import PeftConfig
 from torch import Tensor, nn
@@ -151,13 +151,3 @@ class Rows:
             eval_dataset, search=args.private_selection_mean_runs is not None
         )
         return cls(data, units, compared)
-
-
-def refuse_search() -> NoReturn:
-    """Refuse a search: each trial is a release on the same rows."""
-    raise UnsupportedArgumentError(
-        "hyperparameter_search trains on the private rows once per trial, and the epsilon of one "
-        "run does not cover the search. Tune on public data; or run trials one by one, all of "
-        "which count (epsilon of their ledgers' events together); or draw their number secretly "
-        "and release only the best (`hf-dp sweep --private-selection`)."
-    )

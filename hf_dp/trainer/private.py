@@ -18,6 +18,7 @@ from transformers.trainer_utils import TrainOutput
 from hf_dp.batches.structure import DataSet
 from hf_dp.cards.verify import write_card
 from hf_dp.distributed.processes import others_present
+from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.features import Inside, Seen, features_of
 from hf_dp.mechanisms import mechanism_for
 from hf_dp.mechanisms.base import Batches
@@ -32,7 +33,7 @@ from hf_dp.statement.facts import EVALUATION_ON_TRAINING_ROWS, Flags
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.trainer import publishing
 from hf_dp.trainer.arguments import DPTrainingArguments, options_of
-from hf_dp.trainer.given import Given, Rows, refuse_search
+from hf_dp.trainer.given import Given, Rows
 from hf_dp.trainer.launch import without_ddp
 from hf_dp.trainer.plain import Prepared, Training, loaded
 from hf_dp.trainer.privacy_arguments import plan_of
@@ -276,7 +277,13 @@ class PrivateTraining(Training):
         self.sync().check_evaluation(evaluation)
 
     def search(self, stock: Callable[[], object]) -> NoReturn:
-        refuse_search()
+        """Refuse a search: each trial is a release on the same rows."""
+        raise UnsupportedArgumentError(
+            "hyperparameter_search trains on the private rows once per trial, and the epsilon of "
+            "one run does not cover the search. Tune on public data; or run trials one by one, all "
+            "of which count (epsilon of their ledgers' events together); or draw their number "
+            "secretly and release only the best (`hf-dp sweep --private-selection`)."
+        )
 
     def log(self, logs: dict[str, float], stock: Callable[[dict[str, float]], None]) -> None:
         """Log, without what a private run withholds, and with what the features add."""
@@ -341,10 +348,7 @@ class OnlyEvaluates(Training):
     def attach(self, trainer: Publishing) -> None:
         self._trainer = trainer
 
-    def search(self, stock: Callable[[], object]) -> NoReturn:
-        refuse_search()
-
-    train = step = loader = Training.no_plan  # type: ignore[assignment]
+    train = step = loader = search = Training.no_plan  # type: ignore[assignment]
 
 
 def training_of(
