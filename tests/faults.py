@@ -1,7 +1,4 @@
-"""Faults that let a run tell more than it claims.
-
-Other tests plant them one by one. Here they are for audits of whole runs.
-"""
+"""Faults that let a run tell more than it claims, for audits of whole runs and for single tests."""
 
 from __future__ import annotations
 

@@ -8,15 +8,9 @@ import datasets
 import numpy as np
 import tiny
 import torch
+import transformers as hf
 from models import VOCABULARY, gpt2, llama
 from torch.nn import functional as F
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    DataCollatorForSeq2Seq,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 from hf_dp import DPSeq2SeqTrainer, DPSeq2SeqTrainingArguments
 
@@ -29,25 +23,25 @@ def causal(family: str = "gpt2") -> Any:
     return FAMILIES[family](dtype=torch.float32)
 
 
-def t5() -> T5ForConditionalGeneration:
+def t5() -> hf.T5ForConditionalGeneration:
     torch.manual_seed(0)
-    config = T5Config(
+    config = hf.T5Config(
         vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2,
         dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, eos_token_id=3,
     )  # fmt: skip
-    return T5ForConditionalGeneration(config)
+    return hf.T5ForConditionalGeneration(config)
 
 
-def bart() -> BartForConditionalGeneration:
+def bart() -> hf.BartForConditionalGeneration:
     torch.manual_seed(0)
-    config = BartConfig(
+    config = hf.BartConfig(
         vocab_size=VOCABULARY, d_model=16, encoder_layers=2, decoder_layers=2,
         encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=24,
         decoder_ffn_dim=24, max_position_embeddings=40, dropout=0.0, init_std=0.3,
         decoder_start_token_id=2, forced_eos_token_id=None, pad_token_id=0, bos_token_id=2,
         eos_token_id=3,
     )  # fmt: skip
-    return BartForConditionalGeneration(config)
+    return hf.BartForConditionalGeneration(config)
 
 
 def texts(count: int, seed: int) -> datasets.Dataset:
@@ -92,7 +86,7 @@ def trainer(
     keywords = {
         "train_dataset": made(40, 0),
         "eval_dataset": made(10, 1),
-        "data_collator": DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=-100),
+        "data_collator": hf.DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=-100),
         "processing_class": tokenizer,
         "compute_metrics": lambda prediction: {"rows": len(prediction.predictions)},
         **(given or {}),

@@ -9,18 +9,11 @@ import numpy as np
 import pytest
 import tiny
 import torch
+import transformers as hf
 from peft import LoraConfig, get_peft_model
 from scipy import stats
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import (
-    DataCollatorForLanguageModeling,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    set_seed,
-)
 
 from hf_dp.noise import SecretRandomness
 from hf_dp.run.private_run import PrivateRun
@@ -45,18 +38,18 @@ def bert() -> Any:
 
 def gpt2() -> Any:
     torch.manual_seed(0)
-    config = GPT2Config(
+    config = hf.GPT2Config(
         vocab_size=TOKENS, n_positions=24, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0,
         embd_pdrop=0.0, attn_pdrop=0.0, pad_token_id=0, bos_token_id=2, eos_token_id=3,
     )  # fmt: skip
-    model = GPT2LMHeadModel(config)
+    model = hf.GPT2LMHeadModel(config)
     assert model.lm_head.weight is model.transformer.wte.weight
     return model
 
 
 def llama_with_lora() -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = hf.LlamaConfig(
         vocab_size=TOKENS, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=24, pad_token_id=0,
     )  # fmt: skip
@@ -66,7 +59,7 @@ def llama_with_lora() -> Any:
         task_type="CAUSAL_LM",
         init_lora_weights="gaussian",
     )
-    model = get_peft_model(LlamaForCausalLM(config), adapter)
+    model = get_peft_model(hf.LlamaForCausalLM(config), adapter)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # from 0, lora_A would not move in the first step
             torch.nn.init.normal_(parameter, std=0.1)
@@ -78,11 +71,11 @@ MODELS = {"bert": bert, "gpt2": gpt2, "llama_lora": llama_with_lora}
 
 def trainer(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     """A trainer that draws every example (q = 1) and takes plain gradient steps without noise."""
-    set_seed(0)
+    hf.set_seed(0)
     model = MODELS[kind]().to(dtype)
     given: dict[str, Any] = {"model": model}
     if kind != "bert":
-        given["data_collator"] = DataCollatorForLanguageModeling(tiny.tokenizer(), mlm=False)
+        given["data_collator"] = hf.DataCollatorForLanguageModeling(tiny.tokenizer(), mlm=False)
         given["train_dataset"] = tiny.dataset().remove_columns("label")
         given["eval_dataset"] = None
     else:  # of one class, so that gradients do not cancel, and float32 has digits to compare

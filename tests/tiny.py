@@ -1,5 +1,4 @@
-"""A task small enough for a test of the whole trainer: random BERT of 10k parameters, 40 rows, no
-download."""
+"""A task small enough for a test of the whole trainer: random BERT, 40 rows, no download."""
 
 from __future__ import annotations
 
@@ -118,8 +117,7 @@ def trainer(
     given: dict[str, Any] | None = None,
     **options: Any,
 ) -> DPTrainer:
-    """A trainer on the tiny task; ``given`` are DPTrainer's keywords, the rest
-    DPTrainingArguments'."""
+    """A trainer on the tiny task. Args: given: DPTrainer's keywords."""
     keywords: dict[str, Any] = {
         "train_dataset": dataset(),
         "eval_dataset": evaluation_set(),

@@ -1,5 +1,4 @@
-"""An image task small enough for a test: pictures of 8 x 8 pixels, and vision transformers of one
-layer that read them."""
+"""An image task small enough for a test: 8 x 8 pixels, and vision transformers of one layer."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ _SMALL = {
 
 
 def picture(number: int, mode: str = "RGB", size: tuple[int, int] = (SIZE, SIZE)) -> Image.Image:
-    """A picture of noise around a brightness of its class, ``number % 3``; its own for each
-    number."""
+    """A picture of noise of its own, around a brightness of its class, ``number % 3``."""
     width, height = size
     noise = np.random.default_rng(number).integers(0, 60, (height, width, 3))
     return Image.fromarray((noise + 90 * (number % 3)).astype(np.uint8)).convert(mode)

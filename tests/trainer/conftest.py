@@ -61,8 +61,7 @@ def warnings_of(monkeypatch) -> Callable[[str], list[str]]:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory) -> Path:
-    """A private run of 4 steps with checkpoints at 2 and 4: to read, to copy, or to count as an
-    earlier one."""
+    """A private run of 4 steps with checkpoints at 2 and 4."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     tiny.trainer(folder, save_strategy="steps", save_steps=2).train()
     return folder

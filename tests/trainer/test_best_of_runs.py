@@ -108,8 +108,7 @@ def evaluation_with_one_training_row() -> datasets.Dataset:
 
 
 def test_the_score_reads_no_training_row_by_construction(tmp_path):
-    """Outside of a search a few equal rows are warned of, and a set without a common column noted:
-    here either would make a sentence of the card false."""
+    """Outside of a search it is a warning; here it would make a sentence of the card false."""
     one_equal = evaluation_with_one_training_row()
     only_labels = one_equal.select_columns(["label"])
     for given, found in (

@@ -1,5 +1,4 @@
-"""Draws with a largest size, from the argument to the card: sampler, noise, ledger and statement
-tell the same story."""
+"""Draws with a largest size: sampler, noise, ledger and statement tell the same story."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ def test_an_accountant_that_does_not_know_it_refuses_before_training(tmp_path):
 
 
 def test_steps_beyond_the_plan_are_paid_for_as_capped_draws(tmp_path):
-    """A run that is asked for more steps than its plan has stops where *these* draws meet the
-    target."""
+    """More steps than were planned stop where *these* draws meet the target."""
     plan = PrivacyPlan.create(
         num_examples=40, expected_batch_size=8, clipping_norm=0.1, noise_multiplier=4.0, max_steps=3,
         max_batch_size=8,

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
+import peft
 import pytest
 import tiny
 import torch
-from peft import (
-    LoraConfig,
-    PeftModel,
-    PrefixTuningConfig,
-    PromptEncoderConfig,
-    PromptTuningConfig,
-    get_peft_model,
-)
 from safetensors.torch import load_file
 from transformers import (
     BertForTokenClassification,
@@ -26,12 +19,12 @@ from hf_dp.run.witnesses import read_run
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 KINDS = {
-    "LoRA": LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"),
-    "prompts": PromptTuningConfig(num_virtual_tokens=3, task_type="SEQ_CLS"),
-    "P-tuning": PromptEncoderConfig(
+    "LoRA": peft.LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"),
+    "prompts": peft.PromptTuningConfig(num_virtual_tokens=3, task_type="SEQ_CLS"),
+    "P-tuning": peft.PromptEncoderConfig(
         num_virtual_tokens=3, encoder_hidden_size=8, task_type="SEQ_CLS"
     ),
-    "prefixes": PrefixTuningConfig(
+    "prefixes": peft.PrefixTuningConfig(
         num_virtual_tokens=3, prefix_projection=True, encoder_hidden_size=8, task_type="SEQ_CLS"
     ),
 }
@@ -68,7 +61,7 @@ class Logits(TrainerCallback):
 def adapted(folder, kind, seed=0, **options):
     torch.manual_seed(seed)
     logits = Logits()
-    given = {"model": get_peft_model(tiny.model(), KINDS[kind]), "callbacks": [logits]}
+    given = {"model": peft.get_peft_model(tiny.model(), KINDS[kind]), "callbacks": [logits]}
     return tiny.trainer(folder, given=given, learning_rate=0.1, **{**SAVING, **options}), logits
 
 
@@ -77,7 +70,7 @@ def test_a_resumed_adapter_says_what_its_checkpoint_said(tmp_path, kind):
     """P-tuning was 0.2 off: its file holds prompts, which went through the network once more."""
     made, first = adapted(tmp_path, kind)
     made.train()
-    loaded = PeftModel.from_pretrained(tiny.model(), str(tmp_path / "checkpoint-2"))
+    loaded = peft.PeftModel.from_pretrained(tiny.model(), str(tmp_path / "checkpoint-2"))
     torch.testing.assert_close(Logits().look(loaded), first.at[2], rtol=0, atol=1e-6)
     again, resumed = adapted(tmp_path, kind, seed=5)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))

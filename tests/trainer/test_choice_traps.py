@@ -12,17 +12,9 @@ import torch
 from data_paths import vit
 from peft import PeftModel, get_peft_model
 from torch import nn
-from transformers import (
-    BertForMaskedLM,
-    BertForTokenClassification,
-)
+from transformers import BertForMaskedLM, BertForTokenClassification
 
-from hf_dp.errors import (
-    ConfigError,
-    InvalidArgumentError,
-    LedgerError,
-    UnsupportedModelError,
-)
+from hf_dp.errors import ConfigError, InvalidArgumentError, LedgerError, UnsupportedModelError
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.selection import SelectionPlan
 from hf_dp.run.ledger import RunLedger
@@ -69,8 +61,7 @@ def test_gradients_beyond_float32s_weights_are_left_out(magnitude):
 
 
 def test_nothing_is_paid_for_what_cannot_be_applied(tmp_path, monkeypatch):
-    """The head is looked at before the first draw, and a selection that was not applied does not
-    count as applied."""
+    """The head is looked at before the first draw; a selection counts once it was applied."""
     model = tiny.model()
     model.scorer, model.forward_head = nn.Linear(16, 2), None  # a head that PEFT does not know
     with pytest.raises(UnsupportedModelError, match="modules_to_save=\\['scorer'\\]"):

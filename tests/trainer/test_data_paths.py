@@ -100,8 +100,7 @@ LEFT_OUT += [("masked LM", 3), ("a collator with a public generator", 3)]
 
 @pytest.mark.parametrize(("name", "without"), LEFT_OUT)
 def test_one_row_moves_a_run_by_the_clipping_norm_at_most(name, without, tmp_path):
-    """Left out is the longest row, on whose length, state or place all others would depend, or an
-    early one."""
+    """Left out is the longest row, on which all others would depend, or an early one."""
     assert 0.05 < moved(tmp_path, PATHS[name], without) <= 1 + MARGIN
 
 
@@ -186,8 +185,7 @@ def test_planted(name, tmp_path, monkeypatch):
 
 
 def test_planted_rounding_by_the_longest_neighbor_is_seen(tmp_path, monkeypatch):
-    """In 16 bits, examples of different length in one physical batch; one guard, so told by shapes,
-    not by chance."""
+    """In 16 bits, examples of different length in one physical batch, told by their shapes."""
     monkeypatch.setattr(Precision, "is_short", property(lambda self: False))
     trainer = tiny.trainer(tmp_path, bf16=True, max_steps=8)
     plan = trainer.privacy_plan

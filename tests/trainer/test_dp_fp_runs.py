@@ -1,5 +1,4 @@
-"""Whole runs of DP-FP: what each variant does, what is recorded of it, and what nobody may read
-into it."""
+"""Whole runs of DP-FP: what each variant does, records, and lets nobody read into it."""
 
 from __future__ import annotations
 
@@ -13,22 +12,9 @@ import torch
 from peft import LoraConfig
 from transformers import FNetConfig, FNetForSequenceClassification, TrainerCallback
 
-from hf_dp.accounting import (
-    RecordRelease,
-    SampledRecordRelease,
-    SumAndRows,
-    epsilon,
-)
+from hf_dp import errors
+from hf_dp.accounting import RecordRelease, SampledRecordRelease, SumAndRows, epsilon
 from hf_dp.cli.main import main
-from hf_dp.errors import (
-    DataError,
-    HfDpError,
-    InvalidArgumentError,
-    LedgerError,
-    SelfCheckError,
-    UnsupportedArgumentError,
-    UnsupportedModelError,
-)
 from hf_dp.mechanisms import Frozen
 from hf_dp.mechanisms.dp_fp import RELEASED_ROWS
 from hf_dp.mechanisms.last_layer import LastLayer, clip_vectors
@@ -71,8 +57,7 @@ def with_layers_above(*, frozen: bool = False) -> torch.nn.Module:
 
 @pytest.mark.usefixtures("without_noise")
 def test_one_padded_batch_gives_what_m_passes_give(tmp_path):
-    """Without noise (its draws differ) the joined multiset's gradient is the sum of the
-    micro-batches'."""
+    """Without noise the joined multiset's gradient is the sum of the micro-batches'."""
     given = {"model": tiny.model().double()}
     trainer = made(tmp_path, "published", num_micro_batches=3, given=given)
     trainer.run.open()
@@ -103,7 +88,7 @@ def test_the_status_reaches_everything_that_anyone_reads(tmp_path, capsys, warni
     assert len(warning.splitlines()) == 2
     assert "NO differential privacy guarantee is established" in warning
     message = "No epsilon is established for this run.*gdp_clt"
-    with pytest.raises(UnsupportedArgumentError, match=message):
+    with pytest.raises(errors.UnsupportedArgumentError, match=message):
         trainer.epsilon()
     assert trainer.epsilon("gdp_clt").kind == "not established"
     statement = trainer.privacy_statement()
@@ -158,8 +143,7 @@ def test_an_empty_step_is_a_step(tmp_path, monkeypatch):
 
 
 def canary_moves(folder: Path, variant: str, **options) -> list[bool]:
-    """Whether the embedding of a word that one row alone has moved, in each step of a run in which
-    all rows are drawn."""
+    """Whether the embedding of a word of one row moved in each step, with all rows drawn."""
     columns = tiny.dataset().to_dict()
     columns["input_ids"] = [[min(token, 17) for token in row] for row in columns["input_ids"]]
     columns["input_ids"][7], columns["attention_mask"][7] = [2, 18, 3], [1, 1, 1]
@@ -177,8 +161,7 @@ def canary_moves(folder: Path, variant: str, **options) -> list[bool]:
 
 
 def test_why_it_is_not_proven(tmp_path):
-    """At noise 50 the published variant shows in every step that the row is there; frozen shows
-    nothing in any."""
+    """At noise 50 published shows in every step that the row is there, frozen in none."""
     assert canary_moves(tmp_path / "published", "published") == [True] * 2
     assert canary_moves(tmp_path / "frozen", "frozen") == [False] * 2
 
@@ -276,7 +259,7 @@ def test_a_resumed_run_goes_on_with_the_rows_that_were_released(tmp_path):
     assert torch.equal(again.mechanism._labels, first.mechanism._labels)
     assert again.ledger == first.ledger and again.epsilon() == first.epsilon()
     (tmp_path / RELEASED_ROWS).unlink()
-    with pytest.raises(LedgerError, match="Releasing them again would cost epsilon again"):
+    with pytest.raises(errors.LedgerError, match="Releasing them again would cost epsilon again"):
         made(tmp_path, "frozen", **options).train(resume_from_checkpoint=checkpoint)
 
 
@@ -455,7 +438,7 @@ def tied() -> torch.nn.Module:
 )
 def test_bad_arguments_are_named(tmp_path, variant, options, message):
     given = {"privacy_mode": "dp_fp", "dp_fp_variant": variant, **options}
-    with pytest.raises(InvalidArgumentError, match=message):
+    with pytest.raises(errors.InvalidArgumentError, match=message):
         tiny.trainer(tmp_path / "run", **given)
     assert not (tmp_path / "run").exists()
 
@@ -495,14 +478,16 @@ def test_bad_arguments_are_named(tmp_path, variant, options, message):
 def test_what_cannot_be_frozen_is_refused_before_anything_is_released(
     tmp_path, cls, given, options, message
 ):
-    with pytest.raises(HfDpError, match=message):
+    with pytest.raises(errors.HfDpError, match=message):
         run(tmp_path, "frozen", cls=cls, given=given, **options)
     assert released_nothing(tmp_path)
 
 
 def test_labels_in_a_vector_need_a_linear_last_layer(tmp_path):
     options = {"given": {"model": with_layers_above()}, "representation_module": "classifier"}
-    with pytest.raises(UnsupportedModelError, match="labels_in_vector needs a linear last layer"):
+    with pytest.raises(
+        errors.UnsupportedModelError, match="labels_in_vector needs a linear last layer"
+    ):
         run(tmp_path / "a", "frozen", labels_in_vector=True, **options)
     assert run(tmp_path / "b", "frozen", **options).privacy_statement().proven
 
@@ -528,7 +513,7 @@ class KeepsRows(torch.nn.Module):
 def test_a_model_that_keeps_rows_is_refused_before_it_sees_one(tmp_path, variant, evaluation):
     model = tiny.model()
     model.bert.pooler = KeepsRows(model.bert.pooler, evaluation)
-    with pytest.raises(SelfCheckError, match="forward pass changed .'bert.pooler.last'"):
+    with pytest.raises(errors.SelfCheckError, match="forward pass changed .'bert.pooler.last'"):
         run(tmp_path, variant, given={"model": model})
     assert released_nothing(tmp_path)
 
@@ -541,7 +526,7 @@ def test_rows_that_neighbors_move_are_refused(tmp_path, variant):
         vocab_size=19, tpu_short_seq_length=24, hidden_size=16, num_hidden_layers=1,
         intermediate_size=32, max_position_embeddings=24,
     )  # fmt: skip
-    with pytest.raises(SelfCheckError, match="changes when other examples stand beside it"):
+    with pytest.raises(errors.SelfCheckError, match="changes when other examples stand beside it"):
         run(tmp_path, variant, given={"model": FNetForSequenceClassification(config)})
     assert released_nothing(tmp_path)
 
@@ -555,7 +540,7 @@ def test_a_label_that_is_no_class_is_not_released_as_it_is(tmp_path, label):
     model = tiny.model(problem_type="single_label_classification")
     given = {"train_dataset": datasets.Dataset.from_dict(columns), "model": model}
     with pytest.raises(
-        HfDpError, match="protected labels to be whole|`labels` holds (2|-100|0.0, a float)"
+        errors.HfDpError, match="protected labels to be whole|`labels` holds (2|-100|0.0, a float)"
     ):
         run(tmp_path, "frozen", given=given, labels_in_vector=True)
     assert released_nothing(tmp_path)
@@ -564,12 +549,12 @@ def test_a_label_that_is_no_class_is_not_released_as_it_is(tmp_path, label):
 def test_other_data_than_planned_is_refused(tmp_path):
     trainer = made(tmp_path / "before", "frozen")
     trainer.train_dataset = tiny.dataset(60)
-    with pytest.raises(DataError, match="has 60 rows, but the privacy plan was made for 40"):
+    with pytest.raises(errors.DataError, match="has 60 rows, but the privacy plan was made for 40"):
         trainer.train()
     assert not (tmp_path / "before" / RELEASED_ROWS).exists()
     trainer = run(tmp_path / "after", "frozen")
     trainer.train_dataset = tiny.dataset()
-    with pytest.raises(DataError, match="replaced after it was used"):
+    with pytest.raises(errors.DataError, match="replaced after it was used"):
         trainer.train()
 
 
@@ -587,5 +572,5 @@ def test_a_private_encoder_with_a_head_of_several_layers_partly_frozen_and_empty
     assert run(tmp_path, "private_encoder", given=given, **options).ledger.steps() == 1
     frozen = tiny.model()
     frozen.classifier.requires_grad_(False)
-    with pytest.raises(HfDpError, match="is frozen|would stay frozen"):
+    with pytest.raises(errors.HfDpError, match="is frozen|would stay frozen"):
         run(tmp_path / "frozen", "frozen", given={"model": frozen})

@@ -1,5 +1,4 @@
-"""Runs one after the other on the same rows: the later one claims no more than the weakest of
-them."""
+"""Runs on the same rows, one after the other: the later claims no more than the weakest of them."""
 
 from __future__ import annotations
 

@@ -102,8 +102,7 @@ def test_tokens_cannot_be_counted_without_input_ids():
 
 
 class Deaf(torch.optim.SGD):
-    """An optimizer whose tensors are not the model's: what is left when the model moved after the
-    optimizer was made."""
+    """An optimizer whose tensors are not the model's, as when the model moved after it was made."""
 
     def step(self, closure=None):
         return None

@@ -1,5 +1,4 @@
-"""Planted truth: a model in which three known weight matrices matter. FROST finds them at epsilon
-2, chance does not."""
+"""A model in which three known matrices matter: FROST finds them at epsilon 2, chance does not."""
 
 from __future__ import annotations
 
@@ -94,8 +93,7 @@ def test_chance_does_not(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("noise", [30.0, 60.0])
 def test_more_noise_finds_fewer_as_lemma_6_predicts(tmp_path, noise):
-    """The share of the three that is found, against the chance that a normal draw with lemma 6's
-    spread keeps their order."""
+    """The share that is found, against the chance that lemma 6's spread keeps their order."""
     selections = found(tmp_path, 20, selection_noise_multiplier=noise)
     share = sum(len(chosen & MATTER) for chosen in selections) / 60
     # Fully clipped, each of about 100 drawn examples adds cbar in all, about a third of it to each

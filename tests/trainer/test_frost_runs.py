@@ -17,12 +17,7 @@ import torch
 from peft import get_peft_model
 
 from hf_dp.accounting import PoissonSampledGaussian, epsilon
-from hf_dp.errors import (
-    BudgetExceededError,
-    ConfigError,
-    HfDpError,
-    InvalidArgumentError,
-)
+from hf_dp.errors import BudgetExceededError, ConfigError, HfDpError, InvalidArgumentError
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.samplers import PoissonSampler
 from hf_dp.plans.selection import SelectionPlan
@@ -65,8 +60,7 @@ def test_selection_and_training_together_meet_the_target(tmp_path):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """A run with a checkpoint after each of 2 steps; what the ledger held, and whether there was an
-    optimizer, when each sum of the selection was noised."""
+    """A run of 2 steps, and ledger and optimizer when each sum of its selection was noised."""
     folder, seen = tmp_path_factory.mktemp("frost"), []
     original = Release.sum
 
@@ -219,8 +213,7 @@ def test_no_artifact_holds_noise_drawn_rows_or_magnitudes_without_noise(tmp_path
 
 
 def measured(trainer, repeats: int = 400) -> tuple[float, float]:
-    """Return the standard deviation of what the gate adds, and what it should be, for one
-    sensitivity."""
+    """Return the spread of what the gate adds, and what it should be, for one sensitivity."""
     run, sensitivity = trainer.run, 0.37
     run.book.append = lambda event, purpose: None  # type: ignore[method-assign]
     found = []
@@ -290,8 +283,7 @@ def test_planted_remaining_set_that_is_not_updated_and_no_charge_are_seen(tmp_pa
 
 
 def test_selections_beyond_the_plan_are_paid_from_what_is_left(tmp_path):
-    """A run that was resumed before its second selection makes it again: it counts, and never
-    passes the target."""
+    """A selection made again after a resume counts, and never passes the target."""
     chosen = SelectionPlan("mgna", 0.3, 2, 0.1, 1, None, 0.2)
     plan = PrivacyPlan.create(
         num_examples=40,

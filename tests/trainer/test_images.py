@@ -179,8 +179,7 @@ def test_videos_train_on_a_loss_of_ones_own(tmp_path, monkeypatch):
 
 
 def test_the_self_check_sees_images_of_the_size_of_the_rows(tmp_path):
-    """DINOv2 interpolates its position embeddings for images of another size than it was made for;
-    this path is the one that is compared."""
+    """DINOv2 interpolates its position embeddings there, and this path is what is compared."""
     made = trainer(tmp_path, model=tiny_images.dinov2(num_labels=3))
     assert made.model.config.image_size == 12
     sizes = {tuple(example["pixel_values"].shape) for example in made.synthetic_batches()}

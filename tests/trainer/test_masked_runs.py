@@ -1,5 +1,4 @@
-"""In place: PVAL and PARAM, whose entries outside the mask stay and of which PARAM pays for its
-look; RGP."""
+"""In place: PVAL and PARAM, whose other entries stay and whose look PARAM pays for; RGP."""
 
 from __future__ import annotations
 
@@ -15,14 +14,7 @@ from hf_dp.plans.rounding import ROUNDING_MARGIN
 from hf_dp.run.gate import Release
 from hf_dp.statement.record import disagreements, read
 from hf_dp.tuners.rgp import RgpConfig
-from hf_dp.tuners.single_entries import (
-    Masks,
-    ParamConfig,
-    PvalConfig,
-    largest,
-    packed,
-    unpacked,
-)
+from hf_dp.tuners.single_entries import Masks, ParamConfig, PvalConfig, largest, packed, unpacked
 from tests import tiny
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -183,8 +175,7 @@ def test_rgp_scales_its_learning_rate(tmp_path):
 
 
 def noised_for_the_whole_gradient(folder, monkeypatch) -> bool:
-    """PARAM's look: one example's clipped gradient lies in the sum whole, and the sum is what is
-    released."""
+    """One example's clipped gradient lies in the sum whole, and the sum is released."""
     seen = []
     original = Release.sum
 

@@ -97,8 +97,7 @@ def test_without_a_log_of_steps_the_end_has_the_mean_of_all(tmp_path, monkeypatc
 
 
 def unnoised_numbers(folder: Path) -> list[float]:
-    """Numbers below a folder, or in the logs, that are a clipped sum of losses without its noise,
-    or its mean."""
+    """Numbers below a folder or in logs that are a sum of losses without its noise, or its mean."""
     totals = []
     honest = DpSgd.clip
 

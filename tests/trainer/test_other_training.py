@@ -7,15 +7,8 @@ import copy
 import pytest
 import tiny
 import torch
+import transformers as hf
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    AutoConfig,
-    BertForSequenceClassification,
-    BitsAndBytesConfig,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
 
 from hf_dp import DpSgdPlan, PrivacyPlan, PrivateRun, mechanism_for
 from hf_dp.errors import UnsupportedModelError
@@ -54,9 +47,11 @@ def refused(folder, model, words="", **options):
 
 def by_trainer(model, folder, **options):
     args = {"max_steps": 1, "use_cpu": True, "report_to": [], "disable_tqdm": True, **options}
-    args = TrainingArguments(str(folder / "plain"), save_strategy="no", learning_rate=0.1, **args)
+    args = hf.TrainingArguments(
+        str(folder / "plain"), save_strategy="no", learning_rate=0.1, **args
+    )
     rows, collator = tiny.dataset(), tiny.DataCollatorWithPadding(tiny.tokenizer())
-    Trainer(model, args, train_dataset=rows, data_collator=collator).train()
+    hf.Trainer(model, args, train_dataset=rows, data_collator=collator).train()
     return model
 
 
@@ -85,11 +80,11 @@ OTHERS = {
     ),
     "our own baseline": by_us,
     "a copy of our baseline": lambda *given: copy.deepcopy(by_us(*given)),
-    "our baseline from its folder": lambda m, folder: BertForSequenceClassification.from_pretrained(
-        by_us(m, folder) and folder / "plain"
+    "our baseline from its folder": lambda m, folder: (
+        hf.BertForSequenceClassification.from_pretrained(by_us(m, folder) and folder / "plain")
     ),
     "a checkpoint of it, resized": lambda m, folder: _resized(
-        BertForSequenceClassification.from_pretrained(
+        hf.BertForSequenceClassification.from_pretrained(
             by_us(m, folder, save_strategy="steps", save_steps=1)
             and folder / "plain" / "checkpoint-1"
         )
@@ -147,7 +142,7 @@ def test_the_card_repeats_what_other_rows_there_were(tmp_path):
 
 def test_a_base_that_was_trained_privately_counts_or_is_refused(tmp_path):
     train(tmp_path / "first", tiny.model())
-    base = BertForSequenceClassification.from_pretrained(tmp_path / "first")
+    base = hf.BertForSequenceClassification.from_pretrained(tmp_path / "first")
     refused(tmp_path / "second", base, "in '.*first': status 'proven'")
     train(tmp_path / "counted", base, earlier_runs=[str(tmp_path / "first")])
 
@@ -155,7 +150,7 @@ def test_a_base_that_was_trained_privately_counts_or_is_refused(tmp_path):
 def test_a_trainer_without_a_step_states_nothing_of_trained_weights(tmp_path):
     """A statement of 0 for them would be untrue, whatever is named."""
     train(tmp_path / "first", tiny.model())
-    base = BertForSequenceClassification.from_pretrained(tmp_path / "first")
+    base = hf.BertForSequenceClassification.from_pretrained(tmp_path / "first")
     for model in (base, by_loop(tiny.model(), tmp_path)):
         made = trainer(tmp_path / "second", model, earlier_runs=[str(tmp_path / "first")])
         with pytest.raises(UnsupportedModelError, match=REFUSED):
@@ -169,7 +164,7 @@ def test_a_trainer_without_a_step_states_nothing_of_trained_weights(tmp_path):
 def _from_config(model, folder):
     """Random weights, from the configuration beside weights that were trained without privacy."""
     by_us(model, folder)
-    return BertForSequenceClassification(AutoConfig.from_pretrained(folder / "plain"))
+    return hf.BertForSequenceClassification(hf.AutoConfig.from_pretrained(folder / "plain"))
 
 
 def _after_unload(model, folder):
@@ -216,12 +211,12 @@ def test_four_bits_are_not_refused(tmp_path):
     """Nor is their digest lost; under FSDP2 tests/distributed/test_sharded_runs.py saves its runs."""
     pytest.importorskip("bitsandbytes")
     tiny.model().save_pretrained(tmp_path / "base")
-    four = BitsAndBytesConfig(
+    four = hf.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_compute_dtype=torch.float32,
         llm_int8_skip_modules=["classifier"],
     )
-    model = BertForSequenceClassification.from_pretrained(
+    model = hf.BertForSequenceClassification.from_pretrained(
         tmp_path / "base", quantization_config=four, device_map="cpu", dtype=torch.float32
     )
     lora = LoraConfig(r=2, target_modules=["query"], modules_to_save=["classifier"])
@@ -258,7 +253,7 @@ def test_a_folder_with_a_trainers_files_is_warned_of(tmp_path, warnings_of):
     by_trainer(tiny.model(), tmp_path).save_pretrained(folder)
     torch.save({}, folder / "training_args.bin")
     said = warnings_of("run.other_training")
-    base = BertForSequenceClassification.from_pretrained(folder)
+    base = hf.BertForSequenceClassification.from_pretrained(folder)
     train(tmp_path / "run", base)
     assert sum("where a Trainer left its files" in text for text in said) == 1
 
@@ -266,7 +261,7 @@ def test_a_folder_with_a_trainers_files_is_warned_of(tmp_path, warnings_of):
 # -- between the steps, and after them --
 
 
-class Between(TrainerCallback):
+class Between(hf.TrainerCallback):
     """Does something to the model at a point of the loop."""
 
     def __init__(self, act, when="on_step_end"):

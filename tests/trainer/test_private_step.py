@@ -45,8 +45,7 @@ def step(trainer, indices):
 
 
 def noise_pvalue(trainer) -> float:
-    """KS test of an empty draw's gradient against N(0, (noise_multiplier C / B)^2), from the public
-    numbers alone."""
+    """KS test of an empty draw's gradient against N(0, (noise_multiplier C / B)^2)."""
     flat = torch.cat([g.flatten() for g in step(trainer, []).values()])
     args = trainer.args
     std = args.noise_multiplier * args.per_example_max_grad_norm / args.expected_batch_size

@@ -13,17 +13,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_dp.errors import (
-    CalibrationError,
-    DataError,
-    InvalidArgumentError,
-    LedgerError,
-    SelfCheckError,
-    UnaccountedGradientError,
-    UnsupportedArgumentError,
-    UnsupportedLossError,
-    UnsupportedModelError,
-)
+from hf_dp import errors
 from hf_dp.trainer.given import MAY_OVERRIDE, check_subclass
 from hf_dp.trainer.trainer import DPTrainer
 
@@ -112,27 +102,27 @@ def given(**keywords):
 
 NEW_HEAD_FROZEN = LoraConfig(r=2, target_modules=["query"], task_type="FEATURE_EXTRACTION")
 AT_CREATION = {  # what a trainer is made with, or what makes it; the error and its words
-    "training_step overridden": ({"cls": OwnStep}, UnsupportedArgumentError, "training_step"),
-    "loader overridden": ({"cls": OwnLoader}, UnsupportedArgumentError, "get_train_dataloader"),
-    "compute_loss overridden": ({"cls": OwnLoss}, UnsupportedArgumentError, "compute_per_example_loss"),
-    "compute_loss_func": (given(compute_loss_func=lambda *a, **k: 0), UnsupportedArgumentError, "`compute_loss_func` to be None"),
-    "plain TrainingArguments": (plain_arguments, InvalidArgumentError, "DPTrainingArguments"),
-    "no length": (given(train_dataset=without_length(tiny.dataset())), DataError, "has no length"),
-    "one row": (given(train_dataset=tiny.dataset().select([0])), DataError, "at least two rows, got 1"),
-    "no rows": (given(train_dataset=tiny.dataset().select([])), DataError, "at least two rows, got 0"),
+    "training_step overridden": ({"cls": OwnStep}, errors.UnsupportedArgumentError, "training_step"),
+    "loader overridden": ({"cls": OwnLoader}, errors.UnsupportedArgumentError, "get_train_dataloader"),
+    "compute_loss overridden": ({"cls": OwnLoss}, errors.UnsupportedArgumentError, "compute_per_example_loss"),
+    "compute_loss_func": (given(compute_loss_func=lambda *a, **k: 0), errors.UnsupportedArgumentError, "`compute_loss_func` to be None"),
+    "plain TrainingArguments": (plain_arguments, errors.InvalidArgumentError, "DPTrainingArguments"),
+    "no length": (given(train_dataset=without_length(tiny.dataset())), errors.DataError, "has no length"),
+    "one row": (given(train_dataset=tiny.dataset().select([0])), errors.DataError, "at least two rows, got 1"),
+    "no rows": (given(train_dataset=tiny.dataset().select([])), errors.DataError, "at least two rows, got 0"),
     "batch larger than the data": (
-        {"expected_batch_size": 41}, InvalidArgumentError, r"`expected_batch_size` to be at most num_examples \(40\)",
+        {"expected_batch_size": 41}, errors.InvalidArgumentError, r"`expected_batch_size` to be at most num_examples \(40\)",
     ),
-    "delta of at least 1/N": ({"target_delta": 0.03}, InvalidArgumentError, "`target_delta` to be < 1/num_examples"),
+    "delta of at least 1/N": ({"target_delta": 0.03}, errors.InvalidArgumentError, "`target_delta` to be < 1/num_examples"),
     "target that cannot be met": (
-        {"target_epsilon": 1e-6, "target_delta": 1e-9, "accountant": "rdp"}, CalibrationError, "1e-06",
+        {"target_epsilon": 1e-6, "target_delta": 1e-9, "accountant": "rdp"}, errors.CalibrationError, "1e-06",
     ),
     "evaluation on the training set": (
-        given(**dict.fromkeys(("train_dataset", "eval_dataset"), tiny.dataset())), UnsupportedArgumentError, "held-out set",
+        given(**dict.fromkeys(("train_dataset", "eval_dataset"), tiny.dataset())), errors.UnsupportedArgumentError, "held-out set",
     ),
-    "evaluation on an equal copy of the training set": (given(eval_dataset={"a": tiny.dataset()}), UnsupportedArgumentError, "held-out set"),
-    "batch normalization": (given(model=WithBatchNorm()), UnsupportedModelError, "`norm` is a BatchNorm1d.*GroupNorm"),
-    "a new head frozen under LoRA": (given(peft_config=NEW_HEAD_FROZEN), UnsupportedModelError, r"modules_to_save=\['classifier'\]"),
+    "evaluation on an equal copy of the training set": (given(eval_dataset={"a": tiny.dataset()}), errors.UnsupportedArgumentError, "held-out set"),
+    "batch normalization": (given(model=WithBatchNorm()), errors.UnsupportedModelError, "`norm` is a BatchNorm1d.*GroupNorm"),
+    "a new head frozen under LoRA": (given(peft_config=NEW_HEAD_FROZEN), errors.UnsupportedModelError, r"modules_to_save=\['classifier'\]"),
 }  # fmt: skip
 
 
@@ -155,21 +145,21 @@ def second(rows):
 
 
 AT_TRAINING = {
-    "no attention mask": (given(data_collator=without_mask), DataError, "no `attention_mask`"),
-    "a frozen parameter that a forward changes": (given(model=with_codebook()), SelfCheckError, "codebook.mean"),
-    "no labels": (given(train_dataset=unlabeled()), DataError, "no `labels`"),
-    "flattening collator": (given(data_collator=DataCollatorWithFlattening()), DataError, "DataCollatorWithPadding"),
+    "no attention mask": (given(data_collator=without_mask), errors.DataError, "no `attention_mask`"),
+    "a frozen parameter that a forward changes": (given(model=with_codebook()), errors.SelfCheckError, "codebook.mean"),
+    "no labels": (given(train_dataset=unlabeled()), errors.DataError, "no `labels`"),
+    "flattening collator": (given(data_collator=DataCollatorWithFlattening()), errors.DataError, "DataCollatorWithPadding"),
     "collator that makes two rows of one": (
-        given(data_collator=two_of_one), DataError,
+        given(data_collator=two_of_one), errors.DataError,
         r"Row 0 of the training set, collated alone, gives `input_ids` of shape \(2, 3\).*first dimension of 1",
     ),
     "collator that wants two rows": (
-        given(data_collator=second), DataError,
+        given(data_collator=second), errors.DataError,
         r"Row 0 of the training set, collated alone, failed \(IndexError.*It must work on one",
     ),
-    "loss that depends on neighbors": ({"cls": BatchMean}, SelfCheckError, "neighbors"),
+    "loss that depends on neighbors": ({"cls": BatchMean}, errors.SelfCheckError, "neighbors"),
     "a class without a known loss": (
-        given(model=BertForNextSentencePrediction(tiny.model().config)), UnsupportedLossError,
+        given(model=BertForNextSentencePrediction(tiny.model().config)), errors.UnsupportedLossError,
         "BertForNextSentencePrediction.*compute_per_example_loss",
     ),
 }  # fmt: skip
@@ -188,15 +178,15 @@ def test_refused_before_the_first_draw(case, tmp_path):
 def test_evaluating_and_predicting_the_training_set_are_refused(tmp_path):
     trainer = tiny.trainer(tmp_path)
     for call in (trainer.evaluate, trainer.predict):
-        with pytest.raises(UnsupportedArgumentError, match="held-out"):
+        with pytest.raises(errors.UnsupportedArgumentError, match="held-out"):
             call(tiny.dataset())
     trainer.eval_dataset = trainer.train_dataset  # the effective one counts
-    with pytest.raises(UnsupportedArgumentError, match="held-out"):
+    with pytest.raises(errors.UnsupportedArgumentError, match="held-out"):
         trainer.evaluate()
 
 
 def test_hyperparameter_search_is_refused_with_the_way_to_do_it(tmp_path):
-    with pytest.raises(UnsupportedArgumentError, match="public data"):
+    with pytest.raises(errors.UnsupportedArgumentError, match="public data"):
         tiny.trainer(tmp_path).hyperparameter_search()
 
 
@@ -207,7 +197,9 @@ def overriding(name: str) -> type[DPTrainer]:
 def test_what_is_not_known_to_be_harmless_cannot_be_overridden():
     for name in dir(DPTrainer):
         if name not in MAY_OVERRIDE and name != "compute_loss" and not name.startswith("__"):
-            with pytest.raises(UnsupportedArgumentError, match=f"Overriding overrides {name}, wh"):
+            with pytest.raises(
+                errors.UnsupportedArgumentError, match=f"Overriding overrides {name}, wh"
+            ):
                 check_subclass(overriding(name), DPTrainer)
 
 
@@ -230,7 +222,9 @@ class Mixing:
     [(Mixing, DPTrainer), (DPTrainer, Mixing), (DPTrainer, type("M", (Mixing, Trainer), {}))],
 )
 def test_a_mixin_that_overrides_is_named(tmp_path, bases):
-    with pytest.raises(UnsupportedArgumentError, match=r"(Mixing|M) overrides _prepare_inputs"):
+    with pytest.raises(
+        errors.UnsupportedArgumentError, match=r"(Mixing|M) overrides _prepare_inputs"
+    ):
         tiny.trainer(tmp_path, cls=type("Mixed", bases, {}))
     assert not list(tmp_path.iterdir())
 
@@ -248,7 +242,7 @@ def test_a_parameter_outside_the_model_is_refused(tmp_path):
             self.optimizer.add_param_group({"params": list(head.parameters())})
             return self.optimizer
 
-    with pytest.raises(UnaccountedGradientError, match="not in the model"):
+    with pytest.raises(errors.UnaccountedGradientError, match="not in the model"):
         tiny.trainer(tmp_path, cls=Outside).train()
 
 
@@ -261,7 +255,7 @@ def test_an_optimizer_that_is_made_after_the_check_is_refused(tmp_path):
             return None
 
     trainer = tiny.trainer(tmp_path, cls=Late)
-    with pytest.raises(UnaccountedGradientError, match="no optimizer before the first step"):
+    with pytest.raises(errors.UnaccountedGradientError, match="no optimizer before the first step"):
         trainer.train()
     assert trainer.ledger.steps() == 0
 
@@ -270,7 +264,7 @@ def test_a_folder_with_other_weights_is_refused(tmp_path):
     public = tiny.trainer(tmp_path, privacy_mode="non_private", max_steps=1)
     public.train()
     public.save_model()
-    with pytest.raises(LedgerError, match="model.safetensors"):
+    with pytest.raises(errors.LedgerError, match="model.safetensors"):
         tiny.trainer(tmp_path).train()
     assert not (tmp_path / "ledger.jsonl").exists()
 
@@ -279,10 +273,10 @@ def test_another_training_set_is_refused(tmp_path):
     """Of other length, and any after the first was used."""
     trainer = tiny.trainer(tmp_path, max_steps=1)
     trainer.train_dataset = tiny.dataset(30)
-    with pytest.raises(DataError, match="30 rows"):
+    with pytest.raises(errors.DataError, match="30 rows"):
         trainer.train()
     trainer.train_dataset = tiny.dataset()
     trainer.train()
     trainer.train_dataset = tiny.dataset().shuffle(seed=1)
-    with pytest.raises(DataError, match="replaced after it was used"):
+    with pytest.raises(errors.DataError, match="replaced after it was used"):
         trainer.train()

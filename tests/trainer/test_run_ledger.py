@@ -124,8 +124,7 @@ def test_a_run_goes_on_and_its_head_with_it(folder):
 
 
 def durable_order(folder: Path, monkeypatch) -> list[str]:
-    """What was on the disk, one after the other, when ``append`` returned, and that it
-    returned."""
+    """What was on the disk when ``append`` returned, one after the other."""
     run = begun(folder, 1)
     calls: list[str] = []
     fsync, replace = os.fsync, os.replace
@@ -288,8 +287,7 @@ def test_planted_witnesses_that_are_not_heard_are_seen(folder, monkeypatch):
 
 
 def test_a_checkpoint_copied_over_the_run_takes_nothing_back(folder):
-    """With all its files, as whoever restores "from a checkpoint" does it: a copy has another
-    name."""
+    """With all its files, as one restores "from a checkpoint": a copy has another name."""
     shutil.copytree(folder / "checkpoint-3", folder, dirs_exist_ok=True)
     assert steps_of(folder) == 5 and go_on(folder) == 6
 

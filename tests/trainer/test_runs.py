@@ -1,5 +1,4 @@
-"""Whole runs: what is written, logged and withheld; resuming; stopping; what a Trainer user
-expects."""
+"""Whole runs: what is written, logged and withheld, resumed, and what a Trainer user expects."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The self-check goes the way of the rows: made-up ones, through the user's collator and the
-library's padding."""
+"""The self-check goes the way of the rows: through the user's collator and our padding."""
 
 from __future__ import annotations
 

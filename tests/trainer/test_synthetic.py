@@ -1,21 +1,13 @@
-"""Every kind of model that has a per-example loss gets synthetic examples, and passes the
-self-check on them."""
+"""Every model with a per-example loss gets made-up examples, and passes the self-check on them."""
 
 from __future__ import annotations
 
 import pytest
 import tiny_images
 import torch
+import transformers as hf
 from architectures import ARCHITECTURES, collate, without_downcasts
 from torch.nn import functional as F
-from transformers import (
-    BertConfig,
-    BertForTokenClassification,
-    FunnelConfig,
-    FunnelForSequenceClassification,
-    RegNetConfig,
-    RegNetForImageClassification,
-)
 
 from hf_dp.batches.padding import Padding
 from hf_dp.clipping import self_check
@@ -48,11 +40,11 @@ def test_the_whole_zoo_passes_the_self_check_and_trains_its_own_loss(name):
 
 
 def test_a_config_that_knows_no_end_token():
-    config = FunnelConfig(
+    config = hf.FunnelConfig(
         vocab_size=61, d_model=16, d_head=8, d_inner=24, n_head=2, block_sizes=[1, 1]
     )
     assert not hasattr(config, "eos_token_id")
-    padded, alone = synthetic_batches(FunnelForSequenceClassification(config))
+    padded, alone = synthetic_batches(hf.FunnelForSequenceClassification(config))
     assert padded["input_ids"].shape == (3, 12) and [
         row["input_ids"].shape[1] for row in alone
     ] == [7, 12, 4]
@@ -64,11 +56,11 @@ def test_by_every_strategy_in_float32(strategy):
     self_check(model, per_example_loss, *synthetic_batches(model), strategy=strategy)
 
 
-def token_classifier() -> BertForTokenClassification:
+def token_classifier() -> hf.BertForTokenClassification:
     torch.manual_seed(0)
     small = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = BertConfig(**small, intermediate_size=24, num_labels=4)
-    return BertForTokenClassification(config).double()
+    config = hf.BertConfig(**small, intermediate_size=24, num_labels=4)
+    return hf.BertForTokenClassification(config).double()
 
 
 def test_token_classification():
@@ -115,6 +107,6 @@ def test_the_size_of_images_is_that_of_the_part_that_reads_them(model):
 
 def test_a_model_that_does_not_say_the_size_of_its_images_is_refused():
     small = {"embedding_size": 4, "hidden_sizes": [4] * 4, "depths": [1] * 4, "groups_width": 4}
-    model = RegNetForImageClassification(RegNetConfig(**small))
+    model = hf.RegNetForImageClassification(hf.RegNetConfig(**small))
     with pytest.raises(UnsupportedModelError, match="says image_size None .*config.json, or over"):
         synthetic_examples(model)

@@ -23,12 +23,7 @@ from hf_dp.batches.loader import Drawn
 from hf_dp.batches.units import UnitBatches, UnitDraws, UnitTable
 from hf_dp.cli.main import main
 from hf_dp.clipping import per_example_gradients
-from hf_dp.errors import (
-    DataError,
-    InvalidArgumentError,
-    LedgerError,
-    UnsupportedArgumentError,
-)
+from hf_dp.errors import DataError, InvalidArgumentError, LedgerError, UnsupportedArgumentError
 from hf_dp.losses import per_example_loss
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans.dp_sgd import DpSgdPlan
@@ -149,8 +144,7 @@ RUN = {"max_rows_per_unit": 2, "max_steps": 4, "privacy_unit_name": "patient"}
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """A finished run whose collator, callback and model look for the column, and whose noise is
-    watched."""
+    """A run whose collator, callback and model look for the column; its noise is watched."""
     folder = tmp_path_factory.mktemp("users")
     pad = DataCollatorWithPadding(tiny.tokenizer())
 
