@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,13 @@ class Recorder(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         self.logs.append(dict(logs))
+
+
+def numbers_in(folder: Path) -> set[float]:
+    """All numbers in the JSON files and the pages below a folder."""
+    paths = [path for path in folder.rglob("*") if path.suffix in (".json", ".jsonl", ".md")]
+    number = r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?"
+    return {float(x) for path in paths for x in re.findall(number, path.read_text())}
 
 
 def tracked(folder: Path) -> dict[str, int]:

@@ -15,9 +15,6 @@ from torch import nn
 from transformers import BertForMaskedLM, BertForTokenClassification
 
 from hf_dp.errors import ConfigError, InvalidArgumentError, LedgerError, UnsupportedModelError
-from hf_dp.plans.privacy import PrivacyPlan
-from hf_dp.plans.selection import SelectionPlan
-from hf_dp.run.ledger import RunLedger
 from hf_dp.tuners.base import ConfiguredTuner
 from hf_dp.tuners.frost.magnitude import MagnitudeEngine, representable, sensitivity
 from hf_dp.tuners.frost.partition import partitions
@@ -85,33 +82,6 @@ def test_heads_of_other_tasks_are_not_chosen_from():
         name.startswith("classifier") for name in wrapped.peft_config["default"].parameters
     )
     assert any("modules_to_save" in n for n, p in wrapped.named_parameters() if p.requires_grad)
-
-
-def test_training_leaves_room_for_the_selections_to_come(tmp_path):
-    chosen = SelectionPlan("mgna", 0.3, 6, 0.1, 1, None, 0.2)
-    plan = PrivacyPlan.create(
-        num_examples=40,
-        expected_batch_size=8,
-        clipping_norm=0.1,
-        target_epsilon=2.0,
-        max_steps=9,
-        selection=chosen,
-        accountant="rdp",
-    )
-    ledger = RunLedger(tmp_path, plan)
-    ledger.start(9, 6)
-    ledger.append(plan.selection.event(4), "selection")
-    ledger.append(
-        plan.event(5), "training"
-    )  # killed here, and resumed from step 3: one selection is made once more
-    ledger.start(6, 4)
-    left = 0
-    while not ledger.exhausted and left < 3:
-        ledger.append(plan.event(1), "training")
-        left += 1
-    ledger.append(plan.selection.event(4), "selection")  # what was reserved can be bought
-    assert ledger.ledger.epsilon(plan.delta).value <= 2.0
-    ledger.stop()
 
 
 def test_a_selection_of_another_run_is_refused_however_it_is_held(tmp_path):

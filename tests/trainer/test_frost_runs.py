@@ -139,31 +139,6 @@ def test_stock_peft_without_hf_dp_computes_the_same(tmp_path):
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), ours.detach(), rtol=0, atol=1e-6)
 
 
-def numbers_in(path: Path) -> set[float]:
-    """All numbers of a JSON file, or of the words of another text."""
-    found: set[float] = set()
-
-    def walk(value):
-        if isinstance(value, dict):
-            for item in value.values():
-                walk(item)
-        elif isinstance(value, list):
-            for item in value:
-                walk(item)
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            found.add(float(value))
-
-    if path.suffix == ".json":
-        walk(json.loads(path.read_text()))
-    elif path.suffix == ".md":
-        for word in path.read_text().replace(",", " ").split():
-            try:
-                found.add(float(word))
-            except ValueError:
-                continue
-    return found
-
-
 def test_no_artifact_holds_noise_drawn_rows_or_magnitudes_without_noise(tmp_path, monkeypatch):
     secret: list[float] = []
     drawn: list[list[int]] = []
@@ -197,7 +172,7 @@ def test_no_artifact_holds_noise_drawn_rows_or_magnitudes_without_noise(tmp_path
     trainer.train()
     trainer.save_model()
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    stored = set().union(*(numbers_in(path) for path in files))
+    stored = tiny.numbers_in(tmp_path)
     noisy = trainer.model.peft_config["default"].made[0]["noisy_magnitudes"][0]
     assert set(noisy.values()) <= stored  # the search finds what is there
     assert len(secret) > 50 and len(drawn) >= 5
@@ -282,32 +257,48 @@ def test_planted_remaining_set_that_is_not_updated_and_no_charge_are_seen(tmp_pa
     assert trainer.ledger.steps("selection") != len(made["noisy_magnitudes"])
 
 
+def begun(folder, iterations, steps):
+    """The ledger of a run with a target that begins."""
+    plan = PrivacyPlan.create(
+        num_examples=40, expected_batch_size=8, clipping_norm=0.1, target_epsilon=2.0, accountant="rdp",
+        max_steps=steps, selection=SelectionPlan("mgna", 0.3, iterations, 0.1, 1, None, 0.2),
+    )  # fmt: skip
+    return RunLedger(folder, plan), plan
+
+
+def train_on(run, most=100) -> int:
+    """Pay for steps until nothing is left."""
+    steps = 0
+    while not run.exhausted and steps < most:
+        run.append(run.plan.event(1), "training")
+        steps += 1
+    return steps
+
+
 def test_selections_beyond_the_plan_are_paid_from_what_is_left(tmp_path):
     """A selection made again after a resume counts, and never passes the target."""
-    chosen = SelectionPlan("mgna", 0.3, 2, 0.1, 1, None, 0.2)
-    plan = PrivacyPlan.create(
-        num_examples=40,
-        expected_batch_size=8,
-        clipping_norm=0.1,
-        target_epsilon=2.0,
-        max_steps=20,
-        selection=chosen,
-        accountant="rdp",
-    )
-    run = RunLedger(tmp_path, plan)
+    run, plan = begun(tmp_path, 2, 20)
     run.start(20)
     run.append(plan.selection.event(2), "selection")
     run.append(plan.event(10), "training")
     assert not run.exhausted
     run.append(plan.selection.event(1), "selection")  # one more than planned
-    steps = 0
-    while not run.exhausted:
-        run.append(plan.event(1), "training")
-        steps += 1
-    assert 0 < steps < 10
+    assert 0 < train_on(run) < 10
     assert run.ledger.epsilon(plan.delta).value <= 2.0
     with pytest.raises(BudgetExceededError, match="next step of selection would pass"):
         run.append(plan.selection.event(2), "selection")
+    run.stop()
+
+
+def test_training_leaves_room_for_the_selections_to_come(tmp_path):
+    run, plan = begun(tmp_path, 6, 9)
+    run.start(9, 6)
+    run.append(plan.selection.event(4), "selection")
+    run.append(plan.event(5), "training")
+    run.start(6, 4)  # killed, and resumed from step 3: one selection is made once more
+    train_on(run, 3)
+    run.append(plan.selection.event(4), "selection")  # what was reserved can be bought
+    assert run.ledger.epsilon(plan.delta).value <= 2.0
     run.stop()
 
 

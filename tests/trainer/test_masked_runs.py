@@ -106,13 +106,11 @@ def test_masks_as_bits():
 
 
 def test_refusals(tmp_path):
-    for options, match in (
-        ({"weight_decay": 0.01}, "weight_decay"),
-        ({"clipping": "per_layer"}, "clipping"),
-        ({"clipping_strategy": "two_pass"}, "clipping_strategy"),
-    ):
-        with pytest.raises(InvalidArgumentError, match=match):
-            masked(tmp_path, PvalConfig(), **options)
+    options = {"weight_decay": 0.01, "clipping": "per_layer", "clipping_strategy": "two_pass"}
+    for name, value in options.items():
+        for config in (PvalConfig(), *([] if name == "weight_decay" else [RgpConfig()])):
+            with pytest.raises(InvalidArgumentError, match=name):
+                masked(tmp_path, config, **{name: value})
     with pytest.raises(InvalidArgumentError, match="unfreeze_ratio"):
         PvalConfig(unfreeze_ratio=0)
     with pytest.raises(InvalidArgumentError, match="leave room for one"):
@@ -166,63 +164,40 @@ def test_rgp_scales_its_learning_rate(tmp_path):
         if group["params"]
     }
     assert set(rates) == {1e-3, 3e-3} and rates[3e-3] > rates[1e-3]
-    for options, match in (
-        ({"clipping": "per_layer"}, "clipping"),
-        ({"clipping_strategy": "two_pass"}, "strategy"),
-    ):
-        with pytest.raises(InvalidArgumentError, match=match):
-            masked(tmp_path / "x", RgpConfig(), **options)
 
 
-def noised_for_the_whole_gradient(folder, monkeypatch) -> bool:
-    """One example's clipped gradient lies in the sum whole, and the sum is released."""
-    seen = []
-    original = Release.sum
+class Look:
+    """PARAM's look at gradients that are clipped to 1e-3, as the gate releases it."""
 
-    def watched(self, sums):
-        if self.planned.purpose == "selection":
-            count = sum(total.numel() for total in sums.values())
-            seen.append((self.planned.sensitivities["sum"], count))
-        return original(self, sums)
+    def __init__(self, folder, monkeypatch):
+        trainer = masked(folder, ParamConfig(**PARAM, selection_clipping_norm=1e-3), max_steps=1)
+        feed, original = trainer.run.feed, Release.sum
 
-    monkeypatch.setattr(Release, "sum", watched)
-    masked(folder, ParamConfig(**PARAM, selection_clipping_norm=0.7), max_steps=1).train()
-    candidates = sum(
-        p.numel() for n, p in tiny.model().named_parameters() if not n.startswith("classifier")
-    )
-    return seen == [(0.7 * (1 + ROUNDING_MARGIN), candidates)]
+        def noted(engine, batches, *more):
+            self.drawn = sum(len(batch["labels"]) for batch in batches)
+            return feed(engine, batches, *more)
+
+        def watched(release, sums):
+            if release.planned.purpose == "selection":
+                values = torch.cat([total.flatten() for total in sums.values()])
+                self.norm, self.numbers, self.rows = float(values.norm()), len(values), self.drawn
+                self.sensitivity = release.planned.sensitivities["sum"]
+            return original(release, sums)
+
+        trainer.run.feed = noted
+        monkeypatch.setattr(Release, "sum", watched)
+        trainer.train()
 
 
-def test_params_look_is_noised_for_the_whole_gradient(tmp_path, monkeypatch):
-    assert noised_for_the_whole_gradient(tmp_path, monkeypatch)
+def test_params_look_is_clipped_and_noised_for_the_whole_gradient(tmp_path, monkeypatch):
+    """One row's part in what is released has a norm of at most the clipping norm."""
+    look, named = Look(tmp_path, monkeypatch), tiny.model().named_parameters()
+    assert look.numbers == sum(p.numel() for n, p in named if not n.startswith("classifier"))
+    assert look.sensitivity == 1e-3 * (1 + ROUNDING_MARGIN)
+    assert look.norm <= 1e-3 * look.rows * (1 + 1e-5)
+    assert look.norm > 0 or not look.rows
 
 
 def test_planted_smaller_margin_is_seen(tmp_path, monkeypatch):
     monkeypatch.setattr("hf_dp.tuners.base.rounding_margin", lambda *draw: -0.5)
-    assert not noised_for_the_whole_gradient(tmp_path, monkeypatch)
-
-
-def test_params_sums_are_clipped(tmp_path, monkeypatch):
-    """One row's part in what is released has a norm of at most the clipping norm."""
-    norms = []
-    original = Release.sum
-
-    def watched(self, sums):
-        if self.planned.purpose == "selection":
-            values = torch.cat([total.flatten() for total in sums.values()])
-            norms.append((float(values.norm()), len(trainer.drawn)))
-        return original(self, sums)
-
-    monkeypatch.setattr(Release, "sum", watched)
-    trainer = masked(tmp_path, ParamConfig(**PARAM, selection_clipping_norm=1e-3))
-    feed = trainer.run.feed
-
-    def noted(engine, batches, *more):
-        trainer.drawn = [row for batch in batches for row in batch["labels"]]
-        return feed(engine, batches, *more)
-
-    trainer.run.feed = noted
-    trainer.train()
-    ((norm, drawn),) = norms
-    assert norm <= 1e-3 * drawn * (1 + 1e-5)
-    assert norm > 0 or not drawn
+    assert Look(tmp_path, monkeypatch).sensitivity != 1e-3 * (1 + ROUNDING_MARGIN)
