@@ -92,46 +92,32 @@ def unlabeled() -> Rows:
     return [{k: v for k, v in row.items() if k != "labels"} for row in texts(len)]
 
 
-def sentences() -> Rows:
-    words = tiny.WORDS
-    return [
-        {
-            "sentence": " ".join(
-                words[(7 * i + j) % 15] for j in range(1 + i % 4 if i < COUNT else 16)
-            ),
-            "label": i % 2,
-        }
-        for i in range(COUNT + 1)
-    ]
+def numbered(row: Callable[[int, np.random.Generator], dict[str, Any]]) -> Callable[[], Rows]:
+    """Rows by their numbers and one stream, the canary last."""
+
+    def made() -> Rows:
+        generator = np.random.default_rng(0)
+        return [row(i, generator) for i in range(COUNT + 1)]
+
+    return made
 
 
-def pictures() -> Rows:
-    generator = np.random.default_rng(0)
-    return [
-        {
-            "pixel_values": (generator.normal(size=(3, 8, 8)) * (9 if i == COUNT else 1)).tolist(),
-            "labels": i % 3,
-        }
-        for i in range(COUNT + 1)
-    ]
+def sentence(i: int) -> str:
+    return " ".join(tiny.WORDS[(7 * i + j) % 15] for j in range(1 + i % 4 if i < COUNT else 16))
 
 
-def photographs() -> Rows:
-    generator = np.random.default_rng(0)
-    return [
-        {
-            "image": PIL.Image.fromarray(generator.integers(0, 256, (8, 8, 3), np.uint8)),
-            "label": i % 3,
-        }
-        for i in range(COUNT + 1)
-    ]
+def picture(i: int, random: np.random.Generator) -> Any:
+    return (random.normal(size=(3, 8, 8)) * (9 if i == COUNT else 1)).tolist()
 
 
-def vectors() -> Rows:
-    generator = np.random.default_rng(0)
-    return [
-        {"x": generator.normal(size=4).tolist(), "labels": float(i % 3)} for i in range(COUNT + 1)
-    ]
+def photograph(random: np.random.Generator) -> PIL.Image.Image:
+    return PIL.Image.fromarray(random.integers(0, 256, (8, 8, 3), np.uint8))
+
+
+sentences = numbered(lambda i, _: {"sentence": sentence(i), "label": i % 2})
+pictures = numbered(lambda i, random: {"pixel_values": picture(i, random), "labels": i % 3})
+photographs = numbered(lambda i, random: {"image": photograph(random), "label": i % 3})
+vectors = numbered(lambda i, random: {"x": random.normal(size=4).tolist(), "labels": i % 3 * 1.0})
 
 
 # -- models ---

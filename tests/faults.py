@@ -204,6 +204,11 @@ FAULTS: dict[str, Plant] = {
 }  # fmt: skip
 
 
+def no_self_check(patch: Any) -> None:
+    for check in ("self_check", "refuse_notice_of_length"):
+        patch.setattr(f"hf_dp.run.engine_check.{check}", lambda *args, **kwargs: None)
+
+
 class _Patch(contextlib.ExitStack):
     def setattr(self, where: Any, name: Any, value: Any = None) -> None:
         if isinstance(where, str):
@@ -216,7 +221,6 @@ class _Patch(contextlib.ExitStack):
 def planted(name: str) -> Iterator[None]:
     """Plant a fault; without the check of the first batch, which would see some."""
     with _Patch() as patch:
-        for check in ("self_check", "refuse_notice_of_length"):
-            patch.setattr(f"hf_dp.run.engine_check.{check}", lambda *args, **kwargs: None)
+        no_self_check(patch)
         FAULTS[name](patch)
         yield

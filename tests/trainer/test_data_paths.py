@@ -21,7 +21,7 @@ import tiny
 import torch
 from coupled import Coupled
 from data_paths import PATHS, DataPath, tokenizer
-from faults import attend_to_padding, collate_together
+from faults import attend_to_padding, collate_together, no_self_check
 from scipy import stats
 from torch import Tensor
 
@@ -144,11 +144,6 @@ def predict_from_padding(patch):
 def collate_together_and_predict(patch):
     collate_together(patch)
     patch.setattr("hf_dp.losses.attended_targets", lambda labels, mask: labels)
-
-
-def no_self_check(patch):
-    for check in ("self_check", "refuse_notice_of_length"):
-        patch.setattr(f"hf_dp.run.engine_check.{check}", lambda *args, **kwargs: None)
 
 
 PLANTED = {

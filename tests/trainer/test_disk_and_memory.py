@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from safetensors import SafetensorError
 
 from hf_dp.errors import MemoryShortError, OutputError
 from hf_dp.run.checkpoint import SAVING
@@ -90,30 +91,21 @@ def test_a_file_that_cannot_be_written(
 
 @pytest.mark.parametrize("what", ["optimizer", "weights"])
 def test_writers_with_errors_of_their_own_are_understood(tmp_path, monkeypatch, let_out, what):
-    from safetensors import SafetensorError
+    trainer = saving(tmp_path)
+    owner, name, error = {
+        "optimizer": (torch, "save", RuntimeError("PytorchStreamWriter failed writing file data/0")),
+        "weights": (trainer.model, "save_pretrained", SafetensorError("No space left on device (os error 28)")),
+    }[what]  # fmt: skip
+    write = getattr(owner, name)
 
-    trainer = saving(tmp_path, save_steps=2)
+    def refuse(*given, **named):
+        path = next((str(each) for each in given if isinstance(each, (str, Path))), "")
+        if "checkpoint-4" in path and what in f"{path} weights":
+            raise error
+        return write(*given, **named)
+
     with monkeypatch.context() as patch:
-        if what == "optimizer":
-            save = torch.save
-
-            def refuse(value, path, *args, **kwargs):
-                if "checkpoint-4" in str(path) and "optimizer" in str(path):
-                    raise RuntimeError(
-                        "PytorchStreamWriter failed writing file data/0: file write failed"
-                    )
-                return save(value, path, *args, **kwargs)
-
-            patch.setattr(torch, "save", refuse)
-        else:
-            write = trainer.model.save_pretrained
-
-            def refuse_weights(folder, *args, **kwargs):
-                if "checkpoint-4" in str(folder):
-                    raise SafetensorError("I/O error: No space left on device (os error 28)")
-                return write(folder, *args, **kwargs)
-
-            patch.setattr(trainer.model, "save_pretrained", refuse_weights)
+        patch.setattr(owner, name, refuse)
         with pytest.raises(OutputError, match="checkpoint-4 could not be written"):
             trainer.train()
     check_and_resume(tmp_path, let_out, "checkpoint-2")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import faults
 import pytest
 import tiny
@@ -179,49 +181,45 @@ def draws(trainer) -> list[list[int]]:
     return list(trainer.get_train_dataloader().batch_sampler)
 
 
-def reproducible_from_seed(folder) -> list[str]:
+def of_seed(folder) -> dict[str, list]:
+    """Draws, noise and clipped sums under dropout, with the public generators seeded."""
+    trainer = tiny.trainer(folder, seed=7, given={"model": tiny.model(dropout=0.5)})
+    clip, sums = trainer.mechanism.clip, []
+
+    def watched(batches):
+        clipped = clip(batches)
+        sums.append([total.clone() for total in clipped.values.values()])
+        return clipped
+
+    trainer.mechanism.clip = watched
+    found = {"draws": draws(trainer), "noise": list(step(trainer, []).values())}
+    torch.manual_seed(7)
+    step(trainer, list(range(12)))
+    return {**found, "dropout": sums[-1]}
+
+
+def in_common(folder) -> set[str]:
     """What two runs with the same ``seed`` have in common; must be nothing."""
-    first = tiny.trainer(folder / "a", seed=7, given={"model": tiny.model(dropout=0.5)})
-    one = (draws(first), step(first, []), step(first, [1, 2, 3]))
-    second = tiny.trainer(folder / "b", seed=7, given={"model": tiny.model(dropout=0.5)})
-    two = (draws(second), step(second, []), step(second, [1, 2, 3]))
-    common = ["draws"] if one[0] == two[0] else []
-    common += ["noise"] if any(torch.equal(one[1][n], two[1][n]) for n in one[1]) else []
-    return common
+    one, two = of_seed(folder / "a"), of_seed(folder / "b")
+    found = {"draws"} if one.pop("draws") == two.pop("draws") else set()
+    return found | {name for name in one if any(map(torch.equal, one[name], two[name]))}
 
 
-def test_noise_and_draws_do_not_follow_from_the_seed(tmp_path):
-    assert reproducible_from_seed(tmp_path) == []
+def test_noise_draws_and_dropout_do_not_follow_from_the_seed(tmp_path):
+    assert in_common(tmp_path) == set()
 
 
-def test_planted_noise_and_draws_from_the_seed_are_seen(tmp_path, monkeypatch):
+def test_planted_randomness_from_the_seed_is_seen(tmp_path, monkeypatch):
     original = SecretRandomness.__init__
-    monkeypatch.setattr(
-        SecretRandomness, "__init__", lambda self, seed=None, rank=0: original(self, 7)
-    )
-    assert reproducible_from_seed(tmp_path) == ["draws", "noise"]
-
-
-def dropout_follows_the_seed(folder) -> bool:
-    results = []
-    for name in "ab":
-        trainer = tiny.trainer(folder / name, seed=7, given={"model": tiny.model(dropout=0.5)})
-        torch.manual_seed(7)
-        results.append(step(trainer, list(range(12))))
-    return all(torch.equal(results[0][n], results[1][n]) for n in results[0])
-
-
-def test_dropout_does_not_follow_from_the_seed(tmp_path, without_noise):
-    assert not dropout_follows_the_seed(tmp_path)
-
-
-def test_planted_dropout_from_the_seed_is_seen(tmp_path, without_noise, monkeypatch):
-    import contextlib
-
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            SecretRandomness, "__init__", lambda self, seed=None, rank=0: original(self, 7)
+        )
+        assert in_common(tmp_path / "secret") >= {"draws", "noise"}
     monkeypatch.setattr(SecretRandomness, "streams", lambda self: contextlib.nullcontext())
     monkeypatch.setattr(SecretRandomness, "reseed", lambda self, index=None: None)
     monkeypatch.setattr(SecretRandomness, "example_seed", lambda self, index: index)  # one grouping
-    assert dropout_follows_the_seed(tmp_path)
+    assert in_common(tmp_path / "public") == {"dropout"}
 
 
 def test_a_step_leaves_the_public_generators_as_they_were(trainer):

@@ -231,17 +231,6 @@ def test_a_last_block_of_zeros_is_cut_where_no_head_knows_it(folder):
     assert go_on(folder) == 6
 
 
-def test_a_last_line_that_the_head_knows_is_not_cut(folder):
-    path = folder / LEDGER
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1])  # no longer whole: cut, and missed
-    with pytest.raises(LedgerError, match=f"{HEAD} knows line 5"):
-        resumed(folder)
-    path.write_bytes(whole[:-9] + b"damaged\n")
-    with pytest.raises(LedgerError, match=f"{LEDGER} was edited or damaged .line 5"):
-        resumed(folder)
-
-
 def test_a_first_line_that_is_torn_is_no_run(folder, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
@@ -271,19 +260,43 @@ def older_copy(folder: Path) -> None:
     shutil.copy(folder / "checkpoint-3" / COPY, folder / LEDGER)
 
 
-def test_an_older_ledger_is_refused_also_after_the_last_checkpoint(folder):
-    older_copy(folder)
-    with pytest.raises(LedgerError, match=f"went back: .*{HEAD} knows line 5.*3 lines.*No copy"):
+def in_ledger(change):
+    def changed(folder: Path) -> None:
+        (folder / LEDGER).write_bytes(change((folder / LEDGER).read_bytes()))
+
+    return changed
+
+
+def cut_weights(folder: Path) -> None:
+    (folder / "checkpoint-5").mkdir()
+    (folder / "checkpoint-5" / "model.safetensors").write_bytes(b"\x10\x00")
+
+
+DAMAGE = {
+    "older ledger": (older_copy, f"went back: .*{HEAD} knows line 5.*3 lines.*No copy"),
+    "no head": (lambda folder: (folder / HEAD).unlink(), f"{HEAD} was edited or damaged .it is missing"),
+    "no ledger": (lambda folder: (folder / LEDGER).unlink(), f"{HEAD} knows line 5 of it, and it is missing"),
+    "last line not whole": (in_ledger(lambda whole: whole[:-1]), f"{HEAD} knows line 5"),
+    "damaged last line": (in_ledger(lambda whole: whole[:-9] + b"damaged\n"), f"{LEDGER} was edited or damaged .line 5"),
+    "weights that a kill cut short": (cut_weights, "checkpoint-5/model.safetensors to be a safetensors file.*kill.*delete it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_what_went_back_or_is_damaged_is_refused(folder, name):
+    change, message = DAMAGE[name]
+    change(folder)
+    with pytest.raises(LedgerError, match=message):
         resumed(folder)
-    with pytest.raises(LedgerError, match="went back"):
-        read_run(folder)
-    assert len(read_own(folder).digests) == 3  # left as it is
 
 
 def test_planted_witnesses_that_are_not_heard_are_seen(folder, monkeypatch):
     older_copy(folder)
+    with pytest.raises(LedgerError, match="went back"):
+        read_run(folder)
+    assert len(read_own(folder).digests) == 3  # left as it is
     monkeypatch.setattr("hf_dp.run.witnesses.heads_in", lambda folder: iter(()))
-    assert go_on(folder) == 4  # what test_an_older_ledger_is_refused refuses
+    assert go_on(folder) == 4
 
 
 def test_a_checkpoint_copied_over_the_run_takes_nothing_back(folder):
@@ -324,12 +337,6 @@ def test_each_file_of_a_checkpoint_is_a_witness(folder, which):
     older_copy(folder)
     (folder / HEAD).write_text(json.dumps(read_own(folder).head.to_dict()))
     with pytest.raises(LedgerError, match=f"checkpoint-6/{which} knows line 6"):
-        resumed(folder)
-
-
-def test_a_deleted_head_is_missed(folder):
-    (folder / HEAD).unlink()
-    with pytest.raises(LedgerError, match=f"{HEAD} was edited or damaged .it is missing"):
         resumed(folder)
 
 
@@ -402,22 +409,6 @@ def test_a_new_run_does_not_begin_beside_another_ones_files(folder, name, tmp_pa
         with pytest.raises(LedgerError, match="of another run"):
             refuse_foreign(other, run_id)
     refuse_foreign(other, read_run(folder).run_id)
-
-
-def test_resume_without_the_ledger_is_refused(folder):
-    (folder / LEDGER).unlink()
-    with pytest.raises(LedgerError, match=f"{HEAD} knows line 5 of it, and it is missing"):
-        resumed(folder)
-
-
-def test_weights_that_a_kill_cut_short_are_named(folder):
-    (folder / "checkpoint-5").mkdir()
-    (folder / "checkpoint-5" / "model.safetensors").write_bytes(b"\x10\x00")
-    with pytest.raises(
-        LedgerError,
-        match="checkpoint-5/model.safetensors to be a safetensors file.*kill.*delete it",
-    ):
-        resumed(folder)
 
 
 # -- what weakens a run is not forgotten either ---
