@@ -15,7 +15,6 @@ from hf_dp.plans import DpSgdPlan, RandomAllocation
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.samplers import AllocationSampler
 from hf_dp.run.witnesses import read_run
-from hf_dp.tuners.frost.tuner import FrostConfig
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -180,24 +179,3 @@ def test_an_audit_refutes_allocations_without_noise(tmp_path, monkeypatch):
 def test_a_plan_of_other_batches_than_are_drawn_is_refused():
     with pytest.raises(InvalidArgumentError, match=r"`expected_batch_size` to be 40 / 4"):
         PrivacyPlan(40, 9.0, 10, 1 / 80, DpSgdPlan(0.1, 1.0, draw=RandomAllocation()))
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"max_logical_batch_size": 12}, "`max_logical_batch_size` to be left out"),
-        ({"accountant": "rdp"}, "`accountant` to be 'pld'"),
-        (
-            {"noised_loss_bound": 1.0, "noised_loss_budget_ratio": 0.1},
-            "`noised_loss_bound` to be left",
-        ),
-        ({"expected_batch_size": 30}, "`expected_batch_size` to be at most 20"),
-        ({"sampling": "shuffle"}, "`sampling` to be one of"),
-        ({"given": {"peft_config": FrostConfig()}}, "`peft_config` to be left out"),
-        ({"privacy_mode": "dp_fp", "dp_fp_variant": "published"}, "sampling"),
-    ],
-)
-def test_what_has_no_bound_is_refused(tmp_path, given, message):
-    with pytest.raises(InvalidArgumentError, match=message):
-        tiny.trainer(tmp_path, **{**ALLOCATED, **given})
-    assert not list(tmp_path.iterdir())

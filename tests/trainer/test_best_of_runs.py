@@ -12,8 +12,7 @@ from transformers import TrainerCallback
 
 from hf_dp.accounting import BestOfRandomRuns, PoissonSampledGaussian, epsilon
 from hf_dp.cards.verify import verify
-from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
-from hf_dp.tuners.frost.tuner import FrostConfig
+from hf_dp.errors import UnsupportedArgumentError
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -78,29 +77,6 @@ def test_steps_that_were_lost_leave_room_for_the_rest_of_the_search(tmp_path):
     (event,) = again.ledger.events  # 3 and 4 ran twice, so 5 and 6 do not fit
     assert event.steps == 6 and again.state.global_step == 4
     assert again.epsilon().value <= 8
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"accountant": "pld"}, "`accountant` to be 'rdp' with private_selection_mean_runs"),
-        ({"sampling": "random_allocation"}, "`sampling` to be left out with private_selection"),
-        ({"max_logical_batch_size": 12}, "`max_logical_batch_size` to be left out with private"),
-        (
-            {"noised_loss_bound": 2.0, "noised_loss_budget_ratio": 0.1, "target_epsilon": 8},
-            "`noised_loss_bound` to be left out with private",
-        ),
-    ],
-)
-def test_what_has_no_bound_in_a_search_is_refused(tmp_path, options, match):
-    with pytest.raises(InvalidArgumentError, match=match):
-        tiny.trainer(tmp_path, **OF_A_SEARCH | options)
-
-
-def test_a_selection_of_what_trains_is_refused(tmp_path):
-    frost = FrostConfig(unfreeze_ratio=0.5, selection_noise_multiplier=1.0)
-    with pytest.raises(InvalidArgumentError, match="`peft_config` to be left out with private"):
-        tiny.trainer(tmp_path, **OF_A_SEARCH, given={"peft_config": frost})
 
 
 def evaluation_with_one_training_row() -> datasets.Dataset:

@@ -9,7 +9,6 @@ import pytest
 import tiny
 
 from hf_dp.accounting import PoissonSampledGaussian, TruncatedPoissonSampledGaussian, epsilon
-from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.ledger import RunLedger
 
@@ -41,13 +40,6 @@ def test_what_ran_is_what_is_accounted(tmp_path):
     draw = {"name": "truncated_poisson", "max_batch_size": 9}
     assert written["plan"]["mechanism"]["draw"] == draw
     assert written["ledger"][0]["type"] == "TruncatedPoissonSampledGaussian"
-
-
-def test_an_accountant_that_does_not_know_it_refuses_before_training(tmp_path):
-    with pytest.raises(UnsupportedArgumentError, match="`accountant` to be 'pld'"):
-        tiny.trainer(tmp_path, max_logical_batch_size=9, accountant="rdp")
-    with pytest.raises(InvalidArgumentError, match="max_logical_batch_size"):
-        tiny.trainer(tmp_path, max_logical_batch_size=0)
 
 
 def test_steps_beyond_the_plan_are_paid_for_as_capped_draws(tmp_path):

@@ -16,6 +16,7 @@ from transformers import (
 from hf_dp import errors
 from hf_dp.trainer.given import MAY_OVERRIDE, check_subclass
 from hf_dp.trainer.trainer import DPTrainer
+from hf_dp.tuners.frost.tuner import FrostConfig
 
 
 class OwnLoss(DPTrainer):
@@ -100,7 +101,16 @@ def given(**keywords):
     return {"given": keywords}
 
 
+ALLOCATED, SEARCH = (
+    {"sampling": "random_allocation"},
+    {"private_selection_mean_runs": 5, "accountant": "rdp"},
+)
+LOSS, CAPPED = (
+    {"noised_loss_bound": 1.0, "noised_loss_budget_ratio": 0.1},
+    {"max_logical_batch_size": 12},
+)
 NEW_HEAD_FROZEN = LoraConfig(r=2, target_modules=["query"], task_type="FEATURE_EXTRACTION")
+# Of what has no bound, tests/accounting/test_knows.py asks every combination.
 AT_CREATION = {  # what a trainer is made with, or what makes it; the error and its words
     "training_step overridden": ({"cls": OwnStep}, errors.UnsupportedArgumentError, "training_step"),
     "loader overridden": ({"cls": OwnLoader}, errors.UnsupportedArgumentError, "get_train_dataloader"),
@@ -122,6 +132,22 @@ AT_CREATION = {  # what a trainer is made with, or what makes it; the error and 
     ),
     "evaluation on an equal copy of the training set": (given(eval_dataset={"a": tiny.dataset()}), errors.UnsupportedArgumentError, "held-out set"),
     "batch normalization": (given(model=WithBatchNorm()), errors.UnsupportedModelError, "`norm` is a BatchNorm1d.*GroupNorm"),
+    "allocation with a largest draw": ({**ALLOCATED, **CAPPED}, errors.InvalidArgumentError, "`max_logical_batch_size` to be left out"),
+    "allocation by RDP": ({**ALLOCATED, "accountant": "rdp"}, errors.InvalidArgumentError, "`accountant` to be 'pld'"),
+    "allocation with a noised loss": ({**ALLOCATED, **LOSS}, errors.InvalidArgumentError, "`noised_loss_bound` to be left"),
+    "allocation with FROST": ({**ALLOCATED, **given(peft_config=FrostConfig())}, errors.InvalidArgumentError, "`peft_config` to be left out"),
+    "allocation to one step": ({**ALLOCATED, "expected_batch_size": 30}, errors.InvalidArgumentError, "`expected_batch_size` to be at most 20"),
+    "allocation of DP-FP": ({**ALLOCATED, "privacy_mode": "dp_fp", "dp_fp_variant": "published"}, errors.InvalidArgumentError, "sampling"),
+    "another sampling": ({"sampling": "shuffle"}, errors.InvalidArgumentError, "`sampling` to be one of"),
+    "a largest draw by RDP": ({**CAPPED, "accountant": "rdp"}, errors.UnsupportedArgumentError, "`accountant` to be 'pld'"),
+    "a search by PLD": ({**SEARCH, "accountant": "pld"}, errors.InvalidArgumentError, "`accountant` to be 'rdp' with private_selection_mean_runs"),
+    "a search with allocation": ({**SEARCH, **ALLOCATED}, errors.InvalidArgumentError, "`sampling` to be left out with private_selection"),
+    "a search with a largest draw": ({**SEARCH, **CAPPED}, errors.InvalidArgumentError, "`max_logical_batch_size` to be left out with private"),
+    "a search with a noised loss": ({**SEARCH, **LOSS, "target_epsilon": 8}, errors.InvalidArgumentError, "`noised_loss_bound` to be left out with private"),
+    "a search with FROST": (
+        {**SEARCH, **given(peft_config=FrostConfig(unfreeze_ratio=0.5, selection_noise_multiplier=1.0))},
+        errors.InvalidArgumentError, "`peft_config` to be left out with private",
+    ),
     "a new head frozen under LoRA": (given(peft_config=NEW_HEAD_FROZEN), errors.UnsupportedModelError, r"modules_to_save=\['classifier'\]"),
 }  # fmt: skip
 
