@@ -23,7 +23,7 @@ from hf_dp.benchmarks.workload import SHAPES
 from hf_dp.cli import bench, plan, sweep
 from hf_dp.cli.cells import Cell
 from hf_dp.cli.main import main
-from hf_dp.cli.tasks.shared import SIGNALS
+from hf_dp.cli.tasks import SIGNALS
 from hf_dp.tuners.frost.chosen import Chosen, Part
 
 RECIPES = {

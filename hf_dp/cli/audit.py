@@ -12,18 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from hf_dp._arguments import argument, own_fields
 from hf_dp._validate import integer, one_of
-from hf_dp.cli.config import (
-    DEFAULT_TASK,
-    PRIVACY,
-    CommandParser,
-    Recipe,
-    card_block,
-    parse,
-    peft_config,
-    read_yaml,
-)
+from hf_dp.cli import config
+from hf_dp.cli.config import DEFAULT_TASK, NON_PRIVATE, PRIVACY, Recipe, parse
 from hf_dp.cli.launch import refuse_several
-from hf_dp.cli.non_private import NON_PRIVATE, without_privacy
 from hf_dp.cli.options import Parser, add_fields, aligned
 from hf_dp.cli.tasks import generation, private_task
 from hf_dp.errors import ConfigError
@@ -96,7 +87,7 @@ def _run(argv: Sequence[str]) -> int:
     add_fields(parser, AuditArguments)
     args, words = parser.parse_known_args(argv)
     given = vars(args)
-    values = {"task": DEFAULT_TASK, **read_yaml(args.config), "audit_canaries": 1000}
+    values = {"task": DEFAULT_TASK, **config.read_yaml(args.config), "audit_canaries": 1000}
     values |= {own.name: given[own.name] for own in own_fields(AuditArguments) if own.name in given}
     if args.output_dir is None and values.get("output_dir") is None:
         raise ConfigError("Expected `output_dir`, beside which the audit's folder goes, got none.")
@@ -142,7 +133,7 @@ EXPOSED = (ExposureArguments, *generation.CAUSAL.ARGUMENTS)
 
 def _exposure(argv: Sequence[str]) -> int:
     """Train and measure, or only measure; print a table."""
-    parser = CommandParser(
+    parser = config.CommandParser(
         "hf-dp audit exposure", "--config FILE --repetitions R [R ...] [--NAME VALUE ...]"
     )
     parser.add_task()
@@ -158,7 +149,7 @@ def _exposure(argv: Sequence[str]) -> int:
             "its rows in this form. Give the recipe of a decoder."
         )
     if args.privacy_mode == NON_PRIVATE:
-        values = without_privacy(values, words)
+        values = config.without_privacy(values, words)
     elif args.privacy_mode is not None:
         values["privacy_mode"] = args.privacy_mode
     asked, *_, training = _parsed(values, words)
@@ -203,7 +194,8 @@ def train_with_canaries(
             "resumed. Leave `push_to_hub` and `resume_from_checkpoint` out."
         )
     data.metrics = []  # nothing is decoded
-    card, adapter = card_block(values.get("card")), peft_config(values.get("peft"))
+    card = config.card_block(values.get("card"))
+    adapter = config.peft_config(values.get("peft"))
     inserted: list[made.Canaries] = []
 
     def change_rows(

@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     _validate.one_of("model", args.model, SHAPES)  # before the heavy imports
     workload, modes = taken(Workload, args), chosen_modes(args.modes)
     if args.benchmark == "throughput":
-        from hf_dp.benchmarks.throughput import measure_throughput
+        from hf_dp.benchmarks.modes import measure_throughput
 
         report = measure_throughput(workload, modes, args.rounds, args.repeats, _progress)
     else:

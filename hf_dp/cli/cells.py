@@ -17,8 +17,16 @@ from typing import Any
 
 import yaml
 
-from hf_dp.cli.config import DEFAULT_TASK, Recipe, load_yaml, read_yaml
-from hf_dp.cli.non_private import AS_BASELINE, BATCH, NON_PRIVATE, private_keys
+from hf_dp.cli.config import (
+    AS_BASELINE,
+    BATCH,
+    DEFAULT_TASK,
+    NON_PRIVATE,
+    Recipe,
+    load_yaml,
+    private_keys,
+    read_yaml,
+)
 from hf_dp.cli.tasks import private_task
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.run.clock import VARIABLE
@@ -158,10 +166,8 @@ def run_cell(
 ) -> bool:
     """Train one cell, unless its result is there already; return whether it is there.
 
-    Args:
-        which: the run in words, for a line on stderr.
-        launched: what else its command line says: how many processes, for example.
-        timed: whether it writes how long it took, beside its output folder.
+    Args: which: the run in words. launched: what asks for several processes. timed: whether it
+        writes how long it took, beside its output folder.
     """
     values = values_of(recipe, cell)
     config = cell.folder / "config.yaml"
@@ -200,9 +206,8 @@ def why_it_failed(cell: Cell) -> str:
 
 
 def result(cell: Cell, *, untrained: bool = False, logs: bool = False) -> Recipe:
-    """Return what a run that is done was and found, as ``hf-dp sweep --json`` prints it: also the
-    metrics of its untrained base, or what it logged over its steps, where asked. Epsilon and status
-    are None for a run that is not private."""
+    """Return what a run that is done was and found, as ``hf-dp sweep --json`` prints it; epsilon
+    and status are None for one that is not private."""
     from hf_dp.statement.record import FILE_NAME, read
 
     folder, times = cell.done, cell.folder / _TIMES
@@ -256,11 +261,8 @@ def _zero_shot(cell: Cell) -> dict[str, float]:
 
 
 def model_size(name: str) -> dict[str, object]:
-    """Return the family of a base model, and its millions of parameters outside embeddings, which
-    Li et al. count (figures 1 and 6); nothing for a model whose configuration is not here.
-
-    A distilled model is of its teacher's family.
-    """
+    """Return the family of a base model, that of its teacher for a distilled one, and its millions
+    of parameters outside embeddings, as Li et al. count; nothing for a model that is not here."""
     from torch import nn
     from transformers import AutoModel
 
@@ -280,11 +282,8 @@ def model_size(name: str) -> dict[str, object]:
 
 
 def spent_together(cells: Sequence[Cell]) -> str:
-    """Return what all private runs of the sweep cost on the rows that they share.
-
-    Their ledgers are composed, those of unfinished runs included. A guarantee at the smallest delta
-    holds at every larger one.
-    """
+    """Return what all private runs of the sweep, unfinished ones included, cost on the rows that
+    they share. A guarantee at the smallest delta holds at every larger one."""
     from hf_dp.accounting import epsilon
     from hf_dp.plans.units import FEATURES, NONE, weakest_unit
     from hf_dp.run.ledger_file import LEDGER

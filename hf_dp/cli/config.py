@@ -8,7 +8,9 @@ import ast
 import dataclasses
 import functools
 import importlib.util
+import os
 import re
+import sys
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -18,8 +20,10 @@ import yaml
 
 from hf_dp._arguments import argument
 from hf_dp._validate import one_of
+from hf_dp.cli.launch import launched_processes
 from hf_dp.cli.options import Parser, add_fields, check_names, given_options
 from hf_dp.errors import ConfigError, HfDpError
+from hf_dp.plans.dp_fp import FROZEN, PUBLISHED
 from hf_dp.trainer.forward_arguments import ForwardArguments
 from hf_dp.trainer.privacy_arguments import (
     BudgetArguments,
@@ -34,6 +38,11 @@ if typing.TYPE_CHECKING:
 
 Recipe = dict[str, Any]  # keys of a configuration, as YAML has them
 DEFAULT_TASK = "text_classification"
+NON_PRIVATE = "non_private"
+# With it, `hf-dp train` leaves out what only a private run reads of its file.
+AS_BASELINE = ["--privacy_mode", NON_PRIVATE]
+BATCH, PHYSICAL = "expected_batch_size", "per_device_train_batch_size"
+ACCUMULATION = "gradient_accumulation_steps"
 BLOCKS = ("task", "peft", "card")  # keys of a recipe that are no dataclass's
 
 
@@ -115,11 +124,8 @@ class CommandParser(Parser):
         described: Callable[[str], tuple[str, str, Iterable[type]]],
         task: str = DEFAULT_TASK,
     ) -> tuple[argparse.Namespace, Recipe, list[str]]:
-        """Return the command's own options, the keys of its file, among them the task, and the
-        other words.
-
-        Args: described: what the help says for a task: description, examples, arguments.
-        """
+        """Return the command's own options, the keys of its file, and the other words; or print
+        what the help says for a task: description, examples, arguments."""
         args, words = self.parse_known_args(list(argv))
         values = {} if args.config is None else read_yaml(args.config)
         values["task"] = getattr(args, "task", None) or values.get("task", task)
@@ -139,14 +145,8 @@ def parse(
     *,
     prog: str,
 ) -> tuple[Any, ...]:
-    """Return instances of the dataclasses, from YAML ``values`` and command-line ``words``.
-
-    The words win. Raises: ConfigError for unknown names, and for values of another kind.
-
-    Args:
-        kinds: the dataclasses.
-        prog: the command's name, for its usage line.
-    """
+    """Return instances of the dataclasses, from YAML ``values`` and words, which win. Raises:
+    ConfigError for unknown names, and for values of another kind."""
     from transformers.hf_argparser import DataClassType, HfArgumentParser
 
     hints: dict[str, object] = {}
@@ -295,3 +295,66 @@ def card_block(values: object) -> Recipe:
         check_names(found, SETTABLE, "configuration key")
         CardDetails().with_given(**found)
     return found
+
+
+# -- `--privacy_mode non_private`: any private recipe as its own baseline ---
+
+
+def as_asked(values: Recipe, words: Sequence[str]) -> Recipe:
+    """Return a file's keys as the command line wants them: without privacy where it says so."""
+    asked = given_options(words)
+    if asked.get("privacy_mode") != NON_PRIVATE:
+        return values
+    kept, folder = without_privacy(values, words), folder_of(values)
+    if "output_dir" not in asked and folder != values.get("output_dir"):
+        kept["output_dir"] = folder
+        _say(f"output_dir {folder}")
+    return kept
+
+
+def folder_of(values: Recipe) -> str | None:
+    """Return where a recipe's run without privacy goes: a private run's folder holds its claim."""
+    folder = values.get("output_dir")
+    if folder is None or values.get("privacy_mode") == NON_PRIVATE:
+        return folder
+    return f"{str(folder).rstrip('/')}_{NON_PRIVATE}"
+
+
+def without_privacy(values: Recipe, words: Sequence[str] = ()) -> Recipe:
+    """Return a recipe's keys without those that only a private run reads; name these on stderr. A
+    batch has as many examples as the private run expects in one, and what trains is the same."""
+    asked = given_options(words)
+    dropped = {name: value for name, value in values.items() if name in private_keys()}
+    kept = {name: value for name, value in values.items() if name not in dropped}
+    kept["privacy_mode"] = NON_PRIVATE
+    variant = values.get("dp_fp_variant")
+    if variant == FROZEN and not values.get("peft"):
+        kept["peft"] = {"peft_type": "head"}
+    if variant == PUBLISHED:
+        from hf_dp.trainer.forward_arguments import PUBLISHED_BATCH_SIZE, PUBLISHED_LEARNING_RATE
+
+        dropped.setdefault(BATCH, PUBLISHED_BATCH_SIZE)
+        kept.setdefault("learning_rate", PUBLISHED_LEARNING_RATE)
+    if dropped:
+        _say("without " + ", ".join(f"{name} {value}" for name, value in dropped.items()))
+    if BATCH in dropped and ACCUMULATION not in asked:
+        most = int(asked.get(PHYSICAL) or kept.get(PHYSICAL, 8))  # 8 is TrainingArguments'
+        kept |= _batches(int(dropped[BATCH]), most)
+    return kept
+
+
+def _batches(logical: int, most: int) -> dict[str, int]:
+    """Return physical batches, of at most ``most`` and above half of it, and their number, which
+    hold as nearly ``logical`` examples together as such sizes can."""
+    processes = launched_processes()
+    each = max(1, round(logical / processes))  # of one process
+    most = min(most, each)
+    size = min(range(most, most // 2, -1), key=lambda one: abs(one * round(each / one) - each))
+    count = round(each / size)
+    _say(f"batches of {size} x {count} x {processes} processes = {size * count * processes} rows")
+    return {PHYSICAL: size, ACCUMULATION: count}
+
+
+def _say(text: str) -> None:
+    if int(os.environ.get("RANK") or 0) == 0:  # of several processes, the main one
+        print(f"{NON_PRIVATE}: {text}", file=sys.stderr)

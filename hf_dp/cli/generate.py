@@ -13,7 +13,7 @@ from hf_dp._arguments import argument
 from hf_dp._validate import integer
 from hf_dp.cli.config import CommandParser
 from hf_dp.cli.launch import refuse_several
-from hf_dp.cli.tasks.shared import parse_evaluation
+from hf_dp.cli.tasks import parse_evaluation
 from hf_dp.errors import ConfigError
 from hf_dp.tasks.generation.arguments import NUCLEUS, DecodingArguments, TextArguments
 from hf_dp.tasks.generation.language_models import CAUSAL

@@ -43,16 +43,6 @@ def refuse_several(command: str, next_move: str = "Start it without a launcher."
         )
 
 
-def show_progress_once() -> None:
-    """Hide the progress bars of data sets and models in all processes but the main one."""
-    if int(os.environ.get("RANK") or 0) > 0:
-        import datasets
-        from transformers.utils import logging
-
-        datasets.disable_progress_bars()
-        logging.disable_progress_bar()
-
-
 def launch_words(args: argparse.Namespace) -> list[str]:
     """Return the words that ask for processes, empty where this one is enough."""
     named = {"--num_processes": args.num_processes, "--accelerate_config": args.accelerate_config}
@@ -69,11 +59,8 @@ def launch_words(args: argparse.Namespace) -> list[str]:
 
 
 def launch(command: str, words: Sequence[str], args: argparse.Namespace) -> int:
-    """Run ``hf-dp COMMAND WORDS`` in the processes that the options ask for.
-
-    Returns: the exit code of the process that failed first, 128 and the signal's number where a
-        signal ended it; 0 when all succeeded.
-    """
+    """Run ``hf-dp COMMAND WORDS`` in the processes that the options ask for; return the exit code
+    of the one that failed first, 128 and the signal's number where a signal ended it."""
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.commands.launch import launch_command, launch_command_parser
     from accelerate.utils import patch_environment

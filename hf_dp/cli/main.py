@@ -1,13 +1,8 @@
 """``hf-dp <command> ...``: the table of commands.
 
-To add a command, write ``hf_dp/cli/<name>.py`` with one function
-
-    def main(argv: Sequence[str]) -> int
-
-and add a row to COMMANDS. The function parses the words after the command's name with a
-:class:`~hf_dp.cli.options.Parser`, prints to stdout and returns the exit code. Its module is
-imported only when the command is called. Import heavy things after parsing, so that ``--help`` is
-quick. An :class:`~hf_dp.errors.HfDpError` that escapes becomes one line on stderr and exit code 2.
+To add a command, write ``hf_dp/cli/<name>.py`` with ``main(argv: Sequence[str]) -> int``, which
+parses the words after its name, prints to stdout and returns the exit code, and add a row to
+COMMANDS. Import heavy things after parsing, so that ``--help`` is quick.
 """
 
 from __future__ import annotations
@@ -38,6 +33,8 @@ COMMANDS = {
     "partitions": "list the weight matrices of a model, from which DP-FROST selects",
     "bench": "measure speed and memory of private training beside non-private training",
 }
+# Where the functions of commands are that are not `main` of their own module.
+PLACES = {"eval": "train.evaluate", "inspect": "publish.inspect"}
 
 
 def usage() -> str:
@@ -65,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         command = one_of("COMMAND", words[0], COMMANDS)
-        return int(importlib.import_module(f"hf_dp.cli.{command}").main(words[1:]))
+        module, _, name = PLACES.get(command, f"{command}.main").partition(".")
+        run = getattr(importlib.import_module(f"hf_dp.cli.{module}"), name)
+        return int(run(words[1:]))
     except HfDpError as error:
         rank = os.environ.get("RANK", "0")  # of several processes, most say what the first says
         who = f"hf-dp {words[0]}" + (f" (rank {rank})" if rank != "0" else "")

@@ -94,11 +94,8 @@ def check_names(given: Iterable[str], known: Iterable[str], what: str) -> None:
 def add_fields(
     parser: argparse.ArgumentParser, cls: type, only: Container[str] | None = None
 ) -> None:
-    """Add a group with an option for each field of a dataclass, with its help.
-
-    An option that is not given is no attribute of the result. Args: only: the fields that become
-    options; None for all.
-    """
+    """Add a group with an option, and its help, for each field of a dataclass, or for these
+    ``only``. One that is not given is no attribute of the result."""
     title = inspect.cleandoc(cls.__doc__ or "").splitlines()[0].rstrip(".")
     add = parser.add_argument_group(title[0].lower() + title[1:]).add_argument
     hints = typing.get_type_hints(cls)

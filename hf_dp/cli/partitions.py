@@ -56,10 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _partitions(name: str, num_labels: int) -> tuple[dict[str, object], str]:
-    """Return the partitions of a classifier, as a record and as a table.
-
-    How many numbers always and never train does not depend on what is selected.
-    """
+    """Return the partitions of a classifier, as a record and as a table."""
     from transformers import AutoModelForImageClassification, AutoModelForSequenceClassification
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
 

@@ -47,14 +47,8 @@ _UNSET = {
 
 @dataclass(frozen=True)
 class Search:
-    """A private search: its runs, and the score that decides.
-
-    Args:
-        recipe: the settings of every run.
-        cells: the grid, from which each run draws one cell.
-        mean_runs: the expected number of runs, above 1.
-        score: a metric of the evaluation rows, which must be public.
-    """
+    """A private search: settings of every run, the grid from which each draws a cell, the expected
+    number of runs, above 1, and the metric of public evaluation rows that decides."""
 
     recipe: Recipe
     cells: Sequence[Cell]
@@ -118,10 +112,7 @@ class Found:
 
 
 def select(search: Search, launched: Sequence[str] = ()) -> Found:
-    """Make the runs that are not made, and release the best; return it.
-
-    Args: launched: the words that ask for several processes.
-    """
+    """Make the runs that are not made, and release the best; return it."""
     drawn = _drawn(search)
     if "released" not in drawn:
         trials = [_trial(search, run) for run in drawn["runs"]]
@@ -270,10 +261,8 @@ def _refuse_unequal(trials: Sequence[Cell]) -> None:
 
 
 def _release(search: Search, drawn: dict[str, Any]) -> Found:
-    """Move the best run to its place and delete the others; also after an interruption in between.
-
-    Their number is deleted from the notes, too: it must stay secret.
-    """
+    """Move the best run to its place and delete the others, and their number, which must stay
+    secret; also after an interruption in between."""
     from hf_dp.statement.record import read
 
     target = search.folder / BEST

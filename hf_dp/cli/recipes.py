@@ -1,7 +1,5 @@
-"""Public facts of a recipe, for planning: its arguments, rows, whose they are, and what it trains.
-
-torch and transformers are imported only where a model, an adapter or users are asked about.
-"""
+"""Public facts of a recipe, for planning; torch and transformers are imported only where a model,
+an adapter or users are asked about."""
 
 from __future__ import annotations
 
@@ -45,10 +43,7 @@ class PlannedArguments(
     ForwardArguments,
     LengthArguments,
 ):
-    """The privacy arguments of a run that is only planned, checked without transformers.
-
-    Raises: InvalidArgumentError, UnsupportedArgumentError.
-    """
+    """The privacy arguments of a run that is only planned, checked without transformers."""
 
     learning_rate: float | None = None
 
@@ -83,10 +78,7 @@ def tuner_of(recipe: Recipe) -> Tuner | None:
 
 
 def refuse_other_modes(mode: str, command: str, planned: Sequence[str] = ("dp_sgd",)) -> None:
-    """Raise ConfigError for a privacy mode that a command does not plan.
-
-    Args: command: that plans, for the message. planned: the modes that it plans.
-    """
+    """Raise ConfigError for a privacy mode that a command does not plan."""
     if mode not in planned:
         why = "it releases noised rows, not sums" if mode == "dp_fp" else "it spends no privacy"
         raise ConfigError(
@@ -98,11 +90,8 @@ def refuse_other_modes(mode: str, command: str, planned: Sequence[str] = ("dp_sg
 def rows_of(
     recipe: Recipe, num_examples: int | None, users: Users | None
 ) -> tuple[int, UnitTable | None]:
-    """Return the number of rows or users, and whose the rows are, where users are protected and the
-    rows are here.
-
-    Args: num_examples: as given; None for that of the recipe's data.
-    """
+    """Return the number of rows or users (as given; None for that of the recipe's data), and whose
+    the rows are, where users are protected and the rows are here."""
     units = None
     if num_examples is None:
         if users is not None:

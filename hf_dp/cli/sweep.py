@@ -1,7 +1,5 @@
-"""``hf-dp sweep``: train over a grid of settings and seeds, and report what the runs cost together.
-
-An interrupted sweep is resumed by the same command.
-"""
+"""``hf-dp sweep``: train over a grid of settings and seeds, and report what the runs cost
+together."""
 
 from __future__ import annotations
 
@@ -25,9 +23,8 @@ from hf_dp.cli.cells import (
     why_it_failed,
     with_settings,
 )
-from hf_dp.cli.config import Recipe, read_yaml
+from hf_dp.cli.config import AS_BASELINE, NON_PRIVATE, Recipe, private_keys, read_yaml
 from hf_dp.cli.launch import add_launch_options, launch_words, refuse_several
-from hf_dp.cli.non_private import AS_BASELINE, NON_PRIVATE, private_keys
 from hf_dp.cli.options import Parser
 from hf_dp.cli.tasks import check_recipe
 from hf_dp.cli.train import with_recipe

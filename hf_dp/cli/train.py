@@ -1,21 +1,19 @@
-"""``hf-dp train --config FILE``: run a task's training, in this process or in several."""
+"""``hf-dp train`` and ``hf-dp eval``: run a task's training, in this process or in several, and the
+metrics of what it trained, or of its base before any training."""
 
 from __future__ import annotations
 
 import itertools
+import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_dp.cli.config import DEFAULT_TASK, PRIVACY, CommandParser, Recipe, check_early
-from hf_dp.cli.launch import (
-    add_launch_options,
-    launch,
-    launch_words,
-    refuse_several,
-    show_progress_once,
-)
-from hf_dp.cli.non_private import as_asked
-from hf_dp.cli.tasks import TASKS, list_tasks, training_module
+from hf_dp._validate import one_of
+from hf_dp.cli import config, tasks
+from hf_dp.cli.config import DEFAULT_TASK, NON_PRIVATE, CommandParser, Recipe
+from hf_dp.cli.launch import add_launch_options, launch, launch_words, refuse_several
+from hf_dp.cli.tasks import TASKS, EvalArguments, training_module
 from hf_dp.errors import ConfigError
 
 DESCRIPTION = """\
@@ -31,6 +29,16 @@ and without privacy a smaller one is often better.
 A private run that gets SIGTERM or SIGINT (Ctrl-C) finishes its step, saves a checkpoint and ends
 with the exit code 128 + signal number (143, 130); go on with --resume_from_checkpoint True.
 
+"""
+EVALUATION = """\
+Print the metrics of a model on evaluation rows, one a line. The configuration is that of its
+training; keys that only concern training are ignored. The arguments of model and data can stand on
+the command line.
+
+"""
+EVAL_EXAMPLE = """\
+example:
+  hf-dp eval --config recipes/glue/sst2/roberta_base_infilling_eps3.yaml --zero-shot
 """
 
 
@@ -55,21 +63,31 @@ def main(argv: Sequence[str]) -> int:
                 f"The task {task!r} runs in one process. Leave `--num_processes` and "
                 "`--accelerate_config` out."
             )
-    check_early(values, words, module.ARGUMENTS)
+    config.check_early(values, words, module.ARGUMENTS)
     if launch_words(args):
         named = {"--config": args.config, "--task": args.task}
         chosen = [(name, value) for name, value in named.items() if value is not None]
         return launch("train", [*itertools.chain(*chosen), *words], args)
-    show_progress_once()
+    _show_progress_once()
     if TASKS[task].private:
-        values = as_asked(values, words)
+        values = config.as_asked(values, words)
     return module.train(with_recipe(values, args.config), words)
+
+
+def _show_progress_once() -> None:
+    """Hide the progress bars of data sets and models in all processes but the main one."""
+    if int(os.environ.get("RANK") or 0) > 0:
+        import datasets
+        from transformers.utils import logging
+
+        datasets.disable_progress_bars()
+        logging.disable_progress_bar()
 
 
 def _described(task: str) -> tuple[str, str, Sequence[type]]:
     module = training_module(task)
-    arguments = (*module.ARGUMENTS, *(PRIVACY if TASKS[task].private else ()))
-    return DESCRIPTION + list_tasks(TASKS), f"example:\n  {TASKS[task].example}", arguments
+    arguments = (*module.ARGUMENTS, *(config.PRIVACY if TASKS[task].private else ()))
+    return DESCRIPTION + tasks.list_tasks(TASKS), f"example:\n  {TASKS[task].example}", arguments
 
 
 def with_recipe(values: Recipe, path: str | None) -> Recipe:
@@ -79,3 +97,35 @@ def with_recipe(values: Recipe, path: str | None) -> Recipe:
     if path is None or task is None or not task.private or not isinstance(card, dict):
         return values
     return {**values, "card": {"recipe": Path(path).name, **card}}
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """Print one line a metric; return 2 (with a line on stderr) for what cannot be evaluated."""
+    parser = CommandParser("hf-dp eval", "--config FILE [--zero-shot] [--NAME VALUE ...]")
+    parser.add_task()
+    parser.switch(
+        "--zero-shot",
+        "evaluate the untrained base, before anything is spent; a classifier needs `infilling`: "
+        "how well its template and label words fit (Li et al., figure 8)",
+    )
+    mode = "as in `hf-dp train`: non_private evaluates what the recipe wrote with it"
+    parser.option("--privacy-mode", mode, "NAME")
+    parser.switch("--json", 'print one JSON object: {"eval_accuracy": ...}')
+    args, values, words = parser.read(argv, _eval_described)
+    module = tasks.private_task(values["task"])
+    config.check_early(values, words, (EvalArguments, *module.ARGUMENTS), training=False)
+    refuse_several("hf-dp eval")
+    if args.privacy_mode is not None:
+        from hf_dp.trainer.privacy_arguments import MODES
+
+        one_of("privacy_mode", args.privacy_mode, (NON_PRIVATE, *MODES))
+    if args.privacy_mode == NON_PRIVATE:
+        values |= {"output_dir": config.folder_of(values), "privacy_mode": NON_PRIVATE}
+    metrics, lines = module.evaluate(values, words, zero_shot=args.zero_shot)
+    print(json.dumps(metrics) if args.json else "\n".join(lines))
+    return 0
+
+
+def _eval_described(task: str) -> tuple[str, str, Sequence[type]]:
+    arguments = (EvalArguments, *tasks.private_task(task).ARGUMENTS)
+    return EVALUATION + tasks.list_tasks(tasks.private_tasks()), EVAL_EXAMPLE, arguments

@@ -10,8 +10,15 @@ import pytest
 import torch
 
 from hf_dp.benchmarks import modes
-from hf_dp.benchmarks.modes import NON_PRIVATE, NonPrivate, Refused, seconds_of_step
-from hf_dp.benchmarks.throughput import interleave, measure_throughput, spread
+from hf_dp.benchmarks.modes import (
+    NON_PRIVATE,
+    NonPrivate,
+    Refused,
+    interleave,
+    measure_throughput,
+    seconds_of_step,
+    spread,
+)
 from hf_dp.benchmarks.workload import Workload
 from hf_dp.cli.bench import table
 from hf_dp.errors import HfDpError, InvalidArgumentError

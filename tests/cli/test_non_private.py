@@ -10,8 +10,14 @@ from pathlib import Path
 import pytest
 
 from hf_dp.cli import cells
-from hf_dp.cli.config import parse, peft_config, private_keys, read_yaml
-from hf_dp.cli.non_private import as_asked, without_privacy
+from hf_dp.cli.config import (
+    as_asked,
+    parse,
+    peft_config,
+    private_keys,
+    read_yaml,
+    without_privacy,
+)
 from hf_dp.cli.tasks import TASKS, training_module
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.tuners.frost.tuner import SelectOnce

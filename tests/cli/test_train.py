@@ -18,9 +18,8 @@ from quick import run_quickly
 from hf_dp._arguments import own_fields
 from hf_dp.cli.config import PRIVACY, LengthArguments, parse, peft_config, read_yaml
 from hf_dp.cli.options import check_names
-from hf_dp.cli.tasks import TASKS, private_tasks, training_module
+from hf_dp.cli.tasks import TASKS, EvalArguments, private_tasks, training_module
 from hf_dp.cli.tasks.classification import TEXTS
-from hf_dp.cli.tasks.shared import EvalArguments
 from hf_dp.errors import ConfigError
 from hf_dp.tasks.models import ModelArguments
 from hf_dp.trainer.arguments import GROUPS, DPTrainingArguments

@@ -7,7 +7,7 @@ import math
 import pytest
 import tiny
 
-from hf_dp.cli.tasks.shared import signal_to_noise
+from hf_dp.cli.tasks import signal_to_noise
 from hf_dp.tuners.methods import RgpConfig
 
 pytestmark = pytest.mark.usefixtures("unchecked")

@@ -1,29 +1,46 @@
-"""The registry of tasks: one row for each task that the command line knows.
+"""The registry of tasks: one row for each task that the command line knows; and what the private
+ones share, the way from a configuration to a trainer and its results.
 
-To add a task, write a module with a :class:`~hf_dp.cli.tasks.shared.PrivateTask`, or with the names
-of :class:`TaskModule` where it is not private, and add a row to TASKS.
-``hf-dp train``, ``hf-dp eval`` and their ``--help`` read the row. The module is imported only when
-its task is asked for, also by ``--help``, so import heavy things inside its functions.
+To add a task, write a module with a :class:`PrivateTask`, or with the names of :class:`TaskModule`
+where it is not private, and add a row to TASKS. The module is imported also by ``--help``, so
+import heavy things inside its functions.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from hf_dp._validate import one_of
-from hf_dp.cli.config import DEFAULT_TASK, Recipe, check_early
+from hf_dp._arguments import argument
+from hf_dp._validate import integer, one_of
+from hf_dp.cli import config
+from hf_dp.cli.config import DEFAULT_TASK, Recipe
+from hf_dp.errors import ConfigError
+from hf_dp.tasks.models import freeze, turn_off_dropout, warn_of_new_weights
 
 if TYPE_CHECKING:
-    from hf_dp.cli.tasks.shared import PrivateTask
+    from peft import PeftConfig
+    from transformers import PreTrainedModel
+
+    from hf_dp.tasks.models import StartArguments
+    from hf_dp.tasks.sources import SourceArguments
+    from hf_dp.trainer.arguments import DPTrainingArguments
+    from hf_dp.trainer.trainer import DPTrainer
+
+Evaluate = Callable[[], list[str]]
+# As many first steps as Li et al. average over (figure 3, right).
+SIGNAL_STEPS = 30
+# What stands beside the metrics of the evaluation rows, and is no score.
+SIGNALS = ("signal_to_noise", "measured_signal_to_noise")
 
 
 class TaskModule(Protocol):
-    """What the module of a task provides for ``hf-dp train``: the dataclasses of its own arguments,
-    which ``--help`` lists, and a function that runs it for the keys of a configuration file, among
-    them ``task``, and command-line words."""
+    """What trains a task: the dataclasses of its own arguments, and a function of the keys of a
+    configuration, among them ``task``, and of command-line words."""
 
     ARGUMENTS: Sequence[type]
 
@@ -32,15 +49,9 @@ class TaskModule(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """One row of the registry.
-
-    Attributes:
-        help: one line for ``hf-dp train --help``.
-        module: the name of its module, or of the object in one (``module:name``).
-        example: a command that trains, for ``--help``.
-        private: whether it trains with differential privacy, so that the privacy arguments apply.
-        one_process: whether it cannot be divided among processes.
-    """
+    """One row of the registry: the module of a task, or the object in one (``module:name``),
+    whether it trains with differential privacy, and whether it cannot be divided among
+    processes."""
 
     help: str
     module: str
@@ -106,9 +117,167 @@ def training_module(name: str) -> TaskModule:
 
 def private_task(name: str) -> PrivateTask:
     """Import a task that trains privately. Raises: InvalidArgumentError."""
-    return cast("PrivateTask", training_module(one_of("task", name, private_tasks())))
+    return cast(PrivateTask, training_module(one_of("task", name, private_tasks())))
 
 
 def check_recipe(values: Recipe) -> None:
     """Raise ConfigError for keys of a recipe that its task does not have."""
-    check_early(values, (), training_module(values.get("task", DEFAULT_TASK)).ARGUMENTS)
+    config.check_early(values, (), training_module(values.get("task", DEFAULT_TASK)).ARGUMENTS)
+
+
+# -- what the private tasks share ---
+
+
+@dataclass
+class EvalArguments:
+    """How the evaluation runs."""
+
+    trained: str | None = argument(
+        None,
+        "What to evaluate, a folder or Hub name. Default: the output_dir of the configuration.",
+    )
+    per_device_eval_batch_size: int = argument(8, "Rows at a time.")
+    use_cpu: bool = argument(False, "Leave a GPU alone.")
+
+    def __post_init__(self) -> None:
+        integer("per_device_eval_batch_size", self.per_device_eval_batch_size, 1)
+
+
+def parse_evaluation(
+    kinds: Sequence[type], values: Recipe, words: Sequence[str], prog: str = "hf-dp eval"
+) -> tuple[Any, ...]:
+    """Return instances of the dataclasses of a command; leave out the keys that only concern
+    training."""
+    ours = {item.name for kind in kinds for item in dataclasses.fields(kind)}
+    config.check_names(
+        values, {*ours, *config.training_arguments(), *config.BLOCKS}, "configuration key"
+    )
+    return config.parse(kinds, {k: v for k, v in values.items() if k in ours}, words, prog=prog)
+
+
+class PrivateTask(ABC):
+    """A task that trains privately, as ``hf-dp train`` and ``hf-dp eval`` know it.
+
+    Attributes:
+        ARGUMENTS: the dataclasses of its own arguments; the first is that of its model.
+        build_trainer: makes, of instances of these, the training arguments and the adapter, the
+            trainer, and what evaluates its model: a function that notes the metrics in the trainer
+            and returns them as lines to read.
+    """
+
+    ARGUMENTS: Sequence[type]
+    build_trainer: Callable[..., tuple[DPTrainer, Evaluate]]
+
+    @abstractmethod
+    def evaluate(
+        self, values: Recipe, words: Sequence[str], *, zero_shot: bool
+    ) -> tuple[dict[str, float], list[str]]:
+        """Return the metrics, by the Trainer's names and as lines to read, of what ``hf-dp train``
+        wrote with these keys of a configuration and words, or of its untrained base."""
+
+    def train(self, values: Recipe, words: Sequence[str]) -> int:
+        """Train, evaluate and save; print metrics, epsilon, and last the output folder."""
+        trainer, evaluate = self._configured(values, words)
+        trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+        try:
+            lines = evaluate()
+        finally:  # what was trained is kept, whatever becomes of the scores
+            trainer.save_model()  # and with push_to_hub also publish it
+        found = {**trainer.evaluation_metrics(), **signal_to_noise(trainer.state.log_history)}
+        trainer.save_metrics("eval", found, combined=False)
+        trainer.save_state()  # the log; it is never published
+        if trainer.is_world_process_zero():
+            said = [trainer.privacy_statement()] if trainer.args.is_private else []
+            print("", *lines, *said, trainer.args.output_dir, sep="\n")
+        # Otherwise a process of several may abort at its exit; Trainer.end() does no more.
+        trainer.accelerator.end_training()
+        return 0
+
+    def trainer_of(self, values: Recipe, words: Sequence[str]) -> DPTrainer:
+        """Return the trainer of a configuration."""
+        return self._configured(values, words)[0]
+
+    def _configured(self, values: Recipe, words: Sequence[str]) -> tuple[DPTrainer, Evaluate]:
+        from hf_dp.trainer.arguments import DPTrainingArguments
+
+        kinds = [*self.ARGUMENTS, DPTrainingArguments]
+        *own, args = config.parse(kinds, values, words, prog="hf-dp train")
+        card, adapter = (
+            config.card_block(values.get("card")),
+            config.peft_config(values.get("peft")),
+        )
+        if own[0].from_scratch and adapter is not None:
+            raise ConfigError(
+                "`from_scratch` does not go with `peft`: the random base of the adapter would not "
+                "be saved. Leave one of them out."
+            )
+        trainer, evaluate = self.build_trainer(*own, args, adapter)
+        if args.is_private:
+            trainer.describe(**card)
+        return trainer, evaluate
+
+
+def prepare(
+    model: PreTrainedModel,
+    model_args: StartArguments,
+    args: DPTrainingArguments,
+    adapter: PeftConfig | None,
+    length: int | None = None,
+) -> None:
+    """Freeze what the configuration names, and turn its dropout off; ``length`` is that of the
+    longest example of texts, in tokens."""
+    freeze(model, model_args.freeze)
+    turn_off_dropout(model, model_args.without_dropout)
+    if adapter is not None:
+        warn_of_new_weights(model)
+    if args.auto_physical_batch_size and args.auto_physical_batch_length is None:
+        args.auto_physical_batch_length = length
+
+
+def multiple_of(args: DPTrainingArguments, length: int) -> int | None:
+    """Return what padded lengths are a multiple of, never longer than ``length``. In 16 bits only
+    examples that are padded alike share a physical batch, so fewer lengths give fewer batches."""
+    return 8 if args.bf16 and length % 8 == 0 else None
+
+
+def describe_sources(
+    trainer: DPTrainer, model_args: StartArguments, data: SourceArguments
+) -> DPTrainer:
+    """Note, for the card, the training data and the base; and, in the configuration of what is
+    trained without privacy, its data, for the cards of private runs that start from it."""
+    base = None if model_args.from_scratch else model_args.model_name_or_path
+    trainer.card.update(dataset=data.public_name, base_model=base)
+    if not trainer.args.is_private and (data.dataset_name or data.data_name):
+        config = trainer.model.config
+        seen = getattr(config, "pretraining_sources", None) or []
+        config.pretraining_sources = list(dict.fromkeys([*seen, data.public_name]))
+    return trainer
+
+
+def metric_lines(
+    metrics: Mapping[str, float], evaluation: Any, names: Sequence[str] = ("accuracy", "f1")
+) -> list[str]:
+    """Return ``accuracy on the 872 evaluation rows: 0.9`` for each metric, which have the Trainer's
+    names, of the evaluation set, or of each of several by name."""
+    sets = evaluation if isinstance(evaluation, Mapping) else {"": evaluation}
+    lines = []
+    for name, rows in sets.items():
+        words = f"{name} " if name else ""
+        for metric in names:
+            key = f"eval_{name}_{metric}" if name else f"eval_{metric}"
+            if key in metrics:
+                lines.append(
+                    f"{metric} on the {len(rows)} {words}evaluation rows: {metrics[key]:.4f}"
+                )
+    return lines
+
+
+def signal_to_noise(logs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean ``signal_to_noise`` of the logs of the first 30 steps, and of the measured
+    one, where it is released."""
+    means = {}
+    for name in SIGNALS:
+        found = [log[name] for log in logs if name in log and log.get("step", 0) <= SIGNAL_STEPS]
+        if found:
+            means[name] = sum(found) / len(found)
+    return means

@@ -1,8 +1,7 @@
 """Fine-tune an encoder to classify texts or images, privately or not, and evaluate the result.
 
-The steps: load, encode, train, evaluate, save, state epsilon. An encoder of texts gets a head, or,
-with ``infilling``, it classifies by the word that a masked language model puts into a template.
-Images are decoded when their rows are read, never all at once.
+An encoder of texts gets a head, or, with ``infilling``, it classifies by the word that a masked
+language model puts into a template. Images are decoded when their rows are read.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from hf_dp.cli.tasks.shared import (
+from hf_dp.cli.tasks import (
     EvalArguments,
     Evaluate,
     PrivateTask,
@@ -83,11 +82,7 @@ class Classifier(ABC):
     def rows(
         self, rows: Dataset, args: DPTrainingArguments | None, evaluation: str = ""
     ) -> Dataset:
-        """Return rows as the Trainer takes them.
-
-        Args: args: those of a training, if there is one. evaluation: the set's name; empty for the
-            training rows.
-        """
+        """Return rows of training, or of the set ``evaluation``, as the Trainer takes them."""
 
     @abstractmethod
     def collator(self, args: DPTrainingArguments) -> Callable[..., dict[str, Any]]:
@@ -100,11 +95,8 @@ class Classifier(ABC):
         return one_or_all({name: self.rows(rows, args, name) for name, rows in sets.items()})
 
     def read_trained(self, path: str, seed: int) -> None:
-        """Load what ``hf-dp train`` wrote to a folder.
-
-        The classes of an adapter whose folder does not say them are those of the configuration: an
-        evaluation file may declare others, or these in another order.
-        """
+        """Load what ``hf-dp train`` wrote to a folder. The classes of an adapter whose folder does
+        not say them are those of the configuration."""
         from transformers import set_seed
 
         from hf_dp.tasks.sources import loading, resolve_model
@@ -177,11 +169,8 @@ class Texts(Classifier):
 
 
 class Images(Classifier):
-    """A classifier of images.
-
-    Evaluation images are read once, before anything is spent: one that cannot be would otherwise
-    end the run after its training. The trainer looks over those of a private run.
-    """
+    """A classifier of images. Evaluation images are read once, before anything is spent: one that
+    cannot be would otherwise end the run after its training."""
 
     start: ImageModelArguments
     data: ImageArguments
@@ -267,10 +256,8 @@ class Classification(PrivateTask):
     def evaluate(
         self, values: Recipe, words: Sequence[str], *, zero_shot: bool
     ) -> tuple[dict[str, float], list[str]]:
-        """Return the metrics of a classifier that ``hf-dp train`` wrote, or of its untrained base.
-
-        Raises: DataError for what cannot be loaded; ConfigError for one with other classes.
-        """
+        """Return the metrics of a classifier that ``hf-dp train`` wrote, or of its untrained
+        base."""
         from transformers import Trainer, TrainingArguments
 
         args, start, data = parse_evaluation((EvalArguments, *self.ARGUMENTS), values, words)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_dp.cli.tasks.shared import (
+from hf_dp.cli.tasks import (
     EvalArguments,
     Evaluate,
     PrivateTask,
@@ -48,10 +48,8 @@ class Writing(PrivateTask):
         adapter: PeftConfig | None,
         change_rows: Callable[..., Dataset] | None = None,
     ) -> tuple[DPTrainer, Evaluate]:
-        """Return a :class:`DPTrainer` for the task, and what evaluates it.
-
-        Args: change_rows: makes of rows, tokenizer and encoding the rows to train on instead.
-        """
+        """Return the trainer, and what evaluates it; ``change_rows`` makes of rows, tokenizer and
+        encoding the rows to train on instead."""
         from transformers import DataCollatorForSeq2Seq, set_seed
 
         from hf_dp.plans.units import USER

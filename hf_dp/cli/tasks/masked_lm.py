@@ -1,9 +1,5 @@
-"""Continue the pretraining of a masked language model on public text, without privacy.
-
-It is for a base whose masked-LM head is missing (a sentence encoder, say), so that infilling has
-words to compare. Only public text may go in: nothing protects it, and the checkpoint lists its
-sources under ``pretraining_sources``.
-"""
+"""Continue the pretraining of a masked language model on public text, without privacy, for a base
+whose masked-LM head is missing. The checkpoint lists its sources under ``pretraining_sources``."""
 
 from __future__ import annotations
 
