@@ -49,8 +49,7 @@ def plain(value: Any) -> Any:
 
 
 def read(cls: type[T], values: object, error: type[HfDpError] = ConfigError) -> T:
-    """Read back what :func:`plain` wrote of a ``cls``, or raise ``error``; what is one already
-    stays."""
+    """Read back what :func:`plain` wrote of a ``cls``, or raise ``error``."""
     if isinstance(values, cls):
         return values
     given = dict(values) if isinstance(values, Mapping) else {}

@@ -1,7 +1,4 @@
-"""What a run may do besides its steps. Importing it registers what hf_dp has of it.
-
-To add a feature, subclass :class:`Feature` and decorate it with :func:`register`.
-"""
+"""What a run may do besides its steps; a Feature is added by the decorator :func:`register`."""
 
 # A run asks features in the order in which they are registered: by name.
 from hf_dp.features import adam_bc as adam_bc

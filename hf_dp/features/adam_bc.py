@@ -93,8 +93,7 @@ class AdamBC(Feature):
     )
 
     def begin(self, seen: Seen) -> None:
-        """Raise UnsupportedArgumentError where the noise in a gradient is not that of the sum, or
-        where the user made the optimizer."""
+        """Refuse an optimizer of one's own, and gradients whose noise is not that of the sum."""
         floor, expected = self.args.adam_bc_floor, ""
         if seen.optimizer is not None:
             expected = "to be unset with an optimizer of your own"

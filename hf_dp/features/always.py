@@ -36,8 +36,7 @@ logger = logging.get_logger(__name__)
 
 @register
 class StopBeforeTarget(Feature):
-    """Ends training before a step that would pass ``target_epsilon``, and aborts at once after one
-    that is not in the ledger."""
+    """Ends training before ``target_epsilon`` is passed; aborts after a step not in the ledger."""
 
     _ahead = 0  # steps in the ledger beyond the optimizer's: branches, earlier calls of train()
 
@@ -64,11 +63,9 @@ class StopBeforeTarget(Feature):
 
 @register
 class WeightsMove(Feature):
-    """Aborts if the first optimizer steps leave every trainable weight unchanged.
-
-    The cause is an optimizer that holds other tensors than the model: it was made before
-    ``get_peft_model``, or the model was moved since. Of each weight the first values are compared.
-    """
+    """Aborts if the first optimizer steps leave every trainable weight unchanged: the optimizer
+    holds other tensors than the model, which was wrapped or moved since. Of each weight the first
+    values are compared."""
 
     _moved = False
     _before: Sequence[Tensor] = ()
@@ -113,8 +110,7 @@ def _own(tensor: Tensor) -> Tensor:
 
 @register
 class ModelSelection(Feature):
-    """Weakens the claim where evaluation chooses a checkpoint, the end or learning rates: epsilon
-    does not cover that choice."""
+    """Weakens the claim where evaluation chooses a checkpoint, the end or learning rates."""
 
     def weaken(self, seen: Seen) -> None:
         args = self.args
@@ -133,13 +129,12 @@ class NoisedNumbers(Feature):
     where there is hardly any signal, it may be below 0.
     """
 
-    def __init__(self, args: object):
-        super().__init__(args)
-        self._totals: dict[str, Tensor] = {}
-        self._steps = 0
+    _totals: dict[str, Tensor]
 
-    def start(self, seen: Seen) -> None:
+    def begin(self, seen: Seen) -> None:
         self._totals, self._steps = {}, 0
+
+    start = begin
 
     def released(self, seen: Seen) -> None:
         self._steps += 1
@@ -192,11 +187,9 @@ class ExpectedEpochs(Feature):
 
 @register
 class Progress(Feature):
-    """Shows epsilon, and what else is released with noise, where Trainer shows progress: behind a
-    terminal's bar, and in columns of a notebook's table. At the first step and at each log.
-
-    The table's training loss reads "withheld" unless it is released.
-    """
+    """Shows epsilon, and what else is released with noise, behind a terminal's bar and in columns
+    of a notebook's table, at the first step and at each log. There, the training loss reads
+    "withheld" unless it is released."""
 
     _shows = False
 
@@ -254,11 +247,8 @@ class Progress(Feature):
 
 @register
 class Unnoised(Inside):
-    """``release=[...]``: what the user lets out without noise, on purpose. The card names it.
-
-    It is the training loss, and the norm of the clipped mean before noise. Beside that norm stands
-    ``measured_signal_to_noise``, |g|^2 / |z|^2 with the norm as it is.
-    """
+    """``release=[...]``: what the user lets out without noise, on purpose. Beside the norm of the
+    clipped mean stands ``measured_signal_to_noise``, |g|^2 / |z|^2 with the norm as it is."""
 
     asked_for_by = "release"
     _loss: Tensor | None = None

@@ -128,10 +128,8 @@ class Feature(TrainerCallback):
 
 
 class Inside(Feature, Observer):
-    """A feature that also sees what is not noised, by the moments of :class:`Observer`.
-
-    A statement of a run with one that is not hf_dp's is "not established".
-    """
+    """A feature that also sees what is not noised, by the moments of :class:`Observer`. A statement
+    of a run with one that is not of hf_dp is "not established"."""
 
     run: PrivateRun
 

@@ -114,8 +114,7 @@ class Canaries(Inside):
     # -- what takes part --
 
     def drawn(self, sampler: LogicalSampler) -> BatchSampler[list[int]]:
-        """Return the sampler's draws without the canaries that are left out, and without those
-        that enter as coordinates."""
+        """Return the sampler's draws without what does not go through the model."""
         return _Draws(self, sampler)
 
     def split(self, drawn: list[int]) -> list[int]:
@@ -282,11 +281,9 @@ def with_canaries(
     alike: bool,
     rows: TrainingRows | None = None,
 ) -> DataSet:
-    """Return a data set and, after its rows, ``count`` made-up ones in the same format.
-
-    Of the rows names and types are read; shapes, too, where the model never sees what is made:
-    where they are ``alike``, one row that serves as all canaries.
-    """
+    """Return a data set and, after its rows, ``count`` made-up ones in the same format. Of the rows
+    names and types are read; shapes, too, where the model never sees what is made: where they are
+    ``alike``, one row that serves as all canaries."""
     different = 1 if alike else count
     plain = dataset.with_format(None) if isinstance(dataset, datasets.Dataset) else dataset
     templates = [plain[0], plain[len(plain) // 2]]

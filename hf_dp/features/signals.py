@@ -22,10 +22,8 @@ Handler: TypeAlias = "Callable[[int, FrameType | None], object] | int | None"
 
 
 class TrainingStopped(SystemExit):
-    """A signal ended the training, after a checkpoint was saved.
-
-    A script that does not catch it ends with the exit code ``128 + signum``, and publishes nothing.
-    """
+    """A signal ended the training, after a checkpoint was saved. Uncaught, it ends a script with
+    the exit code ``128 + signum``, before it evaluates or publishes."""
 
     def __init__(self, signum: int):
         super().__init__(128 + signum)

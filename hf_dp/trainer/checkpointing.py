@@ -276,8 +276,8 @@ class Checkpointing(ReleasedLogs):
         super()._load_optimizer_and_scheduler(checkpoint)
 
     def _run_epoch(self, *args: object, **kwargs: object) -> None:
-        """Run an epoch, unless all steps were made: Trainer would make one more in a run that is
-        resumed from its last checkpoint."""
+        """Run an epoch, unless all steps were made: Trainer would make one more after a full
+        resume."""
         if self._run is not None and self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return

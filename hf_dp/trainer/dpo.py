@@ -94,11 +94,8 @@ class DPDPOConfig(DPTrainingArguments, DPOConfig):  # type: ignore[misc]  # lear
 
 @dataclass
 class PairCollator:
-    """Make a batch of b pairs: the chosen answers' tokens, the rejected answers' beside them.
-
-    Each column has one row for each pair, so a pair is one example. ``collate`` is TRL's, which
-    puts all rejected answers after all chosen ones.
-    """
+    """Make a batch of b pairs: chosen answers, and rejected ones beside them, so a pair is one
+    example. TRL's ``collate`` puts all rejected answers after all chosen ones."""
 
     collate: Callable[[list[Row]], dict[str, Tensor]]
 

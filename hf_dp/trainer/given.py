@@ -100,8 +100,7 @@ class Given:
 
 
 def check_subclass(trainer_class: type[Trainer], dp_trainer: type[Trainer]) -> None:
-    """Raise UnsupportedArgumentError for a subclass that overrides anything of its bases that is
-    not in :data:`MAY_OVERRIDE`."""
+    """Raise UnsupportedArgumentError for overriding what is not in :data:`MAY_OVERRIDE`."""
     if trainer_class.compute_loss is not Trainer.compute_loss:
         raise UnsupportedArgumentError(
             f"{trainer_class.__name__} overrides compute_loss, which returns one number for a "

@@ -263,8 +263,7 @@ def inherited_problems(
 
 
 def environment_problems(report_to: str | Iterable[str] | None) -> Problems:
-    """Return the problems with environment variables; with those of trackers where ``report_to``
-    names them."""
+    """Return the problems with environment variables that are read, also by trackers in use."""
     read = {name for tracker in _trackers(report_to) for name in TRACKERS.get(tracker, ())}
     unread = {name for names in TRACKERS.values() for name in names} - read
     values = {

@@ -46,8 +46,7 @@ class ReleasedLogs(Trainer):
         return str(self.args.output_dir)
 
     def columns_for_training(self) -> tuple[DataSet, Collator]:
-        """Return dataset and collator, without the columns that the model's forward does not take,
-        as Trainer does."""
+        """Return data and collator without the columns that the model's forward does not take."""
         data, collator = self.train_dataset, self.data_collator
         if isinstance(data, datasets.Dataset):
             return self._remove_unused_columns(data, description="Training"), collator

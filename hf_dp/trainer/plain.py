@@ -34,10 +34,8 @@ Prepared: TypeAlias = tuple[nn.Module, DataLoader]
 
 
 class Training:
-    """Training without privacy: at each seam Trainer's own method, ``stock``.
-
-    Private training replaces all methods that have it. A tuner chooses by exact numbers here.
-    """
+    """Training without privacy: at each seam Trainer's own method, ``stock``. Private training
+    replaces all that have it."""
 
     is_private = False
     _trainer: Publishing
@@ -82,8 +80,7 @@ class Training:
             trainer.model_accepts_loss_kwargs = False
 
     def refuse_optimizers(self) -> None:
-        """Raise InvalidArgumentError for an optimizer that was made before it is known what
-        trains."""
+        """Raise InvalidArgumentError for an optimizer made before it is known what trains."""
         optimizer, scheduler = self._trainer.optimizer, self._trainer.lr_scheduler
         if self.tuner.undecided and (optimizer is not None or scheduler is not None):
             raise invalid(

@@ -233,8 +233,7 @@ class PrivateTraining(Training):
         return output
 
     def step(self, model: nn.Module, inputs: Batches, stock: Callable[[], Tensor]) -> Tensor:
-        """Make one step's gradient. ``inputs`` is a whole logical batch, a Poisson sample cut into
-        physical batches."""
+        """Make one step's gradient of a whole logical batch, cut into physical batches."""
         trainer, run, mechanism = self._trainer, self.sync(), self.mechanism
         model.train()
         if callable(getattr(trainer.optimizer, "train", None)):  # schedule-free optimizers
@@ -272,8 +271,7 @@ class PrivateTraining(Training):
     # -- what is told and written --
 
     def evaluates(self, evaluation: DataSet) -> None:
-        """Raise UnsupportedArgumentError for an evaluation set with rows of the training set, whose
-        metrics are not noised."""
+        """Raise UnsupportedArgumentError for evaluation rows that are training rows."""
         self.sync().check_evaluation(evaluation)
 
     def search(self, stock: Callable[[], object]) -> NoReturn:

@@ -103,8 +103,7 @@ class DPTrainer(Publishing):
 
     @property
     def run(self) -> PrivateRun:
-        """The private run. Reading it changes nothing. UnsupportedArgumentError where there is
-        none."""
+        """The private run. Reading it changes nothing."""
         if self._run is None:
             raise no_plan()
         return self._run
@@ -132,8 +131,7 @@ class DPTrainer(Publishing):
         return run.epsilon(accountant)
 
     def privacy_statement(self) -> PrivacyStatement:
-        """Return what may be said about this run so far; the card and ``privacy.json`` say the
-        same."""
+        """Return what may be said about this run so far, as its card does."""
         return self.training.statement()
 
     # -- the steps --
@@ -215,8 +213,7 @@ class DPTrainer(Publishing):
         return self.training.sync().training_data()
 
     def check_engine(self) -> None:
-        """Raise SelfCheckError when the engine disagrees, on synthetic examples, with one-by-one
-        gradients."""
+        """Raise SelfCheckError where the engine disagrees with one-by-one gradients."""
         self.training.sync().check_engine()
 
     def floating_point_ops(self, inputs: Batch) -> int:
@@ -262,8 +259,7 @@ class DPTrainer(Publishing):
         return {name: value for name, value in metrics.items() if name.startswith("eval_")}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log; in private modes without what is withheld, with the epsilon spent so far and with
-        what features add."""
+        """Log; in private modes what is released, the epsilon so far, and what features add."""
         stock = super().log
         self.training.log(logs, lambda released: stock(released, start_time))
 

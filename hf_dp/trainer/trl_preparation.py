@@ -69,10 +69,8 @@ class _InPlaceOfTrainer(Trainer):
 
 
 class Preparation(Trainer):
-    """The constructor of one of TRL's trainers, up to where it calls Trainer's. It trains nothing.
-
-    So tokenizer, chat template, padding token, labels and truncation are TRL's own.
-    """
+    """The constructor of one of TRL's trainers, up to where it calls Trainer's: tokenizer, chat
+    template, padding token, labels and truncation are TRL's own. It trains nothing."""
 
     model: Any
     data_collator: Any
@@ -94,11 +92,9 @@ class Preparation(Trainer):
 
 
 class SFTPreparation(Preparation, SFTTrainer, _InPlaceOfTrainer):
-    """The preparation of SFTTrainer.
-
-    With `assistant_only_loss`, and a chat template that neither marks what the assistant writes nor
-    is known to TRL, its tokens are found by comparing each turn with the turns before it.
-    """
+    """The preparation of SFTTrainer. With `assistant_only_loss`, and a chat template that neither
+    marks what the assistant writes nor is known to TRL, its tokens are found by comparing each turn
+    with the turns before it."""
 
     _by_turns = False
 
@@ -235,8 +231,7 @@ def by_row(dataset: Dataset, prepare: Callable[[Dataset], Dataset], name: str) -
 
 
 def each_set(dataset: DataSets, prepare: Callable[[Dataset, str], Dataset]) -> DataSets:
-    """Return what ``prepare(set, name)`` makes of a data set, or of each by name; names and None
-    stay."""
+    """Return what ``prepare(set, name)`` makes of one data set, or of each of several by name."""
     if dataset is None or isinstance(dataset, str):
         return dataset
     if isinstance(dataset, dict):
@@ -289,8 +284,7 @@ def _kind(row: Row) -> str:
 
 
 def refuse_dropped_rows(before: Dataset, after: Dataset, max_length: int | None) -> None:
-    """Raise DataError when rows were dropped: their number is public, and must not depend on what
-    is in them."""
+    """Raise DataError where rows were dropped by what is in them: their number is public."""
     if dropped := len(before) - len(after):
         raise DataError(
             f"{dropped} of the {len(before)} rows have no token to predict within max_length="
