@@ -29,7 +29,6 @@ from hf_dp.benchmarks.workload import Workload, environment, make_batch
 from hf_dp.errors import HfDpError
 
 MIB = 2**20
-Probe = Callable[[Workload, str, int], Row]
 
 # What is freed goes back to the system at once, so that resident memory is memory in use. Otherwise
 # glibc keeps freed tensors and MKL its buffers, and the peak depends on the order of allocations.
@@ -76,7 +75,6 @@ def measure_memory(
     workload: Workload,
     names: Sequence[str],
     steps: int = 3,
-    run: Probe = probe,
     log: Callable[[str], None] = lambda line: None,
 ) -> Report:
     """Return the peak of each mode, from the second of ``steps`` on, and its ratio to non-private,
@@ -85,7 +83,7 @@ def measure_memory(
     rows: dict[str, Row] = {}
     for name in modes.check_modes(names):
         log(name)
-        rows[name] = run(workload, name, steps)
+        rows[name] = probe(workload, name, steps)
         modes.refuse_without_yardstick(workload, rows[NON_PRIVATE])
         if "refused" not in rows[name]:
             rows[name]["mebibytes"] = rows[name].pop("bytes") / MIB

@@ -32,21 +32,13 @@ _DROPOUTS = (
 @dataclass(frozen=True)
 class Shape:
     """One model. Sizes: Radford et al. 2019 (GPT-2), Liu et al. 2019 (RoBERTa), Wang et al. 2020
-    (MiniLM).
+    (MiniLM)."""
 
-    Attributes:
-        model: its class in transformers.
-        positions: the most tokens of an example.
-        sizes: of its configuration, where they are not the default.
-        tied: whether output head and input embedding are one trainable parameter.
-        lora: arguments of PEFT's ``LoraConfig``; none trains everything.
-    """
-
-    model: str
-    positions: int
-    sizes: Mapping[str, int]
-    tied: bool = False
-    lora: Mapping[str, Any] = field(default_factory=dict)
+    model: str  # its class in transformers
+    positions: int  # the most tokens of an example
+    sizes: Mapping[str, int]  # of its configuration, where they are not the default
+    tied: bool = False  # whether output head and input embedding are one trainable parameter
+    lora: Mapping[str, Any] = field(default_factory=dict)  # PEFT's; none trains everything
 
     def build(self, dropout: float, tied: bool = True) -> nn.Module:
         """Return the model; ``tied=False`` gives a tied head a weight of its own."""

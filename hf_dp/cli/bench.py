@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         from hf_dp.benchmarks.memory import measure_memory
 
-        report = measure_memory(workload, modes, args.steps, log=_progress)
+        report = measure_memory(workload, modes, args.steps, _progress)
     print(json.dumps(report, allow_nan=False) if args.json else table(report))
     return 0
 

@@ -48,11 +48,8 @@ _AS_TOKENS = {"token_type_ids", "special_tokens_mask"}  # 0 for each token of a 
 class Canaries(Inside):
     """Puts canaries behind the rows, and guesses at the end which of them took part.
 
-    Attributes:
-        scores: "gradients", "directions" or "losses".
-        count: m, the number of canaries.
-        first: the first canary's row, of N, once the run was made.
-        waiting: of "gradients", which canaries are in each draw whose step was not made yet.
+    Attributes: first: the first canary's row, of N, once the run was made. waiting: of "gradients",
+        which canaries are in each draw whose step was not made yet.
     """
 
     asked_for_by = "audit_canaries"

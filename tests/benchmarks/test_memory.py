@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from hf_dp.benchmarks import memory
 from hf_dp.benchmarks.memory import MIB, measure_memory, probe
 from hf_dp.benchmarks.workload import Workload
 from hf_dp.cli.bench import table
@@ -15,38 +16,44 @@ from hf_dp.errors import HfDpError, InvalidArgumentError
 TINY = Workload("tiny-bert", 4, 12, threads=1, use_cpu=True)
 
 
-def invented(**peaks):
-    def run(workload, mode, steps):
-        value = peaks[mode]
-        if isinstance(value, str):
-            return {"refused": value}
-        return {"bytes": value * MIB, "measured": "invented", "note": ""}
+@pytest.fixture
+def invented(monkeypatch):
+    """A function that sets the peaks which probes find, or why they found none."""
 
-    return run
+    def give(**peaks):
+        def run(workload, mode, steps):
+            if isinstance(peaks[mode], str):
+                return {"refused": peaks[mode]}
+            return {"bytes": peaks[mode] * MIB, "measured": "invented", "note": ""}
+
+        monkeypatch.setattr(memory, "probe", run)
+
+    return give
 
 
-def test_the_ratio_to_non_private():
-    run = invented(non_private=11, book_keeping=12)
-    report = measure_memory(TINY, ["book_keeping"], run=run)
+def test_the_ratio_to_non_private(invented):
+    invented(non_private=11, book_keeping=12)
+    report = measure_memory(TINY, ["book_keeping"])
     assert report["modes"]["book_keeping"]["ratio"] == pytest.approx(12 / 11)
     assert "book_keeping  12.0  1.091" in table(report) and "invented" in table(report)
 
 
-def test_a_refused_mode_is_a_row():
-    run = invented(non_private=10, book_keeping="killed")
-    report = measure_memory(TINY, ["book_keeping"], run=run)
+def test_a_refused_mode_is_a_row(invented):
+    invented(non_private=10, book_keeping="killed")
+    report = measure_memory(TINY, ["book_keeping"])
     assert report["modes"]["book_keeping"] == {"refused": "killed"}
     assert "refused: killed" in table(report)
 
 
-def test_without_the_yardstick_there_is_no_measurement():
+def test_without_the_yardstick_there_is_no_measurement(invented):
+    invented(non_private="killed")
     with pytest.raises(HfDpError, match="`per_device_train_batch_size` 4 cannot run: killed"):
-        measure_memory(TINY, ["book_keeping"], run=invented(non_private="killed"))
+        measure_memory(TINY, ["book_keeping"])
 
 
 def test_wrong_numbers_are_refused():
     with pytest.raises(InvalidArgumentError, match="`steps`"):
-        measure_memory(TINY, [], steps=1, run=invented())
+        measure_memory(TINY, [], steps=1)
 
 
 @pytest.mark.slow
