@@ -25,7 +25,6 @@ from hf_dp.batches.structure import Batch, DataSet, Example
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.losses import any_number_of_end_tokens, per_example_loss, with_labels_read
 from hf_dp.run.private_run import PrivateRun
-from hf_dp.run.training_data import TrainingData
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.given import Given, ProcessingClass
@@ -207,14 +206,6 @@ class DPTrainer(Publishing):
         self.optimizer = self.training.optimizer(made)
         self.tuner.tune(self.optimizer)
         return self.optimizer
-
-    def training_data(self) -> TrainingData:
-        """Return the training set, looked over."""
-        return self.training.sync().training_data()
-
-    def check_engine(self) -> None:
-        """Raise SelfCheckError where the engine disagrees with one-by-one gradients."""
-        self.training.sync().check_engine()
 
     def floating_point_ops(self, inputs: Batch) -> int:
         """Return 0 in private modes: the sum over steps would tell the sizes of the samples."""

@@ -250,7 +250,7 @@ def test_planted_look_at_the_first_rows_only_is_seen(tmp_path, monkeypatch):
     trainer = tiny.trainer(
         tmp_path, given={"train_dataset": rows(("label", 2)), "eval_dataset": None}
     )
-    trainer.training_data()  # does not raise, as it must in the test above
+    trainer.run.training_data()  # does not raise, as it must in the test above
 
 
 @pytest.mark.parametrize(
@@ -269,8 +269,8 @@ def test_rows_that_look_like_pieces_of_documents(lengths, said, tmp_path, caplog
     collator = DataCollatorForTokenClassification(tiny.tokenizer())
     given = {"train_dataset": data.add_column("labels", data["input_ids"]), "eval_dataset": None, "model": gpt2(),
              "data_collator": collator}  # fmt: skip
-    tiny.trainer(tmp_path, given=given).training_data()
+    tiny.trainer(tmp_path, given=given).run.training_data()
     assert any("chunks of longer documents" in text for text in said_so) == said
     said_so.clear()
-    tiny.trainer(tmp_path, given=given, rows_are_chunks=True).training_data()
+    tiny.trainer(tmp_path, given=given, rows_are_chunks=True).run.training_data()
     assert not said_so

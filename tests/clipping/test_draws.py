@@ -211,19 +211,19 @@ def test_without_neighbors_nothing_is_shared(tmp_path):
 def test_a_size_that_grew_after_the_check_is_refused(tmp_path):
     given = {"model": SharedTable(tiny.model().config)}
     trainer = tiny.trainer(tmp_path, given=given, per_device_train_batch_size=1)
-    trainer.check_engine()
+    trainer.run.check_engine()
     trainer.args.per_device_train_batch_size = 4
     run = trainer.training.sync()  # as each step does
     with run.engine() as engine, pytest.raises(UnsupportedArgumentError, match="got 4: that"):
         run.feed(engine, [])
     with pytest.raises(SelfCheckError, match="`table_dropout` draws"):
-        trainer.check_engine()
+        trainer.run.check_engine()
 
 
 def test_a_size_that_is_found_is_checked(tmp_path, monkeypatch):
     given = {"model": SharedTable(tiny.model().config)}
     trainer = tiny.trainer(tmp_path, given=given, per_device_train_batch_size=1)
-    trainer.check_engine()
+    trainer.run.check_engine()
     found = 4
 
     def find(*args, **options):

@@ -173,7 +173,7 @@ def test_in_the_first_step_nothing_is_spent_nor_saved(tmp_path):
 
 def test_a_row_that_cannot_be_fetched_any_more_costs_no_step_either(tmp_path, monkeypatch):
     trainer = tiny.trainer(tmp_path, max_steps=4, accountant="rdp")
-    examples = trainer.training_data().examples
+    examples = trainer.run.training_data().examples
     fetch = type(examples)._row
 
     def gone(self, index):

@@ -183,7 +183,7 @@ def test_left_padding_changes_nothing(tmp_path):
     left.padding_side = "left"
     for words in (tokenizer(), left):
         each = trainer(tmp_path, given={"processing_class": words})
-        each.check_engine()
+        each.run.check_engine()
         losses.append(each.compute_per_example_loss(each.model, batch_of(each, PLACES)))
     torch.testing.assert_close(*losses)
 

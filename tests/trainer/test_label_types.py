@@ -83,7 +83,7 @@ def test_true_and_false_of_tokens_are_classes(tmp_path):
     """Also beside a longer row: -100, which pads labels, would be true in their type."""
     model = BertForTokenClassification(tiny.model().config)
     trainer = of([[True, False, False, True]] * 4, {}, tmp_path, model)
-    trainer.check_engine()
+    trainer.run.check_engine()
     ids = torch.tensor([[2, 8, 5, 3]])
     labels = torch.tensor([[True, False, False, True]])
     with torch.no_grad():
@@ -104,7 +104,7 @@ def test_true_and_false_of_tokens_are_classes(tmp_path):
 )
 def test_floats_for_classes_are_refused_before_the_first_draw(labels, options, tmp_path):
     with pytest.raises(DataError, match="Row 0 of .*`labels` holds 0.0, a float, .*cast_column"):
-        of(labels, options, tmp_path).training_data()
+        of(labels, options, tmp_path).run.training_data()
 
 
 def test_planted_evaluation_that_reads_labels_as_they_come_is_seen(tmp_path, monkeypatch):

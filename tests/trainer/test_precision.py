@@ -157,7 +157,7 @@ def test_the_comparison_in_float32_leaves_autocast_as_it_was(tmp_path):
     trainer = tiny.trainer(tmp_path, bf16=True, max_steps=1)
     trainer.train()
     forward, products = trainer.model.forward, torch.get_float32_matmul_precision()
-    trainer.check_engine()
+    trainer.run.check_engine()
     assert trainer.model.forward == forward and trainer.run.precision().autocast == "bfloat16"
     assert torch.get_float32_matmul_precision() == products
 

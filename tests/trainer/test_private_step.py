@@ -266,8 +266,8 @@ def self_check_saw_real_rows(trainer) -> bool:
     handle = trainer.model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.extend(kwargs["input_ids"].tolist()), with_kwargs=True
     )
-    trainer.training_data()
-    trainer.check_engine()
+    trainer.run.training_data()
+    trainer.run.check_engine()
     handle.remove()
     assert len(seen) > 6  # alone, together, in other arrangements
     rows = {tuple(row["input_ids"]) for row in trainer.train_dataset}
@@ -280,6 +280,8 @@ def test_the_self_check_runs_on_synthetic_rows(trainer):
 
 def test_planted_self_check_on_real_rows_is_seen(trainer, monkeypatch):
     monkeypatch.setattr(
-        trainer, "synthetic_batches", lambda: [trainer.training_data().examples[i] for i in (3, 4)]
+        trainer,
+        "synthetic_batches",
+        lambda: [trainer.run.training_data().examples[i] for i in (3, 4)],
     )
     assert self_check_saw_real_rows(trainer)

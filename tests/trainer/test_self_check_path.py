@@ -39,12 +39,12 @@ THROUGH_THE_COLLATOR = [
 def test_made_up_rows_go_through_the_collator(name, tmp_path, warnings_of):
     warned = warnings_of("run.training_data")
     trainer = of_path(tmp_path, name)
-    layout = trainer.training_data().looked_over.layout
+    layout = trainer.run.training_data().looked_over.layout
     examples = trainer.synthetic_batches()
     assert not warned
     for example in examples:
         layout.check(example)  # the columns and types that rows have after the collator
-    trainer.check_engine()
+    trainer.run.check_engine()
 
 
 def test_a_row_that_cannot_be_made_up_is_said(tmp_path, warnings_of):

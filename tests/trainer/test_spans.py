@@ -128,7 +128,7 @@ BAD = {
 def test_a_place_that_is_no_token_of_the_row_is_named(case, tmp_path):
     rows = [row(6, 1, 3), {**row(4, 2, 3), **BAD[case]}, row(9, 1, 3)] * 8
     with pytest.raises(DataError, match="Row 1 of .*_positions` holds .*Expected the place of one"):
-        trainer(tmp_path, rows).training_data()
+        trainer(tmp_path, rows).run.training_data()
 
 
 def test_rows_without_places_and_left_padding_are_refused_by_name(tmp_path):
