@@ -1,4 +1,4 @@
-"""``hf-dp audit exposure`` on the built-in tables."""
+"""``hf-dp audit exposure`` on the built-in tables, and ``hf-dp audit run`` on the tiny task."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import pytest
 from recipe import Recipe
 
 from hf_dp.cli.main import main
+from hf_dp.statement.record import read
 
 
 @pytest.fixture
-def task(of_tables) -> Recipe:
+def writing(of_tables) -> Recipe:
     steady = {"lr_scheduler_type": "constant", "logging_strategy": "no"}
     return of_tables(24, target_epsilon=2, expected_batch_size=12, **steady)
 
@@ -23,10 +24,10 @@ def exposure(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "exposure.json").read_text())
 
 
-def test_a_private_model_says_what_is_in_it_and_is_measured_again_alike(task):
+def test_a_private_model_says_what_is_in_it_and_is_measured_again_alike(writing):
     words = ["--candidates", "200"]
-    printed = task.run("audit exposure", *words, "--repetitions", "2", "--canaries", "2")
-    folder = task.folder / "out_exposure" / "dp_sgd_r2"
+    printed = writing.run("audit exposure", *words, "--repetitions", "2", "--canaries", "2")
+    folder = writing.folder / "out_exposure" / "dp_sgd_r2"
     assert printed.strip().splitlines()[-1] == str(folder / "exposure.json")
     assert "A canary of r rows has r times as much" in printed
 
@@ -40,19 +41,19 @@ def test_a_private_model_says_what_is_in_it_and_is_measured_again_alike(task):
     found = exposure(folder)
     assert found["exact"] is None and found["epsilon"] == stated["epsilon"]
     assert found["skew_normal"]["mean"] < found["mean_exposure_that_epsilon_allows"]
-    task.run("audit exposure", *words, "--trained", str(folder), "--exact")
+    writing.run("audit exposure", *words, "--trained", str(folder), "--exact")
     for one, other in zip(found["canaries"], exposure(folder)["canaries"], strict=True):
         before, after = (each["skew_normal"]["exposure"] for each in (one, other))
         assert after == pytest.approx(before, rel=1e-4) and other["exact"]["size"] == 100_000
-    task.refused(f"--trained {folder}", "audit exposure", "--repetitions", "2")
+    writing.refused(f"--trained {folder}", "audit exposure", "--repetitions", "2")
 
 
-def test_without_privacy_a_repeated_canary_is_learned_by_heart(task):
+def test_without_privacy_a_repeated_canary_is_learned_by_heart(writing):
     words = "--privacy_mode non_private --max_steps 40 --canaries 1 --max_train_rows 4"
     words += " --candidates 200 --exact --repetitions 20"
-    task.run("audit exposure", *words.split())
-    assert "without" in task.said and "target_epsilon 2" in task.said
-    found = exposure(task.folder / "out_exposure" / "non_private_r20")
+    writing.run("audit exposure", *words.split())
+    assert "without" in writing.said and "target_epsilon 2" in writing.said
+    found = exposure(writing.folder / "out_exposure" / "non_private_r20")
     assert found["epsilon"] is None and "states no privacy" in found["claim"]
     assert found["exact"]["mean"] > math.log2(100_000) - 4
     assert found["exact"]["standard_deviation"] is None
@@ -73,14 +74,54 @@ def test_without_privacy_a_repeated_canary_is_learned_by_heart(task):
         (["--trained", "{model}"], "no canaries.json"),
     ],
 )
-def test_what_cannot_be_audited_is_named_before_anything_is_written(task, words, message):
-    given = [word.format(model=task.folder / "model") for word in words]
-    task.refused(message, "audit exposure", *given)
-    assert not (task.folder / "out_exposure").exists()
+def test_what_cannot_be_audited_is_named_before_anything_is_written(writing, words, message):
+    given = [word.format(model=writing.folder / "model") for word in words]
+    writing.refused(message, "audit exposure", *given)
+    assert not (writing.folder / "out_exposure").exists()
 
 
-def test_an_unknown_audit_is_named(task, capsys):
-    task.refused("Did you mean 'exposure'", "audit exposre")
+def test_an_unknown_audit_is_named(writing, capsys):
+    writing.refused("Did you mean 'exposure'", "audit exposre")
     with pytest.raises(SystemExit):
         main(["audit", "--help"])
     assert "--repetitions" in capsys.readouterr().out
+
+
+# -- in one run ---
+
+
+def test_a_recipe_is_audited_beside_its_own_folder(task):
+    printed = task.run("audit run", "--audit_canaries", "40")
+    folder = task.folder / "out_audit"
+    assert printed.strip().splitlines()[-1] == str(folder)
+    assert "guesses about 40 canaries were right" in printed and "never proves one" in printed
+    record = read(folder)
+    assert record.plan.num_examples == 80
+    assert record.facts.audit.scores == "gradients"
+    assert main(["verify", str(folder)]) == 0
+
+
+def test_other_scores_and_folder(task):
+    folder = task.folder / "other"
+    words = f"--audit_scores losses --audit_canaries 20 --output-dir {folder} --max_steps 2"
+    task.run("audit run", *words.split())
+    assert read(folder).facts.audit.scores == "losses"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--audit_canaries", "0"], "audit_canaries"),
+        (["--privacy_mode", "non_private"], "audit_canaries"),
+        (["--release", "training_loss"], "with release="),
+    ],
+)
+def test_runs_that_cannot_be_audited_are_one_line(words, message, task):
+    task.refused(message, "audit run", *words)
+    assert not (task.folder / "out_audit").exists()
+
+
+def test_help_of_audit_run(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["audit", "run", "--help"])
+    assert stop.value.code == 0 and "hf-dp audit run --config" in capsys.readouterr().out

@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+import subprocess
+from dataclasses import replace
 
 import pytest
 import torch
+from quick import run_quickly
 
-from hf_dp.benchmarks import modes
+from hf_dp.benchmarks import memory, modes
+from hf_dp.benchmarks.memory import MIB, measure_memory, probe
 from hf_dp.benchmarks.modes import (
     NON_PRIVATE,
     NonPrivate,
@@ -19,8 +24,10 @@ from hf_dp.benchmarks.modes import (
     seconds_of_step,
     spread,
 )
-from hf_dp.benchmarks.workload import Workload
+from hf_dp.benchmarks.workload import SHAPES, Workload
 from hf_dp.cli.bench import table
+from hf_dp.cli.main import main
+from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.errors import HfDpError, InvalidArgumentError
 
 TINY = Workload("tiny", 4, 12, threads=1, use_cpu=True)
@@ -145,3 +152,136 @@ def test_a_timing_is_one_step_and_cleans_up(monkeypatch):
     mode = Fake(None, TINY)
     assert seconds_of_step(mode, []) == 6.0
     assert mode.done == ["step", "reset"]
+
+
+# -- memory: the statistic with an invented probe, and the real probe in its own process ---
+
+CLASSIFIER = Workload("tiny-bert", 4, 12, threads=1, use_cpu=True)
+
+
+@pytest.fixture
+def invented(monkeypatch):
+    """A function that sets the peaks which probes find, or why they found none."""
+
+    def give(**peaks):
+        def run(workload, mode, steps):
+            if isinstance(peaks[mode], str):
+                return {"refused": peaks[mode]}
+            return {"bytes": peaks[mode] * MIB, "measured": "invented", "note": ""}
+
+        monkeypatch.setattr(memory, "probe", run)
+
+    return give
+
+
+def test_the_ratio_to_non_private(invented):
+    invented(non_private=11, book_keeping=12)
+    report = measure_memory(CLASSIFIER, ["book_keeping"])
+    assert report["modes"]["book_keeping"]["ratio"] == pytest.approx(12 / 11)
+    assert "book_keeping  12.0  1.091" in table(report) and "invented" in table(report)
+
+
+def test_memory_a_refused_mode_is_a_row(invented):
+    invented(non_private=10, book_keeping="killed")
+    report = measure_memory(CLASSIFIER, ["book_keeping"])
+    assert report["modes"]["book_keeping"] == {"refused": "killed"}
+    assert "refused: killed" in table(report)
+
+
+def test_memory_without_the_yardstick_there_is_no_measurement(invented):
+    invented(non_private="killed")
+    with pytest.raises(HfDpError, match="`per_device_train_batch_size` 4 cannot run: killed"):
+        measure_memory(CLASSIFIER, ["book_keeping"])
+
+
+def test_wrong_numbers_are_refused():
+    with pytest.raises(InvalidArgumentError, match="`steps`"):
+        measure_memory(CLASSIFIER, [], steps=1)
+
+
+@pytest.mark.slow
+def test_a_larger_batch_takes_more_memory():
+    small, large = (
+        probe(
+            replace(CLASSIFIER, per_device_train_batch_size=size, max_length=32), "book_keeping", 2
+        )
+        for size in (8, 256)
+    )  # at 256 one hidden state is 512 KiB, some dozens are kept for the backward
+    assert large["bytes"] > small["bytes"] + 10 * MIB
+    assert large["bytes"] < 500 * MIB
+    assert "resident" in large["measured"]
+
+
+@pytest.mark.parametrize("code", [1, -9])
+def test_a_probe_that_fails_says_why(code, monkeypatch):
+    def run(command, **options):
+        return subprocess.CompletedProcess(
+            command, code, "", "Traceback ...\nKeyError: 'no such mode'\n"
+        )
+
+    monkeypatch.setattr(subprocess, "run", run)
+    if code == -9:
+        assert "memory" in probe(CLASSIFIER, "book_keeping", 2)["refused"]
+        return
+    with pytest.raises(HfDpError, match="'book_keeping' failed: KeyError: 'no such mode'"):
+        probe(CLASSIFIER, "book_keeping", 2)
+
+
+# -- as a user calls it ---
+
+SIZE = ["--model", "tiny", "--max_length", "8", "--use_cpu", "--threads", "1"]
+SPEED = ["bench", "throughput", *SIZE, "--rounds", "3", "--repeats", "1"]
+MEMORY = ["bench", "memory", *SIZE]
+
+
+@pytest.mark.parametrize("command", ["throughput", "memory"])
+def test_help_is_quick_and_complete(command):
+    code = (
+        "import sys; from hf_dp.cli.main import main\n"
+        "try: main()\nfinally: assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    done = run_quickly("-c", code, "bench", command, "--help")
+    assert done.returncode == 0, done.stderr
+    unbroken = re.sub(r"-\n +", "-", done.stdout)
+    for text in ("default: 8", "example", "--gradient_checkpointing", *SHAPES, *STRATEGIES):
+        assert text in unbroken
+    assert "opacus_ghost" in unbroken
+
+
+def test_throughput_end_to_end(capsys):
+    words = ["--per-device-train-batch-size", "2", "--max_length=10", "--bf16", "--json"]
+    assert main([*SPEED, *words]) == 0
+    output = capsys.readouterr()
+    report = json.loads(output.out)
+    work = report["workload"]
+    assert (work["per_device_train_batch_size"], work["max_length"], work["bf16"]) == (2, 10, True)
+    assert set(report["modes"]) == {"non_private", "book_keeping"}
+    assert len(report["rounds"]) == 3
+    assert "round 3 of 3" in output.err
+
+
+@pytest.mark.slow
+def test_memory_end_to_end(capsys):
+    words = ["--modes", "non_private", "--gradient_checkpointing", "--steps", "2"]
+    assert main([*MEMORY, *words]) == 0
+    output = capsys.readouterr().out
+    assert "MiB" in output and "gradient checkpointing" in output
+    assert float(output.splitlines()[-1].split()[1]) > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["bench", "memory", "--model", "tinny"], "Did you mean 'tiny'"),
+        ([*SPEED, "--modes", "non_private,ghost"], "`modes`"),
+        ([*SPEED, "--max-length", "33"], "`max_length`"),
+        ([*SPEED, "--rounds", "2"], "`rounds`"),
+        ([*MEMORY, "--steps", "1"], "`steps`"),
+    ],
+)
+def test_wrong_arguments_are_one_line(words, message, capsys):
+    assert main(words) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("hf-dp bench: Expected")
+    assert "\n" not in error
+    assert re.search(message, error)
