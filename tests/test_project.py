@@ -159,9 +159,7 @@ def refused_call(call: ast.Call) -> str | None:
     of_an_object = [None] * (path.split(".")[-2][0].isupper() and not isinstance(called, type))
     try:
         inspect.signature(called).bind_partial(
-            *of_an_object,
-            *call.args,
-            **{word.arg: None for word in call.keywords if word.arg},
+            *of_an_object, *call.args, **{word.arg: None for word in call.keywords if word.arg}
         )
     except TypeError as problem:
         return f"{name}: {problem}"

@@ -16,8 +16,15 @@ from jinja2 import Environment, StrictUndefined, Template
 
 from hf_dp.accounting import LOSS, SUM, VECTORS
 from hf_dp.accounting.accountants import Answer
-from hf_dp.cards.details import BASE_MODEL, FRONT_MATTER, REPOSITORY, CardDetails, card_data
-from hf_dp.cards.escaping import markdown, public_name
+from hf_dp.cards.details import (
+    BASE_MODEL,
+    FRONT_MATTER,
+    REPOSITORY,
+    CardDetails,
+    card_data,
+    markdown,
+    public_name,
+)
 from hf_dp.errors import InvalidArgumentError
 from hf_dp.plans.units import EXAMPLE
 from hf_dp.statement.facts import EVALUATION_ON_TRAINING_ROWS, UNNOISED, seen_in_pretraining
@@ -204,6 +211,8 @@ def _template(name: str) -> Template:
     text = resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
     return environment.from_string(text)
 
+
+# -- the guarantee for a reader who knows no differential privacy ---
 
 FALSE_ALARMS = 0.01  # of 100 rows that were not used, one is taken for used
 # A delta from which a card says something of it: 1 in 10,000.

@@ -32,6 +32,9 @@ from hf_dp.statement.durable import Beside, digest_of_file, digest_of_text, repl
 from hf_dp.statement.record import FILE_NAME, PrivacyRecord, disagreements, read
 from hf_dp.statement.statement import PrivacyStatement
 
+if TYPE_CHECKING:
+    from hf_dp.run.ledger import RunLedger
+
 CARD = "README.md"
 # What was chosen to train: as much a result of the private rows as the weights.
 SELECTION_FILES = ("selection.json", "selection_masks.safetensors")
@@ -237,8 +240,7 @@ def is_as_made(record: PrivacyRecord, card: str) -> bool:
     return digest_of_text(whole) == digest_of_text(card)
 
 
-if TYPE_CHECKING:
-    from hf_dp.run.ledger import RunLedger
+# -- made together ---
 
 
 def write_card(
@@ -290,9 +292,9 @@ def card_files(
             )
     if path.is_file() and not is_as_made(record, path.read_text("utf-8", errors="replace")):
         raise LedgerError(
-            f"{path} was edited, or another version of hf_dp made it, and making it again would "
-            "lose what it says. Say it by trainer.describe(...) or the options of `hf-dp card` "
-            "(license, language, tags, ...), then delete the file: it is made anew."
+            f"{path} was edited, or another version of hf_dp made it. Say what was added by "
+            "trainer.describe(...) or the options of `hf-dp card`, then delete the file: it is "
+            "made anew."
         )
     details = CardDetails(model_name=folder.resolve().name)
     if record.card is not None:

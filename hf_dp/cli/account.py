@@ -126,8 +126,7 @@ def _ledger(args: argparse.Namespace) -> Found:
         if problems := disagreements(record):
             raise LedgerError(
                 "The statement does not follow from the file's own plan and ledger: "
-                f"{'; '.join(problems)}. It was edited, or computed by another version of hf_dp. "
-                "Do not rely on it."
+                f"{'; '.join(problems)}. Do not rely on it."
             )
         said = record.statement["epsilon"]
         verdict = (

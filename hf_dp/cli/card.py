@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     parser.option("folder", "a saved run, or one of its checkpoints", "DIR")
     add_fields(parser, CardDetails, ("repository", *SETTABLE))
     given = vars(parser.parse_args(list(argv)))
-    from hf_dp.cards.escaping import is_repository
+    from hf_dp.cards.details import is_repository
     from hf_dp.cards.verify import CARD, card_files
     from hf_dp.run.ledger_file import lock_run
     from hf_dp.statement.durable import replace_file

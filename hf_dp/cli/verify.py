@@ -65,7 +65,7 @@ def fetched(model: str, revision: str | None = None, skipped: Sequence[str] = ()
     path = Path(model)
     if path.is_dir():
         return path
-    from hf_dp.cards.escaping import is_repository
+    from hf_dp.cards.details import is_repository
 
     if not is_repository(model):
         raise ConfigError(

@@ -85,8 +85,7 @@ def refuse_others(names: Iterable[str]) -> None:
         if why_goes(name) is None:
             raise PublishError(
                 f"{name!r} was about to be uploaded and is not on the list of what may leave "
-                f"({why_stays(name)}). Nothing was uploaded. Please report this: it is a bug of "
-                "hf_dp."
+                f"({why_stays(name)}). Nothing was. Please report this bug of hf_dp."
             )
 
 

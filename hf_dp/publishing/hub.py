@@ -139,8 +139,7 @@ class Hub:
             if others:
                 raise PublishError(
                     f"{repository!r} exists and holds {others[0]!r} and no {FILE_NAME}, so it is "
-                    "not an earlier push of this run. Its files would stand beside a statement "
-                    f"that does not cover them. {_OTHER_NAME}"
+                    f"not an earlier push of this run. {_OTHER_NAME}"
                 )
             return there
         record, card = self._asked(what, repository, lambda: self._pushed(repository, there))
@@ -156,10 +155,9 @@ class Hub:
             )
         if card is not None and not is_as_made(record, card):
             raise PublishError(
-                f"{CARD} in {repository!r} was edited there, or another version of hf_dp made it, "
-                "and a push would replace it. Say here what was added (trainer.describe(...) or "
-                "`hf-dp card DIR --license ...`), delete it on the repository's page, and publish "
-                "again."
+                f"{CARD} in {repository!r} was edited there, or another version of hf_dp made it. "
+                "Say here what was added (trainer.describe(...) or `hf-dp card DIR`'s options), "
+                "delete it on the repository's page, and publish again."
             )
         return there
 

@@ -11,8 +11,7 @@ from types import MappingProxyType
 
 from huggingface_hub import CommitOperationAdd
 
-from hf_dp.cards.details import FRONT_MATTER, CardDetails
-from hf_dp.cards.escaping import is_repository
+from hf_dp.cards.details import FRONT_MATTER, CardDetails, is_repository
 from hf_dp.cards.verify import CARD, CONFIGS, card_files
 from hf_dp.errors import LedgerError, PublishError
 from hf_dp.publishing.allowed import refuse_others, sort_files, why_goes

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from huggingface_hub import get_token
 
-from hf_dp.cards.escaping import is_repository
+from hf_dp.cards.details import is_repository
 from hf_dp.errors import LedgerError
 from hf_dp.run.weights_file import HEAD_KEY, head_in, read_metadata
 

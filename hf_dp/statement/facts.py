@@ -197,10 +197,11 @@ def refuse_unnamed(ledger: Ledger, earlier: tuple[EarlierRun, ...]) -> None:
     if ledger.steps(EARLIER) and not earlier:
         raise LedgerError(
             f"The ledger counts {ledger.steps(EARLIER)} releases of earlier runs; expected "
-            "`earlier` to name these runs, got none. What they left unprotected is not known. "
-            "Make `earlier` with `hf_dp.run.earlier.earlier_claims`."
+            "`earlier` to name these runs, got none. Use `hf_dp.run.earlier.earlier_claims`."
         )
 
+
+# -- public data that the base model may have seen ---
 
 # Data sets that share their text: the tasks of GLUE, and where their sentences come from.
 _SAME_TEXT = {
@@ -237,6 +238,8 @@ def _names(name: str) -> set[str]:
 def _alike(one: str, other: str) -> bool:
     return min(len(one), len(other)) >= 3 and (one.startswith(other) or other.startswith(one))
 
+
+# -- what a Trainer computes from training rows without noise ---
 
 # Name in logs, trackers, trainer_state.json and metrics -> name under which a user may release it.
 # Runtimes and counts reveal the sizes of draws.

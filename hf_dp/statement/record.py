@@ -108,9 +108,8 @@ class PrivacyRecord(Beside):
         """Compute the statement from plan, ledger and facts. Raises: LedgerError without facts."""
         if self.facts is None:
             raise LedgerError(
-                f"{FILE_NAME} has no statement: the run has not ended, or was killed. Nothing is "
-                "claimed of these weights. Resume the run to its end, or take one of its "
-                "checkpoints."
+                f"{FILE_NAME} has no statement: the run has not ended, or was killed. Resume it to "
+                "its end, or take one of its checkpoints."
             )
         return PrivacyStatement.from_ledger(self.plan, self.ledger, self.facts)
 

@@ -235,6 +235,8 @@ def save_run(
     return statement
 
 
+# -- what a trainer knows for its card, and the lines with which a reader loads the model ---
+
 _PIPELINES = {
     "sequence_classification": "text-classification",
     "token_classification": "token-classification",

@@ -14,8 +14,7 @@ from statements import SST2, statement_of
 
 from hf_dp._dataclasses import plain
 from hf_dp.cards.card import render_card
-from hf_dp.cards.details import CardDetails
-from hf_dp.cards.escaping import markdown, public_name
+from hf_dp.cards.details import CardDetails, markdown, public_name
 from hf_dp.errors import InvalidArgumentError
 from hf_dp.statement.statement import PrivacyStatement
 
@@ -191,8 +190,7 @@ def test_public_name(value: str | None, name: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "field",
-    ["model_name", "base_model", "dataset", "recipe", "license_name", "trained"],
+    "field", ["model_name", "base_model", "dataset", "recipe", "license_name", "trained"]
 )
 def test_hostile_names_break_neither_yaml_nor_markdown(
     small: PrivacyStatement, field: str, tmp_path: Path

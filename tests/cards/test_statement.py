@@ -10,13 +10,7 @@ from pathlib import Path
 import pytest
 from statements import FACTS, SMALL, SST2, N, ledger_of, statement_of
 
-from hf_dp.accounting import (
-    ACCOUNTANTS,
-    Gaussian,
-    Ledger,
-    PoissonSampledGaussian,
-    accountants,
-)
+from hf_dp.accounting import ACCOUNTANTS, Gaussian, Ledger, PoissonSampledGaussian, accountants
 from hf_dp.accounting.accountants import ABOVE_A_BOUND, Answer, compare
 from hf_dp.cards.card import render_card
 from hf_dp.cards.details import CardDetails
@@ -272,10 +266,7 @@ def test_the_page_of_pitfalls_says_how_much_each_matters(
 
 DELTA = 1e-5
 # Little noise and a large sample rate: GDP-CLT is above PLD. The other is a usual run.
-EVENTS = {
-    PoissonSampledGaussian(0.5, 0.9, 1): True,
-    PoissonSampledGaussian(1.0, 0.02, 100): False,
-}
+EVENTS = {PoissonSampledGaussian(0.5, 0.9, 1): True, PoissonSampledGaussian(1.0, 0.02, 100): False}
 
 
 def above(answers):

@@ -11,13 +11,7 @@ import pytest
 from quick import run_quickly
 from statements import rewrite
 
-from hf_dp.accounting import (
-    Ledger,
-    LedgerEntry,
-    PoissonSampledGaussian,
-    epsilon,
-    round_up,
-)
+from hf_dp.accounting import Ledger, LedgerEntry, PoissonSampledGaussian, epsilon, round_up
 from hf_dp.cli.main import main
 from hf_dp.cli.options import Parser
 from hf_dp.plans import PrivacyPlan

@@ -133,7 +133,7 @@ def written(folder, number=0, *, insecure=False, **options) -> Cell:
     ledger.append(plan.event(), "training")
     weak = Weaknesses(insecure_seed=insecure)
     record = document.PrivacyRecord(plan, ledger, str(number), weak)
-    document.write(folder / str(number) / "run1", record.to_dict())
+    document.write(folder / str(number) / "run1", record)
     return Cell({"a": number}, 0, folder / str(number))
 
 

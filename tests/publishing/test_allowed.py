@@ -100,7 +100,9 @@ def test_a_shard_that_the_index_does_not_name_stays(tmp_path):
 
 def test_the_last_look_refuses_what_is_not_on_the_list():
     refuse_others(["model.safetensors", "README.md"])
-    with pytest.raises(PublishError, match=r"'trainer_state.json'.*log of the training.*Nothing"):
+    with pytest.raises(
+        PublishError, match=r"'trainer_state.json'.*log of the training.*Nothing was"
+    ):
         refuse_others(["model.safetensors", "trainer_state.json"])
 
 

@@ -108,11 +108,7 @@ def test_paths_from_which_a_file_came_are_left_out(tmp_path):
         "model_type": "bert",
     }
     published, contents = looked_at("config.json", values)
-    kept = {
-        "text_config": {"hidden": 1},
-        "name_or_path": "bert-base-uncased",
-        "model_type": "bert",
-    }
+    kept = {"text_config": {"hidden": 1}, "name_or_path": "bert-base-uncased", "model_type": "bert"}
     assert json.loads(published) == kept
     assert contents.refusals == [] and len(contents.changes) == 2
     values = {"tokenizer_file": "/data/x/tokenizer.json", "name_or_path": "/data/x", "pad": "[P]"}
