@@ -19,13 +19,14 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from hf_dp import _validate
 from hf_dp.benchmarks import modes
 from hf_dp.benchmarks.modes import FORWARD, NON_PRIVATE, Refused, Report, Row
-from hf_dp.benchmarks.workload import Workload, environment, make_batch
+from hf_dp.benchmarks.workload import Batch, Workload, environment, make_batch
 from hf_dp.errors import HfDpError
 
 MIB = 2**20
@@ -103,56 +104,37 @@ def measure_here(workload: Workload, name: str, steps: int) -> Row:
     torch.set_num_threads(workload.threads or 1)
     # A first step loads libraries and kernels. DP-FP needs a classifier.
     tiny = "tiny-bert" if name == FORWARD else "tiny"
-    small = replace(workload, model=tiny, per_device_train_batch_size=2, max_length=8)
     with suppress(Refused):
-        _train(small, name, 1, Meter(workload.device))
-    meter = Meter(workload.device)
+        first_step(name, replace(workload, model=tiny, per_device_train_batch_size=2, max_length=8))
+    cuda = workload.device == "cuda"
+    before = torch.cuda.memory_allocated() if cuda else _resident("VmRSS")
+    measured = "peak resident size, model building and first step included"
     try:
-        note = _train(workload, name, steps, meter)
+        mode, batch = first_step(name, workload)
+        if cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            measured = "torch.cuda.max_memory_allocated from the second step on"
+        else:
+            with suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5")
+                measured = "peak resident size from the second step on"
+        with modes.refusals(name):
+            for _ in range(steps - 1):
+                mode.step(batch)
     except Refused as refused:
         return {"refused": str(refused)}
-    return {"bytes": meter.peak(), "measured": meter.measured, "note": note}
+    peak = torch.cuda.max_memory_allocated() if cuda else _resident("VmHWM")
+    return {"bytes": max(0, peak - before), "measured": measured, "note": mode.note}
 
 
-def _train(workload: Workload, name: str, steps: int, meter: Meter) -> str:
-    """Make steps with a new model, the meter running after the first; return the mode's note."""
+def first_step(name: str, workload: Workload) -> tuple[modes.NonPrivate, Batch]:
+    """Return a mode with a model of its own, and the batch of which it has made a step."""
     with modes.refusals(name):
         mode = modes.build_mode(name, workload)
         batch = make_batch(workload, mode.model)
         mode.step(batch)
-        meter.start()
-        for _ in range(steps - 1):
-            mode.step(batch)
-        return mode.note
-
-
-class Meter:
-    """Peak memory of this process above what it was when the meter was made, in bytes: resident
-    size, or on CUDA what torch's allocator handed out."""
-
-    def __init__(self, device: str) -> None:
-        self.cuda = device == "cuda"
-        self.measured = "peak resident size, model building and first step included"
-        self.before = torch.cuda.memory_allocated() if self.cuda else _resident("VmRSS")
-
-    def start(self) -> None:
-        """Forget the peak so far, where the system allows it."""
-        if self.cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            self.measured = "torch.cuda.max_memory_allocated from the second step on"
-            return
-        with suppress(OSError):
-            with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-                file.write("5")
-            self.measured = "peak resident size from the second step on"
-
-    def peak(self) -> int:
-        """Return the peak in bytes, at least 0."""
-        if self.cuda:
-            torch.cuda.synchronize()
-            return torch.cuda.max_memory_allocated() - self.before
-        return max(0, _resident("VmHWM") - self.before)
+        return mode, batch
 
 
 if __name__ == "__main__":

@@ -56,8 +56,6 @@ EXPOSURE_EXAMPLES = """\
 examples:
   hf-dp audit exposure --config recipes/small_gpt2/e2e_eps8.yaml --train_file train.parquet \\
       --validation_file test.parquet --target_epsilon 3 --repetitions 1 10 100 --exact
-  hf-dp audit exposure --config recipes/small_gpt2/e2e_eps8.yaml --train_file train.parquet \\
-      --validation_file test.parquet --privacy_mode non_private --repetitions 1 10 100 --exact
   hf-dp audit exposure --config recipes/small_gpt2/e2e_eps8.yaml --exact \\
       --trained outputs/small_gpt2/e2e_eps8_exposure/*
 """

@@ -31,9 +31,7 @@ EXAMPLES = """examples:
   hf-dp sweep --config recipe.yaml --grid target_epsilon=2,8 --output-dir outputs/s --json > s.json
   hf-dp figure s.json --x target_epsilon --y accuracy -o curve.png
   hf-dp figure s.json --x expected_batch_size --y learning_rate --color bleu -o heat_map.png
-  hf-dp figure s.json --x parameters --y accuracy --by family target_epsilon -o sizes.png
   hf-dp figure s.json --x step --y logs.signal_to_noise -o log.png
-  hf-dp figure plan.json --x expected_batch_size --y noise_multiplier -o noise.png
   hf-dp figure chosen.json --x kind --y block --color parts.magnitude -o chosen.png
 
 A point is the mean over the seeds, with bars (or a band) from the smallest to the largest value.

@@ -36,9 +36,6 @@ EXAMPLES = """examples:
       --grid target_epsilon=3,8 learning_rate=5e-4,1e-3 --output-dir outputs/sweep
   hf-dp sweep --config recipe.yaml --grid privacy_mode=dp_sgd,non_private target_epsilon=3,8 \\
       --output-dir outputs/beside
-  hf-dp sweep --config full.yaml lora.yaml frost.yaml --grid target_epsilon=0.5,2,8 \\
-      --seeds 0 1 2 --output-dir outputs/methods --json > methods.json
-  hf-dp figure methods.json --x target_epsilon --y accuracy -o methods.png
   hf-dp sweep --config recipe.yaml --grid learning_rate=5e-4,1e-3,2e-3 --private-selection 5 \\
       --score accuracy --output-dir outputs/search
 
