@@ -143,8 +143,7 @@ def _exposure(argv: Sequence[str]) -> int:
     if values["task"] != CAUSAL:
         raise ConfigError(
             f"`hf-dp audit exposure` is for decoders (task: {CAUSAL}), got the task "
-            f"{values['task']!r}: an encoder-decoder or a classifier does not write what stands in "
-            "its rows in this form. Give the recipe of a decoder."
+            f"{values['task']!r}. Give the recipe of a decoder."
         )
     if args.privacy_mode == NON_PRIVATE:
         values = config.without_privacy(values, words)

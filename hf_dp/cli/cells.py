@@ -79,9 +79,7 @@ def setting(word: str, option: str = "--set") -> tuple[str, Any]:
     if key in _OWN:
         raise ConfigError(f"`{key}` is the sweep's own: use {_OWN[key]}.")
     if not key or not text:
-        raise ConfigError(
-            f"Expected each word of `{option}` to be KEY=VALUE (of --grid KEY=A,B), got {word!r}."
-        )
+        raise ConfigError(f"Expected `{option}` KEY=VALUE (of --grid KEY=A,B), got {word!r}.")
     try:
         value = load_yaml(text if option == "--set" else f"[{text}]")
         json.dumps(value)
@@ -109,9 +107,7 @@ def grid(
         # 1 and 1.0 are the same, 1 and true are not
         typed = [(isinstance(value, bool), value) for value in given]
         if any(value in typed[:place] for place, value in enumerate(typed)):
-            raise ConfigError(
-                f"Expected the values of {what} to be different from each other, got {given}."
-            )
+            raise ConfigError(f"Expected the values of {what} to be different, got {given}.")
     for settings in _combinations(axes):
         label = "-".join(f"{key}={in_words(value)}" for key, value in settings.items()) or "run"
         plain = "".join(each if each.isalnum() or each in "=-._" else "_" for each in label)[:80]
@@ -242,8 +238,8 @@ def _read(path: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:
         raise ConfigError(
-            f"{path} cannot be read ({problem}). Delete it: the run, or what is asked of it, is "
-            "made again. Without trainer_state.json, leave --logs out."
+            f"{path} cannot be read ({problem}). Delete it: it is made again. Without "
+            "trainer_state.json, leave --logs out."
         ) from problem
     return found
 

@@ -89,13 +89,9 @@ def read_yaml(path: str) -> Recipe:
     try:
         values = load_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as problem:
-        raise ConfigError(
-            f"The configuration file {path!r} cannot be read: {problem.strerror}."
-        ) from problem
+        raise ConfigError(f"{path!r} cannot be read: {problem.strerror}.") from problem
     except yaml.YAMLError as problem:
-        raise ConfigError(
-            f"The configuration file {path!r} is not valid YAML: {problem}"
-        ) from problem
+        raise ConfigError(f"{path!r} is not valid YAML: {problem}") from problem
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(
             f"The configuration file {path!r} must be a mapping of names to values, got a "

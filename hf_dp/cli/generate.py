@@ -102,8 +102,7 @@ def _written(
     if prompts and data.train_file and Path(prompts).resolve() == Path(data.train_file).resolve():
         raise ConfigError(
             f"Expected `prompts` to be public, got {Path(prompts).name!r}, the configuration's "
-            "train_file: its prompts would stand in the rows as they are, and no epsilon covers "
-            "that. Give a file of public prompts."
+            "train_file, and no epsilon covers prompts. Give a file of public ones."
         )
     folder = fetched(name)
     facts = claim_of(folder)
@@ -137,8 +136,7 @@ def _refuse_another_base(folder: Path, base: str) -> None:
     if not same and not (own and not Path(own).exists() and Path(own).name == given.name):
         raise ConfigError(
             f"The claim of {folder.name!r} is that of an adapter on the base {own!r}, and "
-            f"`model_name_or_path` is {base!r}: what that one has learned, no epsilon covers. Name "
-            "the adapter's base."
+            f"`model_name_or_path` is {base!r}. Name the adapter's base."
         )
 
 
@@ -152,8 +150,7 @@ def claim_of(folder: Path) -> dict[str, Any]:
     report = verify(folder)
     if report.outcome == FAILED:
         raise ConfigError(
-            f"The claim of {folder.name!r} is not borne out by its files, and the rows would carry "
-            "it. See: hf-dp verify."
+            f"The claim of {folder.name!r} is not borne out by its files. See: hf-dp verify."
         )
     statement = read(folder).restated()
     return {

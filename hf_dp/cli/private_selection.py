@@ -124,8 +124,7 @@ def select(search: Search, launched: Sequence[str] = ()) -> Found:
                     mended = "may change, too: no run has made a step"
                 raise ConfigError(
                     f"{cell.label!r} failed; {why_it_failed(cell)}\nNothing is released. Mend the "
-                    "cause and start the command again: it goes on with this run. The recipe "
-                    f"{mended}."
+                    f"cause and start again: it goes on with this run. The recipe {mended}."
                 )
             scores.append(_score(search, cell))  # a name that no run has is found after the first
         _refuse_unequal(trials)
@@ -153,10 +152,7 @@ def check_runs(search: Search) -> None:
                     f"{label or 'The recipe'!r} cannot run, and nothing was started: {problem}"
                 ) from problem
         if scores and search.score not in scores:
-            raise ConfigError(
-                f"Expected `--score` to be one of {scores}, got {search.score!r}. Nothing was "
-                "started."
-            )
+            raise ConfigError(f"Expected `--score` to be one of {scores}, got {search.score!r}.")
 
 
 def _scores_to_come(trainer: DPTrainer) -> list[str]:
@@ -197,8 +193,7 @@ def _drawn(search: Search) -> dict[str, Any]:
     elif search.folder.exists() and any(search.folder.iterdir()):
         raise ConfigError(
             f"Expected `--output-dir` to be a new folder, but {str(search.folder)!r} is not empty "
-            f"and has no {DRAWN}. Another number of runs must not be drawn there: choose another "
-            "folder."
+            f"and has no {DRAWN}. Choose another: a number of runs must not be drawn twice."
         )
     check_runs(search)
     for trial in search.folder.glob("trial-*"):
@@ -255,8 +250,7 @@ def _refuse_unequal(trials: Sequence[Cell]) -> None:
     if len(records) != len(trials) or len(kinds) != 1 or any(r.insecure_seed for r in records):
         raise ConfigError(
             "The runs of this search did not all release the same events, so its bound does not "
-            "hold. Nothing is released. Start again in another folder, with the same rows and "
-            "budget for all runs."
+            "hold. Start again in another folder, with the same rows and budget for all runs."
         )
 
 

@@ -146,9 +146,7 @@ def _check(args: argparse.Namespace, fixed: Recipe, cells: Sequence[Cell]) -> No
     """Raise ConfigError for options that do not go together, and for privacy arguments of a sweep
     in which no run is private."""
     if Path(args.output_dir).is_file():
-        raise ConfigError(
-            f"Expected `--output-dir` to be a folder, but {args.output_dir!r} is a file."
-        )
+        raise ConfigError(f"Expected `--output-dir` to be a folder: {args.output_dir!r} is a file.")
     if args.logs and not args.json:
         raise ConfigError("`--logs` adds what runs logged to their JSON. Add --json.")
     if args.score and args.private_selection is None:
@@ -162,9 +160,8 @@ def _check(args: argparse.Namespace, fixed: Recipe, cells: Sequence[Cell]) -> No
                 )
         if not args.score or len(args.config) > 1:
             raise ConfigError(
-                "`--private-selection` needs the metric that decides (--score accuracy, for "
-                "example) and one recipe in `--config`, since several differ in cost; got "
-                f"{args.score} and {args.config}."
+                "`--private-selection` needs the metric that decides (--score accuracy) and one "
+                f"recipe in `--config`, got {args.score} and {args.config}."
             )
     modes = {cell.settings.get("privacy_mode", fixed.get("privacy_mode")) for cell in cells}
     given = {**fixed, **cells[0].settings}.keys() & (

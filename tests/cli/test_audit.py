@@ -62,7 +62,7 @@ def test_without_privacy_a_repeated_canary_is_learned_by_heart(writing):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--repetitions", "1", "--task", "seq2seq"], "'seq2seq': an encoder-decoder"),
+        (["--repetitions", "1", "--task", "seq2seq"], "got the task 'seq2seq'"),
         (["--repetitions", "1", "--task", "text_classification"], "'text_classification'"),
         (["--repetitions", "1", "0"], "Expected `repetitions` to be a whole number >= 1, got 0"),
         (["--repetitions", "1", "--candidates", "5"], "candidates"),

@@ -141,8 +141,7 @@ class Writing(PrivateTask):
         )
         if zero_shot and model_args.from_scratch:
             raise ConfigError(
-                "--zero-shot evaluates the untrained base, and with `from_scratch` it knows "
-                "nothing. Leave one of them out."
+                "With `from_scratch` the untrained base knows nothing. Leave --zero-shot out."
             )
         rows = load_evaluation(data)
         path = args.trained or values.get("output_dir")
