@@ -17,16 +17,8 @@ from typing import Any
 
 import yaml
 
-from hf_dp.cli.config import (
-    AS_BASELINE,
-    BATCH,
-    DEFAULT_TASK,
-    NON_PRIVATE,
-    Recipe,
-    load_yaml,
-    private_keys,
-    read_yaml,
-)
+from hf_dp.cli import config
+from hf_dp.cli.config import NON_PRIVATE, Recipe, read_yaml
 from hf_dp.cli.tasks import private_task
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.run.clock import VARIABLE
@@ -81,7 +73,7 @@ def setting(word: str, option: str = "--set") -> tuple[str, Any]:
     if not key or not text:
         raise ConfigError(f"Expected `{option}` KEY=VALUE (of --grid KEY=A,B), got {word!r}.")
     try:
-        value = load_yaml(text if option == "--set" else f"[{text}]")
+        value = config.load_yaml(text if option == "--set" else f"[{text}]")
         json.dumps(value)
     except (yaml.YAMLError, TypeError) as problem:
         raise ConfigError(
@@ -124,7 +116,7 @@ def _combinations(axes: dict[str, list[object]]) -> Iterator[Recipe]:
     for values in itertools.product(*axes.values()):
         settings = dict(zip(axes, values, strict=True))
         if several and settings["privacy_mode"] == NON_PRIVATE:
-            unread = private_keys() - {BATCH}
+            unread = config.private_keys() - {config.BATCH}
             settings = {key: value for key, value in settings.items() if key not in unread}
         found.setdefault(json.dumps(settings, sort_keys=True), settings)
     yield from found.values()
@@ -166,8 +158,8 @@ def run_cell(
         writes how long it took, beside its output folder.
     """
     values = values_of(recipe, cell)
-    config = cell.folder / "config.yaml"
-    if config.exists() and (before := read_yaml(str(config))) != values:
+    file = cell.folder / "config.yaml"
+    if file.exists() and (before := read_yaml(str(file))) != values:
         changed = sorted(key for key in {*before, *values} if before.get(key) != values.get(key))
         raise ConfigError(
             f"{cell.folder.name} in `--output-dir` was run with other values of {changed}. Choose "
@@ -177,14 +169,14 @@ def run_cell(
         return True
     print(f"[{which}] {cell.label} seed={cell.seed}", file=sys.stderr, flush=True)
     cell.folder.mkdir(parents=True, exist_ok=True)
-    config.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    file.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     # A folder of its own for each attempt: an interrupted run's ledger must stay, and no other run
     # may write beside it.
     output = cell.folder / f"run{len(cell.attempts) + 1}"
     output.mkdir()
-    command = [*_HF_DP, "train", "--config", str(config), "--output_dir", str(output), *launched]
+    command = [*_HF_DP, "train", "--config", str(file), "--output_dir", str(output), *launched]
     if cell.settings.get("privacy_mode") == NON_PRIVATE:
-        command += AS_BASELINE
+        command += config.AS_BASELINE
     times = {VARIABLE: str((cell.folder / _TIMES).absolute())} if timed else {}
     with open(cell.folder / "log.txt", "w", encoding="utf-8") as log:
         done = subprocess.run(
@@ -250,7 +242,7 @@ def _zero_shot(cell: Cell) -> dict[str, float]:
     if not values.get("infilling"):
         return {}
     if not kept.exists():
-        module = private_task(values.get("task", DEFAULT_TASK))
+        module = private_task(values.get("task", config.DEFAULT_TASK))
         metrics, _ = module.evaluate(values, (), zero_shot=True)
         kept.write_text(json.dumps(metrics), encoding="utf-8")
     return {name.removeprefix("eval_"): value for name, value in _read(kept).items()}
@@ -265,7 +257,7 @@ def model_size(name: str) -> dict[str, object]:
     from hf_dp.tasks.models import architecture
 
     try:
-        model = architecture(name, lambda config: AutoModel)
+        model = architecture(name, lambda _: AutoModel)
     except DataError:
         return {}
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]

@@ -20,6 +20,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
@@ -34,6 +35,7 @@ from hf_dp.cli.tasks import classification
 from hf_dp.cli.tasks.classification import TEXTS
 from hf_dp.errors import ConfigError
 from hf_dp.statement.record import disagreements, read
+from hf_dp.tasks import models
 from hf_dp.trainer.arguments import DPTrainingArguments
 
 ROOT = Path(__file__).parent.parent.parent
@@ -370,15 +372,14 @@ def test_the_main_process_prepares_rows_before_the_others(recipe, monkeypatch):
         yield
         inside.pop()
 
-    def watched(name: str) -> None:
-        act = getattr(classification, name)
-        monkeypatch.setattr(
-            classification, name, lambda *args: seen.append((name, *inside)) or act(*args)
-        )
+    def watched(module: ModuleType, name: str) -> None:
+        act = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args: seen.append((name, *inside)) or act(*args))
 
     seen: list[tuple[str, ...]] = []
-    for name in ("load_train", "load_evaluation", "encode", "load_classifier"):
-        watched(name)
+    for name in ("load_train", "load_evaluation", "encode"):
+        watched(classification, name)
+    watched(models, "load_classifier")
     monkeypatch.setattr(DPTrainingArguments, "main_process_first", first)
     TEXTS.trainer_of({**recipe.values, "use_cpu": True}, [])
     assert seen == [

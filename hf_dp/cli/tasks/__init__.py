@@ -239,9 +239,7 @@ def multiple_of(args: DPTrainingArguments, length: int) -> int | None:
     return 8 if args.bf16 and length % 8 == 0 else None
 
 
-def describe_sources(
-    trainer: DPTrainer, model_args: StartArguments, data: SourceArguments
-) -> DPTrainer:
+def describe_sources(trainer: DPTrainer, model_args: StartArguments, data: SourceArguments) -> None:
     """Note, for the card, the training data and the base; and, in the configuration of what is
     trained without privacy, its data, for the cards of private runs that start from it."""
     base = None if model_args.from_scratch else model_args.model_name_or_path
@@ -250,7 +248,6 @@ def describe_sources(
         config = trainer.model.config
         seen = getattr(config, "pretraining_sources", None) or []
         config.pretraining_sources = list(dict.fromkeys([*seen, data.public_name]))
-    return trainer
 
 
 def metric_lines(

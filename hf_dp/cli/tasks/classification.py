@@ -11,17 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from hf_dp.cli.tasks import (
-    EvalArguments,
-    Evaluate,
-    PrivateTask,
-    describe_sources,
-    metric_lines,
-    multiple_of,
-    parse_evaluation,
-    prepare,
-)
+from hf_dp.cli import tasks
 from hf_dp.errors import ConfigError, DataError
+from hf_dp.tasks import models
 from hf_dp.tasks.classification import (
     ClassificationArguments,
     DataArguments,
@@ -31,19 +23,6 @@ from hf_dp.tasks.classification import (
     one_or_all,
 )
 from hf_dp.tasks.labels import checked_names, label_names
-from hf_dp.tasks.models import (
-    ImageModelArguments,
-    ModelArguments,
-    StartArguments,
-    check_pixels,
-    check_positions,
-    keep_class_names,
-    kept_class_names,
-    load_classifier,
-    load_image_classifier,
-    load_processor,
-    require_pillow,
-)
 from hf_dp.tasks.sources import load_evaluation, load_train
 
 if TYPE_CHECKING:
@@ -66,7 +45,7 @@ class Classifier(ABC):
     reader: PreTrainedTokenizerBase | BaseImageProcessor
 
     def __init__(
-        self, start: StartArguments, data: ClassificationArguments, names: Sequence[str]
+        self, start: models.StartArguments, data: ClassificationArguments, names: Sequence[str]
     ) -> None:
         self.start, self.data, self.names = start, data, names
 
@@ -111,7 +90,7 @@ class Classifier(ABC):
                 return
             from peft import PeftModel
 
-            kept = kept_class_names(folder)
+            kept = models.kept_class_names(folder)
             if kept is None and not self.data.class_names:
                 raise ConfigError(
                     f"The adapter {Path(folder).name!r} does not say which classes it was trained "
@@ -133,13 +112,15 @@ class Classifier(ABC):
 class Texts(Classifier):
     """A classifier of texts."""
 
-    start: ModelArguments
+    start: models.ModelArguments
     data: DataArguments
     reader: PreTrainedTokenizerBase
 
     def load(self) -> None:
-        self.model, self.reader = load_classifier(self.start, self.data.text_columns, self.names)
-        check_positions(self.model, self.data.max_length)
+        self.model, self.reader = models.load_classifier(
+            self.start, self.data.text_columns, self.names
+        )
+        models.check_positions(self.model, self.data.max_length)
 
     def read(self, folder: str) -> None:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -162,7 +143,7 @@ class Texts(Classifier):
     def collator(self, args: DPTrainingArguments) -> Callable[..., dict[str, Any]]:
         from transformers import DataCollatorWithPadding
 
-        multiple = multiple_of(args, self.data.max_length)
+        multiple = tasks.multiple_of(args, self.data.max_length)
         return DataCollatorWithPadding(self.reader, pad_to_multiple_of=multiple)
 
 
@@ -170,18 +151,18 @@ class Images(Classifier):
     """A classifier of images. Evaluation images are read once, before anything is spent: one that
     cannot be would otherwise end the run after its training."""
 
-    start: ImageModelArguments
+    start: models.ImageModelArguments
     data: ImageArguments
     reader: BaseImageProcessor
 
     def load(self) -> None:
-        self.model, self.reader = load_image_classifier(self.start, self.names)
+        self.model, self.reader = models.load_image_classifier(self.start, self.names)
 
     def read(self, folder: str) -> None:
         from transformers import AutoModelForImageClassification
 
-        require_pillow()
-        self.reader = load_processor(folder)
+        models.require_pillow()
+        self.reader = models.load_processor(folder)
         self.model = AutoModelForImageClassification.from_pretrained(folder)
 
     def rows(
@@ -195,7 +176,7 @@ class Images(Classifier):
         if evaluation or args is None or not args.is_private:
             which = f"evaluation set {evaluation!r}" if evaluation else "training set"
             quiet = args is not None and bool(args.disable_tqdm)
-            check_pixels(self.model, check_images(found, which, data.image_column, quiet))
+            models.check_pixels(self.model, check_images(found, which, data.image_column, quiet))
         changed = ToPixels(self.reader, data.augmentation)
         return found if evaluation else found.with_transform(changed)
 
@@ -206,7 +187,7 @@ class Images(Classifier):
         return default_data_collator
 
 
-class Classification(PrivateTask):
+class Classification(tasks.PrivateTask):
     """The task of such a classifier."""
 
     def __init__(self, kind: type[Classifier], *arguments: type) -> None:
@@ -214,11 +195,11 @@ class Classification(PrivateTask):
 
     def build_trainer(
         self,
-        start: StartArguments,
+        start: models.StartArguments,
         data: ClassificationArguments,
         args: DPTrainingArguments,
         adapter: PeftConfig | None,
-    ) -> tuple[DPTrainer, Evaluate]:
+    ) -> tuple[DPTrainer, tasks.Evaluate]:
         """Return a :class:`DPTrainer` for the task, and what evaluates it."""
         from transformers import set_seed
 
@@ -232,9 +213,9 @@ class Classification(PrivateTask):
         set_seed(args.seed)  # the head's initial weights
         made = self.kind(start, data, names)
         made.load()
-        prepare(made.model, start, args, adapter, getattr(data, "max_length", None))
+        tasks.prepare(made.model, start, args, adapter, getattr(data, "max_length", None))
         if adapter is not None:
-            keep_class_names(made.reader, names)
+            models.keep_class_names(made.reader, names)
         with args.main_process_first(desc="encoding the rows"):
             train_dataset = made.rows(rows, args)
             eval_dataset = made.evaluation_rows(evaluation, args)
@@ -248,8 +229,8 @@ class Classification(PrivateTask):
             compute_metrics=metrics(data.metrics, len(names)),
             peft_config=adapter,
         )
-        describe_sources(trainer, start, data)
-        return trainer, lambda: metric_lines(trainer.evaluate(), trainer.eval_dataset)
+        tasks.describe_sources(trainer, start, data)
+        return trainer, lambda: tasks.metric_lines(trainer.evaluate(), trainer.eval_dataset)
 
     def evaluate(
         self, values: Recipe, words: Sequence[str], *, zero_shot: bool
@@ -258,7 +239,9 @@ class Classification(PrivateTask):
         base."""
         from transformers import Trainer, TrainingArguments
 
-        args, start, data = parse_evaluation((EvalArguments, *self.ARGUMENTS), values, words)
+        args, start, data = tasks.parse_evaluation(
+            (tasks.EvalArguments, *self.ARGUMENTS), values, words
+        )
         if zero_shot and getattr(start, "infilling", None) is None:
             raise ConfigError(
                 "--zero-shot needs `infilling`: a new classification head knows nothing before it "
@@ -286,8 +269,8 @@ class Classification(PrivateTask):
         )
         found = trainer.evaluate()
         kept = {k: v for k, v in found.items() if k != "epoch" and not k.endswith(_TIMINGS)}
-        return kept, metric_lines(found, trainer.eval_dataset)
+        return kept, tasks.metric_lines(found, trainer.eval_dataset)
 
 
-TEXTS = Classification(Texts, ModelArguments, DataArguments)
-IMAGES = Classification(Images, ImageModelArguments, ImageArguments)
+TEXTS = Classification(Texts, models.ModelArguments, DataArguments)
+IMAGES = Classification(Images, models.ImageModelArguments, ImageArguments)

@@ -6,16 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_dp.cli.tasks import (
-    EvalArguments,
-    Evaluate,
-    PrivateTask,
-    describe_sources,
-    metric_lines,
-    multiple_of,
-    parse_evaluation,
-    prepare,
-)
+from hf_dp.cli import tasks
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.tasks.classification import one_or_all
 from hf_dp.tasks.generation.arguments import DecodingArguments, TextArguments
@@ -31,7 +22,7 @@ if TYPE_CHECKING:
     from hf_dp.trainer.trainer import DPTrainer
 
 
-class Writing(PrivateTask):
+class Writing(tasks.PrivateTask):
     """The task of a decoder, or of an encoder-decoder: ``kind`` is causal_lm or seq2seq."""
 
     ARGUMENTS = (StartArguments, TextArguments, DecodingArguments)
@@ -47,7 +38,7 @@ class Writing(PrivateTask):
         args: DPTrainingArguments,
         adapter: PeftConfig | None,
         change_rows: Callable[..., Dataset] | None = None,
-    ) -> tuple[DPTrainer, Evaluate]:
+    ) -> tuple[DPTrainer, tasks.Evaluate]:
         """Return the trainer, and what evaluates it; ``change_rows`` makes of rows, tokenizer and
         encoding the rows to train on instead."""
         from transformers import DataCollatorForSeq2Seq, set_seed
@@ -72,7 +63,7 @@ class Writing(PrivateTask):
         set_seed(args.seed)  # initial weights
         model, tokenizer = load_language_model(model_args, self.kind)
         check_positions(model, data.max_length, data.max_target_length)
-        prepare(model, model_args, args, adapter, data.max_length)
+        tasks.prepare(model, model_args, args, adapter, data.max_length)
         encoding = encoding_of(self.kind, tokenizer, data)
         if change_rows is not None:
             rows = change_rows(rows, tokenizer, encoding)
@@ -90,7 +81,7 @@ class Writing(PrivateTask):
         if args.is_private and args.privacy_unit != USER and len(train_dataset) > len(rows):
             # Several references of a row are examples of their own, so a row is not the unit.
             args.rows_are_chunks = True
-        multiple = multiple_of(args, data.max_length)
+        multiple = tasks.multiple_of(args, data.max_length)
         trainer = DPTrainer(
             model,
             args,
@@ -105,11 +96,11 @@ class Writing(PrivateTask):
                 "The model is sharded (FSDP), and each process holds a part of what would write. "
                 "Set metrics: [] and score the saved checkpoint in one process: hf-dp eval."
             )
-        describe_sources(trainer, model_args, data)
+        tasks.describe_sources(trainer, model_args, data)
 
         def evaluate() -> list[str]:
             if trainer.is_fsdp_enabled:  # its processes must all make the same forwards
-                return metric_lines(trainer.evaluate(), trainer.eval_dataset, ("loss",))
+                return tasks.metric_lines(trainer.evaluate(), trainer.eval_dataset, ("loss",))
             found = evaluate_texts(
                 trainer.accelerator.unwrap_model(trainer.model),
                 tokenizer,
@@ -136,8 +127,8 @@ class Writing(PrivateTask):
         from hf_dp.tasks.generation.evaluation import evaluate_texts, evaluation_sets
         from hf_dp.tasks.generation.language_models import load_language_model, load_trained
 
-        args, model_args, data, decoding = parse_evaluation(
-            (EvalArguments, *self.ARGUMENTS), values, words
+        args, model_args, data, decoding = tasks.parse_evaluation(
+            (tasks.EvalArguments, *self.ARGUMENTS), values, words
         )
         if zero_shot and model_args.from_scratch:
             raise ConfigError(
