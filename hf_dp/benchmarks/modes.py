@@ -8,12 +8,7 @@ hold the same at their peak. Noise and update cost the same in all modes and are
 A shared machine speeds up and slows down over seconds, by more than the differences that matter.
 Modes therefore take turns step by step. A round takes the median of several turns of each mode: a
 step that lost its processor to another process does not count, but what a mode does in every step
-does. Only times of the same round are divided by each other, and the order rotates, so that no mode
-always runs first.
-
-By default glibc gives freed memory back to the operating system and takes it again a moment later.
-On virtual machines such page faults fall on one mode or the other by chance: set
-MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_MAX_.
+does. Only times of the same round are divided by each other, and the order rotates.
 """
 
 from __future__ import annotations
@@ -52,8 +47,6 @@ Row = dict[str, Any]
 Report = dict[str, Any]
 Log = Callable[[str], None]
 Timers = Mapping[str, Callable[[], float]]  # by mode, what makes a step and returns its seconds
-Round = dict[str, float]  # mode -> seconds for the same work
-
 LARGEST_IQR = 0.04  # a run with a wider spread of its ratios does not count
 _WARMUPS = 2  # untimed steps of every mode
 _SECONDS_OF_ROUND = 8.0  # of one mode, so that a machine's speed averages out
@@ -321,7 +314,7 @@ def measure_throughput(
 
 def interleave(
     timers: Timers, rounds: int, log: Log = lambda line: None, repeats: int = 1
-) -> list[Round]:
+) -> list[dict[str, float]]:
     """Return, for each round, the median seconds of every timer over ``repeats`` turns, each of
     which starts with the next timer."""
     names = list(timers)

@@ -174,8 +174,4 @@ def environment(workload: Workload) -> dict[str, object]:
     device = platform.processor() or platform.machine()
     if workload.device == "cuda":
         device = torch.cuda.get_device_name()
-    else:
-        with suppress(OSError, StopIteration), open("/proc/cpuinfo", encoding="utf-8") as lines:
-            named = next(line for line in lines if line.startswith("model name"))
-            device = named.partition(":")[2].strip()
     return {**found, "device": device, "processors": os.cpu_count()}
