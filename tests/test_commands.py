@@ -20,7 +20,7 @@ from pages import PAGES, ROOT, command_of, commands
 from hf_dp._validate import one_of
 from hf_dp.benchmarks import modes
 from hf_dp.benchmarks.workload import SHAPES
-from hf_dp.cli import bench, plan, sweep
+from hf_dp.cli import bench, cells, plan
 from hf_dp.cli.cells import Cell
 from hf_dp.cli.main import main
 from hf_dp.cli.tasks import SIGNALS
@@ -179,10 +179,10 @@ def goes_through_its_runs(
         reached.append(command)
         return SimpleNamespace(returncode=1)  # nothing was trained
 
-    every = sweep.grid
+    every = cells.grid
     with monkeypatch.context() as patched:
         patched.setattr("hf_dp.cli.cells.subprocess.run", child)
-        patched.setattr(sweep, "grid", lambda *args: covering(list(every(*args))))
+        patched.setattr(cells, "grid", lambda *args: covering(list(every(*args))))
         assert main(words) == 1 and reached
 
 
@@ -213,8 +213,8 @@ def prints_made_up_results(words: list[str], monkeypatch: pytest.MonkeyPatch, fo
         place = words.index("--output-dir") + 1
         words = [*words[:place], str(folder / "drawn" / words[place]), *words[place + 1 :]]
     with monkeypatch.context() as patched:
-        patched.setattr(sweep, "run_cell", lambda *args: True)
-        patched.setattr(sweep, "result", result)
+        patched.setattr(cells, "run_cell", lambda *args: True)
+        patched.setattr(cells, "result", result)
         patched.setattr(plan.Planned, "plan", settings_of)
         patched.setattr(plan.Planned, "forecast", lambda self, settings: settings)
         patched.setattr(plan, "_json", planned)

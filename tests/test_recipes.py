@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from hf_dp.accounting import PoissonSampledGaussian, RecordRelease, SampledRecordRelease, epsilon
-from hf_dp.cli import sweep
+from hf_dp.cli import cells, sweep
 from hf_dp.cli.config import parse, peft_config, read_yaml
 from hf_dp.cli.tasks import generation
 from hf_dp.cli.tasks.masked_lm import PretrainingArguments
@@ -292,9 +292,9 @@ def test_a_private_recipe_spends_what_its_header_says(name):
 def test_the_command_of_a_recipe_sweeps_what_the_paper_does(name):
     recipe = REPRODUCTIONS[name]
     words = sweep.build_parser().parse_args(shlex.split(recipe.line("command: hf-dp sweep ")))
-    cells = list(sweep.grid(words.grid, words.seeds, Path(words.output_dir)))
+    runs = list(cells.grid(words.grid, words.seeds, Path(words.output_dir)))
     found: dict[str, list[Any]] = {}
-    for key, value in ((key, v) for cell in cells for key, v in cell.settings.items()):
+    for key, value in ((key, v) for cell in runs for key, v in cell.settings.items()):
         values = found.setdefault(key, [])
         if plain(value) not in values:
             values.append(plain(value))

@@ -12,17 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_dp.cli.cells import (
-    RECIPE,
-    Cell,
-    grid,
-    result,
-    run_cell,
-    setting,
-    spent_together,
-    why_it_failed,
-    with_settings,
-)
+from hf_dp.cli import cells as runs
 from hf_dp.cli.config import AS_BASELINE, NON_PRIVATE, Recipe, private_keys, read_yaml
 from hf_dp.cli.launch import add_launch_options, launch_words, refuse_several
 from hf_dp.cli.options import Parser
@@ -88,12 +78,12 @@ def main(argv: Sequence[str]) -> int:
     """Run what is not done and print the table; return 1 if a run failed, 2 for a bad grid."""
     args = build_parser().parse_args(list(argv))
     refuse_several("hf-dp sweep", "Start it alone: `--num_processes` divides each of its runs.")
-    launched, fixed = launch_words(args), dict(setting(word) for word in args.set)
+    launched, fixed = launch_words(args), dict(runs.setting(word) for word in args.set)
     recipes = _read_recipes(args.config, fixed)
-    cells = list(grid(args.grid, args.seeds, Path(args.output_dir), list(recipes)))
-    of = {cell: recipes[cell.settings.get(RECIPE, next(iter(recipes)))] for cell in cells}
+    cells = list(runs.grid(args.grid, args.seeds, Path(args.output_dir), list(recipes)))
+    of = {cell: recipes[cell.settings.get(runs.RECIPE, next(iter(recipes)))] for cell in cells}
     for cell in cells:
-        with_settings(of[cell], cell.settings)  # raises before the first run
+        runs.with_settings(of[cell], cell.settings)  # raises before the first run
     _check(args, fixed, cells)
     if fixed.get("privacy_mode") == NON_PRIVATE:
         launched = [*launched, *AS_BASELINE]
@@ -110,17 +100,17 @@ def main(argv: Sequence[str]) -> int:
     failed = [
         cell
         for number, cell in enumerate(cells, start=1)
-        if not run_cell(of[cell], cell, f"{number} of {len(cells)}", launched)
+        if not runs.run_cell(of[cell], cell, f"{number} of {len(cells)}", launched)
     ]
     done = [cell for cell in cells if cell not in failed]
-    rows = [result(cell, untrained=args.zero_shot, logs=args.logs) for cell in done]
-    spent = spent_together(cells)
+    rows = [runs.result(cell, untrained=args.zero_shot, logs=args.logs) for cell in done]
+    spent = runs.spent_together(cells)
     if args.json:
         print(json.dumps({"rows": rows, "together": spent}))
     else:
         print("\n".join(filter(None, [table(done, rows), spent])))
     for cell in failed:
-        print(f"failed: {cell.label} seed={cell.seed}; {why_it_failed(cell)}", file=sys.stderr)
+        print(f"failed: {cell.label} seed={cell.seed}; {runs.why_it_failed(cell)}", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -137,12 +127,12 @@ def _read_recipes(paths: Sequence[str], fixed: Recipe) -> dict[str, Recipe]:
                 f"Expected the recipes of `--config` to have different names, got {path!r} twice. "
                 "Leave one out, or rename it."
             )
-        found[name] = with_recipe(with_settings(read_yaml(path), fixed), path)
+        found[name] = with_recipe(runs.with_settings(read_yaml(path), fixed), path)
         check_recipe(found[name])
     return found
 
 
-def _check(args: argparse.Namespace, fixed: Recipe, cells: Sequence[Cell]) -> None:
+def _check(args: argparse.Namespace, fixed: Recipe, cells: Sequence[runs.Cell]) -> None:
     """Raise ConfigError for options that do not go together, and for privacy arguments of a sweep
     in which no run is private."""
     if Path(args.output_dir).is_file():
@@ -174,7 +164,7 @@ def _check(args: argparse.Namespace, fixed: Recipe, cells: Sequence[Cell]) -> No
         )
 
 
-def table(cells: Sequence[Cell], rows: Sequence[Mapping[str, Any]]) -> str:
+def table(cells: Sequence[runs.Cell], rows: Sequence[Mapping[str, Any]]) -> str:
     """Return each combination's metrics: mean over its seeds, and the smallest and largest."""
     by_label: dict[str, list[Mapping[str, Any]]] = {}
     for cell, row in zip(cells, rows, strict=True):
