@@ -203,15 +203,8 @@ class Progress(Feature):
         if not self._shows and (self._those("training_bar") or self._those("training_tracker")):
             self._show(self._seen.spent(), state)
 
-    def on_log(
-        self,
-        args: object,
-        state: State,
-        control: Control,
-        logs: Mapping[str, float] | None = None,
-        **kw: object,
-    ) -> None:
-        self._show(logs or {}, state)
+    def on_log(self, args: object, state: State, control: Control, **kw: Any) -> None:
+        self._show(kw.get("logs") or {}, state)
 
     def _those(self, name: str) -> list[Any]:
         """Return the bars or tables that the trainer's callbacks show now."""

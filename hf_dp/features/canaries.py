@@ -271,12 +271,7 @@ def guess(
 
 
 def with_canaries(
-    dataset: DataSet,
-    model: nn.Module,
-    count: int,
-    *,
-    alike: bool,
-    rows: TrainingRows | None = None,
+    dataset: DataSet, model: nn.Module, count: int, *, alike: bool, rows: TrainingRows | None = None
 ) -> DataSet:
     """Return a data set and, after its rows, ``count`` made-up ones in the same format. Of the rows
     names and types are read; shapes, too, where the model never sees what is made: where they are

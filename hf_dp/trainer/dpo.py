@@ -18,12 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 from hf_dp._validate import invalid
 from hf_dp.batches.structure import Batch, Row
 from hf_dp.errors import DataError
-from hf_dp.losses import (
-    IGNORED_LABEL,
-    labels_at_their_tokens,
-    number_of_targets,
-    per_example_loss,
-)
+from hf_dp.losses import IGNORED_LABEL, labels_at_their_tokens, number_of_targets, per_example_loss
 from hf_dp.run.synthetic import synthetic_examples
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.inherited import Refusal, only

@@ -191,9 +191,7 @@ REFUSED: Mapping[str, Refusal] = {
     "save_on_each_node": only("One process keeps the ledger. Copy what rank 0 saved.", False),
     "enable_jit_checkpoint": only("A private run saves on SIGTERM by itself. Remove it.", False),
     "hub_strategy": only(
-        "Others push states of checkpoints. Use hub_strategy='end'.",
-        "end",
-        "every_save",
+        "Others push states of checkpoints. Use hub_strategy='end'.", "end", "every_save"
     ),
     "data_seed": only("Who knows it knows the draws. Use `insecure_seed`, in tests.", None),
     "accelerator_config": options(

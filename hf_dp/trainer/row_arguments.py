@@ -68,9 +68,7 @@ class UnitArguments(ArgumentGroup):
         _column_of_users,
     )
     privacy_unit_name: str | None = argument(
-        None,
-        "What the card calls one of them, for example patient. Unset means user.",
-        check_name,
+        None, "What the card calls one of them, for example patient. Unset means user.", check_name
     )
     max_rows_per_unit: int | None = argument(
         None,

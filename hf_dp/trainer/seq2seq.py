@@ -27,7 +27,7 @@ SEQ2SEQ_FREE = frozenset(
     """.split()
 )
 SEQ2SEQ_REFUSED: Mapping[str, Refusal] = {
-    "sortish_sampler": only("transformers ignores it. Remove it.", False),
+    "sortish_sampler": only("transformers ignores it. Remove it.", False)
 }
 _DEFAULT_LENGTH = 20  # transformers' own
 _BESIDE_TOKENS = ("attention_mask", "token_type_ids")
