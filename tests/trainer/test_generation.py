@@ -229,6 +229,7 @@ def test_a_private_run_that_generates_is_proven(made, tmp_path):
     assert seen == [10] * 2
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_it_trains_as_dptrainer_does(tmp_path):
     """On the per-example loss: the same noise and draws, the same weights to the last bit."""
     found = []
@@ -260,6 +261,7 @@ def trained(folder, seed: int = 0, **options: Any) -> tuple[list[torch.Tensor], 
     return [parameter.detach().clone() for parameter in model.parameters()], sampled
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_sampling_neither_changes_nor_shows_what_is_secret(tmp_path):
     """Weights of a run depend on its secret streams alone: not on samples drawn between its steps,
     nor on torch's public generator. And samples depend on that and on the weights alone."""
@@ -272,6 +274,7 @@ def test_sampling_neither_changes_nor_shows_what_is_secret(tmp_path):
     assert len(sampled) == len(others) == 2 and sampled != others
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_saved_checkpoint_generates_what_the_model_in_memory_does(tmp_path):
     tested = trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=1)
     model, rows = tested.model, texts(10, 1)

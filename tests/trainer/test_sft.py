@@ -212,6 +212,7 @@ def test_without_privacy_it_trains_as_trl_does(tmp_path):
     assert not torch.equal(weight, start[name])
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_what_it_prepares_serves_generation_during_evaluation(tmp_path):
     made = trainer(tmp_path / "prepared", given={"eval_dataset": prompts(5, 100)})
     args = DPSeq2SeqTrainingArguments(
@@ -389,6 +390,7 @@ def plainly(folder: Any, template: str = PLAIN, **options: Any) -> DPSFTTrainer:
     )
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_template_without_markers_is_taken_as_from_yaml(tmp_path):
     """Labels stand on what the assistant says, with the end of its turn, and nowhere else."""
     made, spelled = plainly(tmp_path), tokenizer(PLAIN)
@@ -458,6 +460,7 @@ def test_arguments_are_read_from_yaml(config, tmp_path):
     assert line.noise_multiplier == 1.0 and line.logging_steps == 0.1
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_users_keep_their_rows_also_where_trl_would_shuffle(tmp_path):
     owners = [f"u{(i * i) % 7}" for i in range(ROWS)]
     options = {"shuffle_dataset": True, "target_delta": 1e-3, "expected_batch_size": 2}

@@ -379,26 +379,37 @@ def test_plans_name_users_exactly_where_they_protect_them():
 # -- data --
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ([None, *owners()[1:]], "'who' holds NoneType.*nobody's"),
-        (["one"] * 40, r"names 1 unit\(s\)"),
-        (None, "to have the privacy_unit_column 'who'.*input_ids"),
-    ],
-)
-def test_bad_columns_are_refused_before_anything_is_written(values, message, tmp_path):
-    given = {"train_dataset": by_user(values) if values else tiny.dataset()}
-    with pytest.raises(DataError, match=message):
-        trainer(tmp_path / "run", given=given)
+BY_ROW = {"unit_sampling": "examples", "max_rows_per_unit": 2}
+REFUSED = {
+    "a row of nobody": ({"values": [None, *owners()[1:]]}, DataError, "'who' holds NoneType.*nobody's"),
+    "one user": ({"values": ["one"] * 40}, DataError, r"names 1 unit\(s\)"),
+    "no column": ({"given": {"train_dataset": tiny.dataset()}}, DataError, "to have the privacy_unit_column 'who'.*input_ids"),
+    # It would be taken off, and a task that keeps both columns would name one twice.
+    **{
+        name: ({"privacy_unit_column": name}, InvalidArgumentError, "`privacy_unit_column` to be another column th")
+        for name in ("label", "labels", "label_ids")
+    },
+    "delta of users": ({"target_delta": 0.09}, InvalidArgumentError, "`target_delta` to be < 1/num_examples"),
+    "DP-FP": (
+        {"privacy_mode": "dp_fp", "dp_fp_variant": "private_encoder"}, UnsupportedArgumentError, "releases a vector for each row",
+    ),
+    "rows with a largest draw": ({**BY_ROW, "max_logical_batch_size": 8}, InvalidArgumentError, "unit_sampling"),
+    "rows with a noised loss": (
+        {**BY_ROW, "noised_loss_bound": 1.0, "noised_loss_budget_ratio": 0.1}, InvalidArgumentError, "unit_sampling",
+    ),
+    "more rows than there are": ({**BY_ROW, "expected_batch_size": 100}, InvalidArgumentError, "expected_batch_size"),
+    "rows with FROST": (
+        {**BY_ROW, "given": {"peft_config": FrostConfig()}}, InvalidArgumentError, "`peft_config` to be left out",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_users_do_not_go_with_is_refused_before_anything_is_written(case, tmp_path):
+    options, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        trainer(tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("column", ["label", "labels", "label_ids"])
-def test_the_label_is_not_the_column_of_users(column, tmp_path):
-    """It would be taken off, and a task that keeps both columns would name one twice."""
-    with pytest.raises(InvalidArgumentError, match="`privacy_unit_column` to be another column th"):
-        trainer(tmp_path, privacy_unit_column=column)
 
 
 def test_other_rows_after_the_start_are_refused(tmp_path):
@@ -426,13 +437,6 @@ def test_evaluation_rows_are_compared_as_text(tmp_path):
 
 def test_delta_is_of_users(tmp_path):
     assert trainer(tmp_path, target_delta=None).privacy_plan.delta == 1 / (2 * len(set(owners())))
-    with pytest.raises(InvalidArgumentError, match="`target_delta` to be < 1/num_examples"):
-        trainer(tmp_path, target_delta=0.09)
-
-
-def test_dp_fp_refuses_users(tmp_path):
-    with pytest.raises(UnsupportedArgumentError, match="releases a vector for each row"):
-        trainer(tmp_path, privacy_mode="dp_fp", dp_fp_variant="private_encoder")
 
 
 def test_evaluation_on_the_same_users_is_refused(tmp_path):
