@@ -117,8 +117,7 @@ def infilling() -> dict[str, Any]:
 def preferences() -> dict[str, Any]:
     import preferences
 
-    make = partial(preferences.trainer, made=partial(preferences.pairs, 24))
-    return {"make": make, "optim": "adamw_torch"}
+    return {"make": preferences.trainer, "optim": "adamw_torch"}
 
 
 def forward(variant: str, **options: Any) -> dict[str, Any]:

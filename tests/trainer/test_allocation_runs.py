@@ -165,7 +165,7 @@ def test_users_are_allocated_with_all_of_their_rows(tmp_path, monkeypatch):
 
 def test_an_audit_refutes_allocations_without_noise(tmp_path, monkeypatch):
     """The planted bug is in the noise; a right run is not refuted (above 99.9 % by chance)."""
-    audited = {"audit_canaries": 60, "max_steps": 10, "expected_batch_size": 20}
+    audited = {"audit_canaries": 60, "max_steps": 10}
     audited |= {"noise_multiplier": 2.0, "target_delta": 1e-3}
     trainer = tiny.trainer(tmp_path / "right", **ALLOCATED, **audited)
     trainer.train()

@@ -282,7 +282,7 @@ def test_training_rows_are_known_by_their_texts_whatever_stands_beside_them(tmp_
 
 def test_rows_that_trl_would_drop_are_refused(tmp_path):
     long = [*pairs().to_list(), {"prompt": "film " * 50, "chosen": ".", "rejected": "!"}]
-    with pytest.raises(DataError, match="1 of the 13 rows have no token to predict"):
+    with pytest.raises(DataError, match="1 of the 25 rows have no token to predict"):
         trainer(tmp_path, given={"train_dataset": Dataset.from_list(long)}, max_length=40)
 
 

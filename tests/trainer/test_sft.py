@@ -25,7 +25,7 @@ from hf_dp.trainer.dpo import DPDPOConfig
 from hf_dp.trainer.inherited import unknown_fields
 from hf_dp.trainer.sft import SFT_REFUSED, SFT_WORKS, DPSFTConfig, DPSFTTrainer
 
-ROWS = 12
+ROWS = 24  # of fewer, the answers alone would tell rows apart
 
 
 def prompts(count: int = ROWS, start: int = 0) -> Dataset:
@@ -284,15 +284,15 @@ MISSING = "row 0 .*'other': .*Error: .*rename the columns"
 UNFIT = {  # rows, what else is given, the message
     "nothing to predict": (
         with_row(prompts, {"prompt": "film " * 50, "completion": "."}), {"max_length": 40},
-        "1 of the 13 rows have no token to predict within max_len",
+        "1 of the 25 rows have no token to predict within max_len",
     ),
-    "no messages": (with_row(talks, {"messages": []}), {}, "Row 12 of the train_dataset has no messages as .'messages'"),
-    "None": (with_row(talks, {"messages": None}), {}, "Row 12 of the train_dataset has None as .'messages'"),
+    "no messages": (with_row(talks, {"messages": []}), {}, "Row 24 of the train_dataset has no messages as .'messages'"),
+    "None": (with_row(talks, {"messages": None}), {}, "Row 24 of the train_dataset has None as .'messages'"),
     "a text": (
         with_row(talks, {"messages": [{"from": "user", "value": "film"}]}), {},
-        "Row 12 of the train_dataset has a text as .'messages'",
+        "Row 24 of the train_dataset has a text as .'messages'",
     ),
-    "no answer": (with_row(talks, {"messages": ONLY_USER}), PLAINLY, "Row 12 has no turn with the role 'assistant'"),
+    "no answer": (with_row(talks, {"messages": ONLY_USER}), PLAINLY, "Row 24 has no turn with the role 'assistant'"),
     "no prompts": (without(prompts, "prompt"), {}, MISSING),
     "no completions": (without(prompts, "completion"), {}, MISSING),
     "no texts": (without(texts, "text"), {}, MISSING),
@@ -361,7 +361,7 @@ def test_evaluation_on_training_rows_is_refused(tmp_path):
 
 def test_training_rows_are_known_by_their_texts_before_trl_tokenizes_them(tmp_path):
     rows = prompts(60)
-    training, mixed = rows.select(range(ROWS)), rows.select([*range(6), *range(ROWS, 48)])
+    training, mixed = rows.select(range(ROWS)), rows.select([*range(6), *range(ROWS, 60)])
     with pytest.raises(UnsupportedArgumentError, match="holds rows equal to training rows"):
         trainer(tmp_path, given={"train_dataset": training, "eval_dataset": mixed})
 
