@@ -148,6 +148,12 @@ _EXAMPLES: dict[str, Callable[..., Batch]] = {
 }  # fmt: skip
 
 
+def logits(architecture: Architecture, model: Any, batch: Batch) -> Tensor:
+    """What a model says of a batch, without its labels."""
+    with architecture.precision(), torch.no_grad():
+        return model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+
+
 def collate(model: Any, examples: Sequence[Batch]) -> Batch:
     """The examples as one right-padded batch, with an attention mask where there are tokens."""
     model = base_of(model)

@@ -44,3 +44,14 @@ PTB_REFERENCES = [
     ],
     ["cotto is serving cheap english foods", "1,000 people a day eat cheap english food at cotto"],
 ]
+
+
+def longest(one: list[str], other: list[str]) -> int:
+    """The length of the longest common subsequence, row by row."""
+    row = [0] * (len(other) + 1)
+    for word in one:
+        above = row[:]
+        for index, there in enumerate(other):
+            longer = max(above[index + 1], row[index])
+            row[index + 1] = above[index] + 1 if word == there else longer
+    return row[-1]

@@ -24,7 +24,7 @@ from hf_dp.cli import bench, cells, plan
 from hf_dp.cli.cells import Cell
 from hf_dp.cli.main import main
 from hf_dp.cli.tasks import SIGNALS
-from hf_dp.tuners.frost.chosen import Chosen, Part
+from hf_dp.tuners.frost.tuner import Chosen, Part
 
 RECIPES = {
     str(path.relative_to(ROOT)): path
@@ -218,7 +218,7 @@ def prints_made_up_results(words: list[str], monkeypatch: pytest.MonkeyPatch, fo
         patched.setattr(plan.Planned, "plan", settings_of)
         patched.setattr(plan.Planned, "forecast", lambda self, settings: settings)
         patched.setattr(plan, "_json", planned)
-        patched.setattr("hf_dp.tuners.frost.chosen.read_chosen", lambda folder: [chosen])
+        patched.setattr("hf_dp.tuners.frost.tuner.read_chosen", lambda folder: [chosen])
         assert main(words) == 0, words
 
 

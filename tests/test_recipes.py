@@ -42,8 +42,7 @@ from hf_dp.tasks.models import ImageModelArguments, ModelArguments
 from hf_dp.tasks.templates import Infilling
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.forward_arguments import forward_plan
-from hf_dp.tuners.apply import apply_peft
-from hf_dp.tuners.base import Tuner
+from hf_dp.tuners.base import Tuner, apply_peft
 from hf_dp.tuners.methods import tuner_for
 
 ROOT = Path(__file__).parent.parent

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
-from hf_dp.tasks.generation.formats import demo_tables
+from hf_dp.tasks.generation.arguments import demo_tables
 
 RECIPE = Path(__file__).parents[1] / "recipes/pretraining/fresh_gpt2.py"
 fresh_gpt2 = runpy.run_path(str(RECIPE))["fresh_gpt2"]

@@ -20,9 +20,8 @@ import torch
 
 from hf_dp._validate import integer
 from hf_dp.errors import ConfigError, DataError
-from hf_dp.tasks.generation.arguments import TextArguments
+from hf_dp.tasks.generation.arguments import TextArguments, read_row
 from hf_dp.tasks.generation.encoding import CausalEncoding, columns_read
-from hf_dp.tasks.generation.formats import read_row
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -93,11 +92,7 @@ def make(
     repetitions: int,
     seed: int,
 ) -> Canaries:
-    """Draw canaries. The same tokenizer, count and seed give the same, whatever the repetitions.
-
-    Raises: ConfigError for a layout of data without canaries; DataError for a tokenizer with too
-        few whole words; InvalidArgumentError.
-    """
+    """Draw canaries. The same tokenizer, count and seed give the same, whatever the repetitions."""
     if data.data_format not in _ROWS:
         raise ConfigError(
             f"Expected `data_format` to be one of {sorted(_ROWS)} for canaries, got "
@@ -156,13 +151,11 @@ _ROWS: dict[str, Callable[[Canary], tuple[str, str]]] = {"e2e": _e2e, "pairs": _
 
 
 def insert(rows: Dataset, data: TextArguments, canaries: Canaries) -> Dataset:
-    """Return the rows, and after them each canary as many times as it is repeated.
-
-    Other columns than the layout's are left out.
-    """
+    """Return the rows, and after them each canary as many times as it is repeated. Other columns
+    than the layout's are left out."""
     import datasets
 
-    from hf_dp.tasks.labels import require_columns
+    from hf_dp.tasks.sources import require_columns
 
     prompt, target = columns_read(data)
     require_columns(rows, [prompt, target], "data_format")
@@ -224,10 +217,7 @@ def number(canary: Canary, canaries: Canaries) -> int:
 
 
 def candidates(canaries: Canaries, count: int, seed: int) -> list[int]:
-    """Draw numbers of suffixes that no canary has, without repetition.
-
-    Raises: InvalidArgumentError, ConfigError for more than there are.
-    """
+    """Draw numbers of suffixes that no canary has, without repetition."""
     taken = {number(canary, canaries) for canary in canaries.canaries}
     room = canaries.size - len(taken)
     if integer("candidates", count, 100) > room:

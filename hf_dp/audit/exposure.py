@@ -42,11 +42,7 @@ class Ranked:
 def exact(canary: float, others: ArrayLike) -> Ranked:
     """Return the exposure by the rank among all of R.
 
-    Args:
-        canary: its log-perplexity.
-        others: those of all other members of R, in the same unit.
-
-    Raises: DataError for a number that is not finite.
+    Args: canary: its log-perplexity. others: those of all other members of R, in the same unit.
     """
     values = _finite(canary, others)
     rank, tied = 1 + int((values <= canary).sum()), int((values == canary).sum())
@@ -56,33 +52,27 @@ def exact(canary: float, others: ArrayLike) -> Ranked:
 
 @dataclass(frozen=True)
 class Approximated:
-    """Exposure by a distribution model: -log2 P(perplexity <= the canary's).
-
-    Attributes:
-        extrapolated: whether exposure is more than log2(sample + 1), which is all that a sample of
-            this size can tell by itself. What is beyond rests on the shape of the skew-normal.
-        p_value: of the test of Kolmogorov and Smirnov. The fit has seen the sample, so it is larger
-            than it should be: a small one refutes the fit, a large one says little.
-    """
+    """Exposure by a distribution model: -log2 P(perplexity <= the canary's)."""
 
     exposure: float  # in bits; it can exceed log2 |R|, since a skew-normal has no end
+    # More than log2(sample + 1), all that a sample of this size can tell by itself: what is beyond
+    # rests on the shape of the skew-normal.
     extrapolated: bool
     sample: int  # the number of candidates that it was fitted to
     shape: float
     location: float
     scale: float
     distance: float  # between the fitted distribution and the sample, 0 to 1
+    # Of the test of Kolmogorov and Smirnov. The fit has seen the sample, so it is larger than it
+    # should be: a small one refutes the fit, a large one says little.
     p_value: float
 
 
 def approximate(canary: float, sample: ArrayLike) -> Approximated:
     """Return the exposure by a skew-normal that is fitted to the candidates' log-perplexities.
 
-    Args:
-        canary: its log-perplexity.
-        sample: those of candidates drawn at random from R, the canary not among them; at least 100.
-
-    Raises: DataError for a number that is not finite, too few of them, or all the same.
+    Args: canary: its log-perplexity. sample: those of candidates drawn at random from R, the canary
+    not among them; at least 100.
     """
     from scipy.stats import kstest, skewnorm
 
@@ -94,7 +84,7 @@ def approximate(canary: float, sample: ArrayLike) -> Approximated:
             "a model that finds all alike there is nothing to measure."
         )
     shape, location, scale = (float(each) for each in skewnorm.fit(values))
-    test: Any = kstest(values, skewnorm(shape, location, scale).cdf)
+    test = kstest(values, skewnorm(shape, location, scale).cdf)
     exposure = -log_cdf((canary - location) / scale, shape) / math.log(2)
     return Approximated(
         exposure=exposure,
@@ -109,10 +99,8 @@ def approximate(canary: float, sample: ArrayLike) -> Approximated:
 
 
 def log_cdf(z: float, shape: float) -> float:
-    """Return ln P(Z <= z) of a standard skew-normal, also where P is too small for a number.
-
-    The density is 2 phi(z) Phi(shape z).
-    """
+    """Return ln P(Z <= z) of a standard skew-normal, also where P is too small for a number. The
+    density is 2 phi(z) Phi(shape z)."""
     from scipy.integrate import quad
     from scipy.special import log_ndtr
     from scipy.stats import skewnorm
@@ -143,12 +131,7 @@ def most_exposed(epsilon: float, delta: float, repetitions: int, size: int) -> f
     P(rank <= k) <= e^(r epsilon) k / |R| + delta (e^(r epsilon) - 1) / (e^epsilon - 1). It bounds
     the exact exposure; that of a fitted distribution is not bounded by anything.
 
-    Args:
-        epsilon, delta: of one row, taken out or not.
-        repetitions: r.
-        size: |R|.
-
-    Raises: InvalidArgumentError.
+    Args: epsilon, delta: of one row, taken out or not. repetitions: r. size: |R|.
     """
     positive("epsilon", epsilon)
     non_negative("delta", delta)
@@ -175,18 +158,10 @@ def _finite(canary: float, others: ArrayLike) -> NDArray[np.float64]:
 def log_perplexities(
     model: PreTrainedModel, prefix: Sequence[int], suffixes: torch.Tensor, *, progress: bool = True
 ) -> NDArray[np.float64]:
-    """Return -log2 p(suffix | prefix) of each suffix, (n,), in bits.
+    """Return -log2 p(suffix | prefix), in bits, (n,), of suffixes of l >= 2 token ids, (n, l).
 
     The prefix is computed once, and suffixes that differ in their last token alone share a forward,
-    so all of V^l cost V^(l - 1).
-
-    Args:
-        model: a causal language model, or an adapter on one; it is left as it was.
-        prefix: token ids, at least one.
-        suffixes: (n, l) token ids, l at least 2.
-        progress: show a bar.
-
-    Raises: UnsupportedModelError for a model without a cache of keys and values.
+    so all of V^l cost V^(l - 1). The model, or an adapter on one, is left as it was.
     """
     from tqdm.auto import tqdm
 

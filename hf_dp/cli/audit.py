@@ -18,7 +18,7 @@ from hf_dp.cli.launch import refuse_several
 from hf_dp.cli.options import Parser, add_fields, aligned
 from hf_dp.cli.tasks import generation, private_task
 from hf_dp.errors import ConfigError
-from hf_dp.tasks.generation.language_models import CAUSAL
+from hf_dp.tasks.models import CAUSAL
 from hf_dp.trainer.row_arguments import AuditArguments
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ def measure(values: Recipe, words: Sequence[str], folder: Path) -> Report:
     from hf_dp.audit.exposure import approximate, exact, log_perplexities, most_exposed
     from hf_dp.cli.generate import claim_of
     from hf_dp.tasks.generation.encoding import CausalEncoding, encoding_of
-    from hf_dp.tasks.generation.language_models import load_trained
+    from hf_dp.tasks.models import load_trained
 
     canaries = made.load(folder)
     asked, model_args, data, _, args = _parsed(values, words)

@@ -16,8 +16,7 @@ from hf_dp.cli.launch import refuse_several
 from hf_dp.cli.tasks import parse_evaluation
 from hf_dp.errors import ConfigError
 from hf_dp.tasks.generation.arguments import NUCLEUS, DecodingArguments, TextArguments
-from hf_dp.tasks.generation.language_models import CAUSAL
-from hf_dp.tasks.models import StartArguments
+from hf_dp.tasks.models import CAUSAL, StartArguments
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -70,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("Expected `trained`, the model's folder or Hub name, got none.")
     rows, facts = _written(name, values["task"], asked, model_args, data, decoding)
 
-    from hf_dp.tasks.generation.synthetic import save
+    from hf_dp.tasks.generation.evaluation import save
 
     save(rows, Path(asked.out), facts)
     print(f"{len(rows)} rows: {facts['claim']}")
@@ -93,8 +92,8 @@ def _written(
 
     from hf_dp.cli.verify import fetched
     from hf_dp.tasks.generation.encoding import encoding_of
-    from hf_dp.tasks.generation.language_models import load_trained
-    from hf_dp.tasks.generation.synthetic import check_out, write_rows
+    from hf_dp.tasks.generation.evaluation import check_out, write_rows
+    from hf_dp.tasks.models import load_trained
     from hf_dp.tasks.sources import load_file
 
     check_out(Path(asked.out))

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     if (args.model is None) == (args.chosen is None):
         parser.error("expected MODEL or --chosen FOLDER, one of the two")
     if args.chosen is not None:
-        from hf_dp.tuners.frost.chosen import read_chosen
+        from hf_dp.tuners.frost.tuner import read_chosen
 
         made = [dataclasses.asdict(one) for one in read_chosen(args.chosen)]
         print(json.dumps([{**one, "settings": {"selection": n}} for n, one in enumerate(made, 1)]))
@@ -61,8 +61,8 @@ def _partitions(name: str, num_labels: int) -> tuple[dict[str, object], str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
 
     from hf_dp.tasks.models import architecture
-    from hf_dp.tuners.apply import complete
-    from hf_dp.tuners.frost.partition import partitions
+    from hf_dp.tuners.base import complete
+    from hf_dp.tuners.frost.select import partitions
     from hf_dp.tuners.frost.tuner import FrostConfig
     from hf_dp.tuners.selection import always_trained
 

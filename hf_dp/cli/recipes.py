@@ -150,7 +150,7 @@ def trained_numbers(recipe: Recipe, peft: object) -> int:
     import transformers
 
     from hf_dp.tasks.models import architecture, freeze
-    from hf_dp.tuners.apply import apply_peft
+    from hf_dp.tuners.base import apply_peft
 
     task = recipe.get("task", DEFAULT_TASK)
     classes = {

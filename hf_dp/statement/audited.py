@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any
 
 from hf_dp._validate import in_unit_interval, one_of
 from hf_dp.accounting import Event
@@ -32,23 +31,13 @@ REFUTED = 0.999  # from this confidence on a claim is refuted, by one of two tes
 
 @dataclass(frozen=True)
 class AuditResult:
-    """What guesses about canaries showed (:mod:`hf_dp.accounting.one_run`).
+    """What guesses about canaries showed (:mod:`hf_dp.accounting.one_run`)."""
 
-    Args:
-        scores: what was looked at: one of :data:`SCORES`.
-        canaries: m, rows that a fair coin each put in or left out. The coins are not kept.
-        guesses: r, decided before anything was seen.
-        correct: v, the right ones.
-        delta: that of the claim.
-
-    Raises: InvalidArgumentError for what no audit finds.
-    """
-
-    scores: str
-    canaries: int
-    guesses: int
-    correct: int
-    delta: float
+    scores: str  # what was looked at: one of SCORES
+    canaries: int  # m, rows that a fair coin each put in or left out; the coins are not kept
+    guesses: int  # r, decided before anything was seen
+    correct: int  # v, the right ones
+    delta: float  # that of the claim
 
     def __post_init__(self) -> None:
         one_of("scores", self.scores, SCORES)
@@ -61,7 +50,7 @@ class AuditResult:
         mu-GDP for any mu. They prove nothing from above."""
         return _bounds(self.canaries, self.guesses, self.correct, self.delta)
 
-    def found(self) -> dict[str, Any]:
+    def found(self) -> dict[str, object]:
         """Return the counts and what follows from them, as plain data."""
         least, if_gaussian = self.bounds
         return {
@@ -85,10 +74,8 @@ class AuditResult:
 
     def refutation(self, epsilon: float, events: Sequence[Event], accountant: str) -> str:
         """Say how the guesses refute a claim, with the confidence REFUTED; empty if they do not.
-
         Two tests share what they may err: of (epsilon, delta), and of all that the accountant
-        proves of the events.
-        """
+        proves of the events."""
         level = (1 - REFUTED) / 2
         counts = (self.canaries, self.guesses, self.correct)
         by_epsilon = p_value(*counts, epsilon, self.delta) <= level

@@ -1,4 +1,5 @@
-"""Rows with an image as a model reads them: decoded when they are read, in RGB, as pixels.
+"""Rows with an image as a model reads them, decoded when they are read, in RGB, as pixels; and the
+models that classify them.
 
 An image stays encoded, in the file or folder that it came in, until its row is read. Each is
 treated by itself; what is random in it comes from PyTorch's global generator, which is secret and
@@ -7,10 +8,11 @@ each row's own in a private run (:mod:`hf_dp.batches.examples`).
 
 from __future__ import annotations
 
+import importlib.util
 import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -18,15 +20,18 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 
 from hf_dp._validate import invalid, one_of
-from hf_dp.errors import DataError
-from hf_dp.tasks.labels import label_ids, require_columns
+from hf_dp.errors import ConfigError, DataError, UnsupportedModelError
+from hf_dp.tasks.classification import label_ids, labels_of
+from hf_dp.tasks.models import ImageModelArguments, failure, without_weights
+from hf_dp.tasks.sources import loading, require_columns, resolve_model
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from PIL.Image import Image
     from PIL.ImageFile import ImageFile
-    from transformers import BaseImageProcessor
+    from transformers import BaseImageProcessor, PreTrainedModel
 
+COLORS = 3
 IMAGE, LABEL, PIXELS = "image", "label", "pixel_values"
 # Those of PIL's modes whose channels have 8 bits, or one, and that mean colors as RGB does. Others
 # ("I", "F", "I;16") would be cut at 255 when they are converted, and so be nearly all white.
@@ -54,14 +59,8 @@ AUGMENTATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"crop": crop, "flip":
 
 
 class ToPixels:
-    """A transform of a ``datasets.Dataset``: images to ``pixel_values`` (3, H, W), and ``labels``.
-
-    Args:
-        processor: the model's, which says the size, the mean and the standard deviation.
-        augmentations: names of random changes, made in this order.
-
-    Raises: InvalidArgumentError; when called, DataError for what is no image that can be used.
-    """
+    """A transform of a ``datasets.Dataset``: images to ``pixel_values`` (3, H, W), of size, mean
+    and deviation that the model's processor says, and ``labels``."""
 
     def __init__(self, processor: BaseImageProcessor, augmentations: Sequence[str] = ()):
         self.processor = processor
@@ -69,7 +68,7 @@ class ToPixels:
             AUGMENTATIONS[one_of("augmentation", name, AUGMENTATIONS)] for name in augmentations
         ]
 
-    def __call__(self, batch: Mapping[str, list[Any]]) -> dict[str, Any]:
+    def __call__(self, batch: Mapping[str, list[Any]]) -> dict[str, object]:
         images = map(decoded, batch[IMAGE])
         return {PIXELS: [self.pixels(each) for each in images], "labels": batch[LABEL]}
 
@@ -81,22 +80,24 @@ class ToPixels:
         return pixels
 
 
-def decoded(stored: Mapping[str, Any] | None) -> Image:
-    """Return the PIL image of a row, upright, as ``datasets`` reads it; no file is fetched.
+class Stored(TypedDict):
+    """An image of a row as ``datasets`` keeps it: encoded, or where it is."""
 
-    Unlike there, what has more than 8 bits a channel is known: PIL forgets it when it decodes.
+    bytes: bytes | None
+    path: str | None
 
-    Raises: DataError for a missing image, one with more than 8 bits a channel, or one of a format
-        of which that is not known; and whatever PIL, a codec or the file system raises.
-    """
+
+def decoded(stored: Stored | None) -> Image:
+    """Return the PIL image of a row, upright, as ``datasets`` reads it; no file is fetched. Unlike
+    there, what has more than 8 bits a channel is known: PIL forgets it when it decodes."""
     from PIL import Image, ImageOps
 
-    if stored is None or (stored["bytes"] is None and stored["path"] is None):
+    content = stored and stored["bytes"]
+    if content is None and stored and stored["path"] is not None:
+        content = Path(stored["path"]).read_bytes()
+    if content is None:
         raise DataError("it has no image. Leave the row out.")
-    content = stored["bytes"]
-    image = Image.open(
-        io.BytesIO(Path(stored["path"]).read_bytes() if content is None else content)
-    )
+    image = Image.open(io.BytesIO(content))
     if image.format not in _FORMATS:
         raise DataError(
             f"its image is of the format {image.format}, of which it is not known here whether a "
@@ -126,10 +127,7 @@ def _is_deep(image: ImageFile) -> bool:
 
 def in_rgb(image: Image) -> Image:
     """Return a PIL image in RGB, as transformers' pipelines make it: grey is repeated in all three
-    channels, and transparency is dropped, whatever color lies below it.
-
-    Raises: DataError for more than 8 bits a channel, or a mode that is not read as colors here.
-    """
+    channels, and transparency is dropped, whatever color lies below it."""
     if image.mode not in _MODES:
         raise DataError(
             f"its image has the mode {image.mode!r}, which is not converted to RGB here. Scale it "
@@ -146,17 +144,8 @@ def image_rows(
     to_pixels: ToPixels,
     keep: str | None = None,
 ) -> Dataset:
-    """Return the rows with ``to_pixels`` as their transform: nothing is decoded yet, and all labels
-    are checked.
-
-    Args:
-        image_column: images, or the paths of their files.
-        keep: a further column that stays, where there is one.
-
-    Raises: DataError for missing columns, a column that holds no images, an image that would be
-        fetched from an address, or a label outside the classes; InvalidArgumentError for a column
-        ``keep`` whose name the images or labels need.
-    """
+    """Return the rows of images, or of paths of their files, with ``to_pixels`` as their transform:
+    nothing is decoded yet, and all labels are checked. A column ``keep`` stays."""
     import datasets
 
     require_columns(rows, [image_column], "image_column")
@@ -184,10 +173,8 @@ def image_rows(
 
 
 def _refuse_addresses(rows: Dataset, column: str) -> None:
-    """Raise DataError for an image that would be fetched when its row is drawn.
-
-    Who serves it would see which rows each secret draw holds, and epsilon does not cover that.
-    """
+    """Raise DataError for an image that would be fetched when its row is drawn. Who serves it would
+    see which rows each secret draw holds, and epsilon does not cover that."""
     row = 0
     for batch in rows.select_columns([column]).with_format("arrow").iter(1000):
         images = batch[column].combine_chunks()
@@ -205,12 +192,7 @@ def _refuse_addresses(rows: Dataset, column: str) -> None:
 def check_images(
     rows: Dataset, which: str, column: str, quiet: bool | None = False
 ) -> tuple[int, ...]:
-    """Read every image of :func:`image_rows` once, and return the shape of their pixels.
-
-    Args: which, column: what the rows, and their column of images, are called in messages.
-
-    Raises: DataError naming the first row that cannot be read, or whose pixels differ in shape.
-    """
+    """Read every image of :func:`image_rows` once, and return the shape of their pixels."""
     shape: tuple[int, ...] = ()
     for index in tqdm(range(len(rows)), f"Reading the {which}", disable=quiet, leave=False):
         try:
@@ -230,3 +212,101 @@ def check_images(
             )
         shape = found
     return shape
+
+
+# -- the model --
+
+
+def load_image_classifier(
+    arguments: ImageModelArguments, names: Sequence[str]
+) -> tuple[PreTrainedModel, BaseImageProcessor]:
+    """Return model and image processor. The head is new, unless the base has these classes."""
+    from hf_dp.run.synthetic import image_config
+
+    require_pillow()
+    name = arguments.model_name_or_path
+    advice = "Give a Hub name, or a folder with config.json, weights and preprocessor_config.json."
+    with loading(f"The image classifier {name!r}", advice):
+        path = resolve_model(name)
+        processor = load_processor(path)
+        model = _image_model(path, names, arguments.from_scratch, arguments.new_head)
+    channels = getattr(image_config(model), "num_channels", COLORS)
+    if channels != COLORS:
+        raise UnsupportedModelError(
+            f"Expected a model that takes images in RGB, but {name!r} has num_channels {channels}. "
+            "Choose another model."
+        )
+    return model, processor
+
+
+def require_pillow() -> None:
+    """Raise ConfigError where images cannot be decoded."""
+    if importlib.util.find_spec("PIL") is None:
+        raise ConfigError(
+            "Images are decoded with Pillow, which is not installed. Install it with: pip install "
+            "'hf-dp[images]'"
+        )
+
+
+def load_processor(path: str) -> BaseImageProcessor:
+    """Return the image processor of a model; the same one whether or not torchvision is here."""
+    from transformers import AutoImageProcessor
+
+    return AutoImageProcessor.from_pretrained(path, backend="pil")
+
+
+def _image_model(
+    path: str, names: Sequence[str], from_scratch: bool, new_head: bool
+) -> PreTrainedModel:
+    from transformers import AutoConfig, AutoModelForImageClassification
+
+    auto = AutoModelForImageClassification
+    if from_scratch:
+        return without_weights(auto, path, **labels_of(names))
+    own = AutoConfig.from_pretrained(path)
+    config = AutoConfig.from_pretrained(path, **labels_of(names))
+    # A head of another size is made anew; what else does not fit is refused below.
+    model, info = auto.from_pretrained(
+        path, config=config, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    head = _head_parameters(model)
+    other = sorted({name for name, *_ in info["mismatched_keys"]} - head)
+    if other:
+        raise DataError(
+            f"The weights in {path!r} do not fit its config.json: {', '.join(other)} have other "
+            "shapes. Use the configuration with which they were saved."
+        )
+    known = [own.id2label[index] for index in range(own.num_labels)]
+    renewed = head if new_head or known != list(names) else set()
+    if renewed:
+        fresh = auto.from_config(config)
+        with torch.no_grad():
+            for name in renewed:
+                model.get_parameter(name).copy_(fresh.get_parameter(name))
+    model.newly_initialized = sorted(renewed | set(info["missing_keys"]))
+    return model
+
+
+def _head_parameters(model: PreTrainedModel) -> set[str]:
+    """Return the names of the parameters of a classifier's head. Raises: UnsupportedModelError."""
+    from hf_dp.run.checks import head_of
+
+    heads = head_of(model).items()
+    names = {f"{part}.{name}" for part, module in heads for name, _ in module.named_parameters()}
+    if not names:
+        raise UnsupportedModelError(
+            f"Expected a model with a head beside its backbone, but {type(model).__name__} has "
+            f"nothing beside {model.base_model_prefix!r}. Choose another model."
+        )
+    return names
+
+
+def check_pixels(model: PreTrainedModel, shape: Sequence[int]) -> None:
+    """Raise DataError if a model does not take images of this shape, (3, H, W); a made-up one is
+    used."""
+    if cause := failure(model, {"pixel_values": torch.zeros(1, *shape, dtype=model.dtype)}):
+        raise DataError(
+            f"The image processor makes images of {' x '.join(map(str, shape))}, on which the "
+            f"model fails: {cause} Set `size` in preprocessor_config.json to the model's "
+            "image_size."
+        )

@@ -1,6 +1,6 @@
 """Classify by filling in the missing word, with any masked language model (Li et al., section 3.2).
 
-The template and the mask come from the tokenizer (:mod:`hf_dp.tasks.template_tokenizer`). The
+The template and the mask come from the tokenizer (:mod:`hf_dp.tasks.templates`). The
 logits of the classes are those of their label words at the mask. No forward is copied: the
 masked-LM model of the base runs, its head gets the hidden state at the mask only, and its
 vocabulary projection is cut to the rows of the label words.
@@ -31,23 +31,16 @@ from hf_dp.clipping.rounding import accumulation_dtype
 from hf_dp.clipping.rules.rule import Found, Use
 from hf_dp.errors import DataError, UnsupportedModelError
 from hf_dp.losses import register_model_class
+from hf_dp.tasks.classification import labels_of
 from hf_dp.tasks.infilling_config import InfillingConfig
-from hf_dp.tasks.labels import labels_of
-from hf_dp.tasks.template_tokenizer import with_template
-from hf_dp.tasks.templates import Infilling, label_word_ids
+from hf_dp.tasks.templates import Infilling, label_word_ids, with_template
 
 
 class LabelWordProjection(nn.Module):
-    """A projection onto the logits of K words, (..., K): ``x W[ids]^T + b[ids]``.
+    """A projection onto the logits of K of V words, (..., K): ``x W[ids]^T + b[ids]``.
 
-    The head of a language model computes all V of them.
-
-    Args:
-        weight: (V, d), usually the input embedding's own.
-        bias: (V,), or None.
-        ids: the K rows.
-
-    Weight and bias stay the parameters of the head that they come from.
+    W, (V, d), usually the input embedding's own, and b, (V,) or None, stay the parameters of the
+    language model's head that they come from.
     """
 
     weight: nn.Parameter
@@ -87,12 +80,7 @@ def _gradients(use: Use, kept: Sequence[Tensor], output_grad: Tensor) -> Found:
 class InfillingForSequenceClassification(PreTrainedModel):
     """A masked language model as a classifier: logits (b, K) of the label words at the mask.
 
-    Args:
-        config: see :class:`InfillingConfig`.
-        masked_lm: the base with its weights; newly initialized from the configuration when not
-            given.
-
-    Raises: UnsupportedModelError for a base whose head is not a linear map onto its vocabulary.
+    Args: masked_lm: the base with its weights; newly initialized when not given.
     """
 
     config_class = InfillingConfig
@@ -127,13 +115,9 @@ class InfillingForSequenceClassification(PreTrainedModel):
         labels: Tensor | None = None,
         **inputs: object,
     ) -> SequenceClassifierOutput:
-        """Return the logits, and a mean loss if labels are given.
+        """Return the logits, and a mean loss if labels, (b,), are given.
 
-        Args:
-            input_ids: (b, T), each example with the mask token exactly once.
-            labels: (b,) class ids.
-
-        Raises: DataError for an example without the mask token or with two.
+        Each example of ``input_ids``, (b, T), has the mask token exactly once.
         """
         if input_ids is None:
             raise DataError(
@@ -174,20 +158,16 @@ class InfillingForSequenceClassification(PreTrainedModel):
             )
 
     def valid_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Make random token ids (b, T) acceptable.
-
-        Each example gets the mask token at a random place and nowhere else.
-        """
+        """Make random token ids (b, T) acceptable. Each example gets the mask token at a random
+        place and nowhere else."""
         mask = self.config.mask_token_id
         input_ids = torch.where(input_ids == mask, self.config.label_word_ids[0], input_ids)
         return input_ids.scatter(1, torch.randint(input_ids.shape[1], (len(input_ids), 1)), mask)
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Replace one module by another, in place, and change nothing else.
-
-    ``set_output_embeddings`` of BERT and others also ties biases that were not tied.
-    """
+    """Replace one module by another, in place, and change nothing else. ``set_output_embeddings``
+    of BERT and others also ties biases that were not tied."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if child is old:
@@ -197,15 +177,7 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 def load_infilling(
     name: str, tokenizer: PreTrainedTokenizerBase, infilling: Infilling, class_names: Sequence[str]
 ) -> tuple[InfillingForSequenceClassification, PreTrainedTokenizerFast]:
-    """Return a masked language model as a classifier, and its tokenizer with the template.
-
-    Args:
-        name: Hub name or folder of the pretrained model.
-        class_names: in the order of their ids.
-
-    Raises: DataError for a checkpoint without a trained masked-LM head, or a tokenizer without a
-        mask token; InvalidArgumentError for label words that are not single tokens.
-    """
+    """Return a masked language model as a classifier, and its tokenizer with the template."""
     ids = label_word_ids(tokenizer, infilling, class_names)
     masked_lm, info = AutoModelForMaskedLM.from_pretrained(name, output_loading_info=True)
     if info["missing_keys"]:

@@ -11,28 +11,19 @@ from transformers.configuration_utils import SubConfigSpec
 
 
 class InfillingConfig(PreTrainedConfig):
-    """Configuration of :class:`~hf_dp.tasks.infilling.InfillingForSequenceClassification`.
-
-    Attributes:
-        base_config: the configuration of the masked language model.
-        label_word_ids: the token that stands for each class.
-        label_words: the same as words.
-        mask_token_id: the token in whose place they are predicted.
-        template: for the reader; the tokenizer applies it.
-        pretraining_sources: for the card, which lists them.
-    """
+    """Configuration of :class:`~hf_dp.tasks.infilling.InfillingForSequenceClassification`."""
 
     model_type = "hf_dp_infilling"
     sub_configs_defaults = {"base_config": SubConfigSpec(AutoConfig, model_type="bert")}
 
-    base_config: PreTrainedConfig | dict[str, object] | None = None
-    label_word_ids: list[int] = field(default_factory=list)
+    base_config: PreTrainedConfig | dict[str, object] | None = None  # of the masked language model
+    label_word_ids: list[int] = field(default_factory=list)  # the token that stands for each class
     label_words: list[str] = field(default_factory=list)
-    mask_token_id: int | None = None
-    template: str | None = None
+    mask_token_id: int | None = None  # in whose place they are predicted
+    template: str | None = None  # for the reader; the tokenizer applies it
     pad_token_id: int | None = None
     eos_token_id: int | None = None
-    pretraining_sources: list[str] | None = None
+    pretraining_sources: list[str] | None = None  # for the card, which lists them
     initializer_range: float = 0.02
 
     def __post_init__(self, **kwargs: Any) -> None:

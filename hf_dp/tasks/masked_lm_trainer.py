@@ -20,12 +20,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 
 class Stop(TrainerCallback):
-    """End training by processor time (minutes), or when an evaluation gained too little accuracy.
-
-    Args:
-        max_minutes: processor time of all threads.
-        smallest_gain: accuracy between two evaluations, 0 to 1.
-    """
+    """End training by processor time of all threads, or when an evaluation gained too little
+    accuracy, of 0 to 1."""
 
     def __init__(self, max_minutes: float, smallest_gain: float):
         self.max_minutes, self.smallest_gain = max_minutes, smallest_gain
@@ -60,10 +56,8 @@ class Stop(TrainerCallback):
 
 
 class MaskedLMTrainer(Trainer):
-    """The stock Trainer, with vocabulary logits only where a token is predicted.
-
-    Its evaluation measures accuracy on held-out masked tokens.
-    """
+    """The stock Trainer, with vocabulary logits only where a token is predicted. Its evaluation
+    measures accuracy on held-out masked tokens."""
 
     model: PreTrainedModel
 

@@ -1,9 +1,8 @@
 """The models of tasks: where they start, what is checked and frozen before private training, and
-classifiers: an encoder of texts or images with a head, or one that fills in a word."""
+the classifiers of texts and the language models (for images see :mod:`hf_dp.tasks.images`)."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from hf_dp._arguments import argument
 from hf_dp._validate import invalid
-from hf_dp.errors import ConfigError, DataError, UnsupportedModelError
-from hf_dp.tasks.labels import labels_of
+from hf_dp.errors import ConfigError, UnsupportedModelError
+from hf_dp.tasks.classification import labels_of
 from hf_dp.tasks.sources import loading, resolve_model
 from hf_dp.tasks.templates import Infilling
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-COLORS = 3
+CAUSAL, SEQ2SEQ = "causal_lm", "seq2seq"
 
 
 @dataclass
@@ -92,10 +91,8 @@ def keep_class_names(
 
 
 def kept_class_names(folder: str) -> list[str] | None:
-    """Return the classes that an adapter was trained with, in the order of their ids.
-
-    None where its folder does not say them.
-    """
+    """Return the classes that an adapter was trained with, in the order of their ids. None where
+    its folder does not say them."""
     for name in _NAMES_FILES:
         file = Path(folder, name)
         kept = json.loads(file.read_text("utf-8")).get(_NAMES_KEY) if file.exists() else None
@@ -105,10 +102,8 @@ def kept_class_names(folder: str) -> list[str] | None:
 
 
 def without_weights(auto: Any, path: str, **options: Any) -> PreTrainedModel:
-    """Return a model of the architecture at ``path`` with random weights.
-
-    Args: auto: the class of transformers that makes it, AutoModelForSequenceClassification.
-    """
+    """Return a model of the architecture at ``path`` with random weights, made by a class of
+    transformers such as AutoModelForSequenceClassification."""
     from transformers import AutoConfig
 
     model = auto.from_config(AutoConfig.from_pretrained(path, **options))
@@ -120,11 +115,7 @@ def architecture(
     name: str, auto: Callable[[PretrainedConfig], Any], advice: str = "", **options: object
 ) -> PreTrainedModel:
     """Return a model by its name as it would be built, on the meta device: it has no weights.
-
-    Args: auto: which class of transformers makes it, by its configuration.
-
-    Raises: DataError, with this advice.
-    """
+    ``auto`` says by its configuration which class of transformers makes it."""
     import torch
     from transformers import AutoConfig
 
@@ -137,10 +128,7 @@ def architecture(
 
 
 def freeze(model: nn.Module, prefixes: Sequence[str]) -> None:
-    """Stop parameters whose name starts with one of ``prefixes`` from training.
-
-    Raises: ConfigError for a prefix that no parameter has.
-    """
+    """Stop parameters whose name starts with one of ``prefixes`` from training."""
     for prefix in prefixes:
         matched = [p for name, p in model.named_parameters() if name.startswith(prefix)]
         if not matched:
@@ -154,10 +142,7 @@ def freeze(model: nn.Module, prefixes: Sequence[str]) -> None:
 
 def turn_off_dropout(model: nn.Module, names: Sequence[str]) -> None:
     """Set probabilities to 0: of dropouts whose name ends with one of ``names``, and of modules
-    with an attribute of this name.
-
-    Raises: ConfigError for a name that no module has.
-    """
+    with an attribute of this name."""
     for name in names:
         found = 0
         for path, module in model.named_modules():
@@ -176,12 +161,10 @@ def turn_off_dropout(model: nn.Module, names: Sequence[str]) -> None:
 def check_positions(
     model: PreTrainedModel, max_length: int, max_target_length: int | None = None
 ) -> None:
-    """Raise InvalidArgumentError if a model has fewer positions than ``max_length`` tokens.
+    """Raise InvalidArgumentError if a model, or its decoder, has fewer positions than these tokens.
 
     Dummy tokens are used. Otherwise the first long private row that is sampled would end the run,
     and so reveal that it exists.
-
-    Args: max_target_length: of what the decoder of an encoder-decoder reads, in tokens.
     """
     import torch
 
@@ -193,27 +176,12 @@ def check_positions(
     if getattr(model.config, "is_encoder_decoder", False):
         decoder["decoder_input_ids"] = tokens[:, :1].expand(1, max_target_length or max_length)
     inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), **decoder}
-    if cause := _failure(model, inputs):
+    if cause := failure(model, inputs):
         expected = "to be no more tokens than the model has positions"
         raise invalid("max_length", max_length, expected, f"Its forward fails: {cause}")
 
 
-def check_pixels(model: PreTrainedModel, shape: Sequence[int]) -> None:
-    """Raise DataError if a model does not take images of this size; made-up ones are used.
-
-    Args: shape: of one image's pixels, (3, H, W).
-    """
-    import torch
-
-    if cause := _failure(model, {"pixel_values": torch.zeros(1, *shape, dtype=model.dtype)}):
-        raise DataError(
-            f"The image processor makes images of {' x '.join(map(str, shape))}, on which the "
-            f"model fails: {cause} Set `size` in preprocessor_config.json to the model's "
-            "image_size."
-        )
-
-
-def _failure(model: nn.Module, inputs: Mapping[str, Tensor]) -> str:
+def failure(model: nn.Module, inputs: Mapping[str, Tensor]) -> str:
     """Return why a model fails on made-up inputs; nothing where it does not."""
     import torch
 
@@ -251,11 +219,7 @@ def warn_of_new_weights(model: nn.Module) -> None:
 def load_classifier(
     arguments: ModelArguments, text_columns: Sequence[str], names: Sequence[str]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return model and tokenizer: with a new head, or with a template in the tokenizer.
-
-    Raises: ConfigError for a template that takes another number of texts, or for random weights;
-        DataError for what cannot be loaded.
-    """
+    """Return model and tokenizer: with a new head, or with a template in the tokenizer."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     infilling = _infilling(arguments, text_columns)
@@ -293,90 +257,70 @@ def _infilling(arguments: ModelArguments, text_columns: Sequence[str]) -> Infill
     return infilling
 
 
-def load_image_classifier(
-    arguments: ImageModelArguments, names: Sequence[str]
-) -> tuple[PreTrainedModel, BaseImageProcessor]:
-    """Return model and image processor. The head is new, unless the base has these classes.
-
-    Raises: ConfigError without Pillow; DataError for what cannot be loaded; UnsupportedModelError
-        for a model that does not take images in RGB, or whose head is not known.
-    """
-    from hf_dp.run.synthetic import image_config
-
-    require_pillow()
-    name = arguments.model_name_or_path
-    advice = "Give a Hub name, or a folder with config.json, weights and preprocessor_config.json."
-    with loading(f"The image classifier {name!r}", advice):
-        path = resolve_model(name)
-        processor = load_processor(path)
-        model = _image_model(path, names, arguments.from_scratch, arguments.new_head)
-    channels = getattr(image_config(model), "num_channels", COLORS)
-    if channels != COLORS:
-        raise UnsupportedModelError(
-            f"Expected a model that takes images in RGB, but {name!r} has num_channels {channels}. "
-            "Choose another model."
-        )
-    return model, processor
+# -- language models --
 
 
-def require_pillow() -> None:
-    """Raise ConfigError where images cannot be decoded."""
-    if importlib.util.find_spec("PIL") is None:
-        raise ConfigError(
-            "Images are decoded with Pillow, which is not installed. Install it with: pip install "
-            "'hf-dp[images]'"
-        )
+def load_language_model(
+    arguments: StartArguments, kind: str
+) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Return model and tokenizer of a decoder (``causal_lm``) or encoder-decoder (``seq2seq``)."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-
-def load_processor(path: str) -> BaseImageProcessor:
-    """Return the image processor of a model; the same one whether or not torchvision is here."""
-    from transformers import AutoImageProcessor
-
-    return AutoImageProcessor.from_pretrained(path, backend="pil")
-
-
-def _image_model(
-    path: str, names: Sequence[str], from_scratch: bool, new_head: bool
-) -> PreTrainedModel:
-    import torch
-    from transformers import AutoConfig, AutoModelForImageClassification
-
-    auto = AutoModelForImageClassification
-    if from_scratch:
-        return without_weights(auto, path, **labels_of(names))
-    own = AutoConfig.from_pretrained(path)
-    config = AutoConfig.from_pretrained(path, **labels_of(names))
-    # A head of another size is made anew; what else does not fit is refused below.
-    model, info = auto.from_pretrained(
-        path, config=config, output_loading_info=True, ignore_mismatched_sizes=True
+    auto: Any = {CAUSAL: AutoModelForCausalLM, SEQ2SEQ: AutoModelForSeq2SeqLM}[kind]
+    path = resolve_model(arguments.model_name_or_path)
+    advice = (
+        f"Give a Hub name, a folder with config.json, weights and tokenizer (task {kind}), or "
+        "package:NAME. To start from random weights of its architecture, set from_scratch: true."
     )
-    head = _head_parameters(model)
-    other = sorted({name for name, *_ in info["mismatched_keys"]} - head)
-    if other:
-        raise DataError(
-            f"The weights in {path!r} do not fit its config.json: {', '.join(other)} have other "
-            "shapes. Use the configuration with which they were saved."
-        )
-    known = [own.id2label[index] for index in range(own.num_labels)]
-    renewed = head if new_head or known != list(names) else set()
-    if renewed:
-        fresh = auto.from_config(config)
-        with torch.no_grad():
-            for name in renewed:
-                model.get_parameter(name).copy_(fresh.get_parameter(name))
-    model.newly_initialized = sorted(renewed | set(info["missing_keys"]))
-    return model
+    with loading(f"The model {arguments.model_name_or_path!r}", advice):
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        fresh = arguments.from_scratch
+        model = without_weights(auto, path) if fresh else auto.from_pretrained(path)
+    fit_tokens(model, tokenizer)
+    return model, tokenizer
 
 
-def _head_parameters(model: PreTrainedModel) -> set[str]:
-    """Return the names of the parameters of a classifier's head. Raises: UnsupportedModelError."""
-    from hf_dp.run.checks import head_of
+def load_trained(
+    path: str, arguments: StartArguments, kind: str
+) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Return model and tokenizer that ``hf-dp train`` wrote; an adapter on its base. Raises: as
+    :func:`load_language_model`."""
+    folder = resolve_model(path)
+    if not Path(folder, "adapter_config.json").exists():
+        return load_language_model(StartArguments(path), kind)
+    from peft import PeftModel
 
-    heads = head_of(model).items()
-    names = {f"{part}.{name}" for part, module in heads for name, _ in module.named_parameters()}
-    if not names:
+    base, tokenizer = load_language_model(arguments, kind)
+    what = f"The adapter {path!r} on {arguments.model_name_or_path!r}"
+    with loading(what, "Give the configuration that it was trained with."):
+        return PeftModel.from_pretrained(base, folder), tokenizer
+
+
+def fit_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give the tokenizer a padding token, and let the model stop at its end token. A missing
+    padding token becomes the end token. Nothing attends to padding and no label stands on it, so no
+    embedding is needed for it."""
+    if tokenizer.eos_token is None:
         raise UnsupportedModelError(
-            f"Expected a model with a head beside its backbone, but {type(model).__name__} has "
-            f"nothing beside {model.base_model_prefix!r}. Choose another model."
+            "The tokenizer has no end token (eos_token), so the model could not learn where a text "
+            "ends. Set tokenizer.eos_token to one of its tokens and save it beside the model."
         )
-    return names
+    embeddings = getattr(model.get_input_embeddings(), "num_embeddings", 0)
+    if len(tokenizer) > embeddings:
+        raise UnsupportedModelError(
+            f"The tokenizer has {len(tokenizer)} tokens, and the model {embeddings} embeddings. "
+            "Call model.resize_token_embeddings(len(tokenizer)) once, without private data, and "
+            "save both."
+        )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+        said = "The tokenizer has no padding token: it is the end token %r. No embedding changes."
+        logger.warning(said, tokenizer.eos_token)
+    for config in (model.config, model.generation_config):
+        if config.pad_token_id is None:
+            config.pad_token_id = tokenizer.pad_token_id
+    # Texts are trained to end with the tokenizer's end token, which may not be the model's own.
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if tokenizer.eos_token_id not in ends:
+        model.generation_config.eos_token_id = [*ends, tokenizer.eos_token_id]

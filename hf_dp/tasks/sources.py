@@ -97,10 +97,7 @@ def load_train(data: SourceArguments) -> Dataset:
 
 
 def load_evaluation(data: SourceArguments) -> dict[str, Dataset]:
-    """Return the evaluation sets by name, that of the split or file without "validation_".
-
-    Raises: ConfigError when none are named, or for a part that training reads, too; DataError.
-    """
+    """Return the evaluation sets by name, that of the split or file without "validation_"."""
     _check_source(data)
     name, config, file = data.dataset_name, data.dataset_config, data.train_file
     if name == "demo":
@@ -158,10 +155,8 @@ def _check_source(data: SourceArguments) -> None:
 
 @contextmanager
 def loading(what: str, advice: str) -> Iterator[None]:
-    """Raise DataError, with ``advice``, where a library cannot load ``what`` inside.
-
-    An error of hf_dp's own goes on as it is.
-    """
+    """Raise DataError, with ``advice``, where a library cannot load ``what`` inside. An error of
+    hf_dp's own goes on as it is."""
     try:
         yield
     except HfDpError:
@@ -175,11 +170,7 @@ def load_file(path: str, split: str = _WHOLE) -> Dataset:
     """Return a ``datasets.Dataset`` from a Parquet, CSV or JSON(-lines) file, or from a folder with
     a subfolder of images for each class.
 
-    Args:
-        split: which of the rows, in datasets' syntax: ``train`` for all, ``train[5000:]``.
-
-    Raises: ConfigError for a split that may hold a row twice; DataError for a missing or unreadable
-        file, an unknown ending, a split that there is not, or no rows.
+    Args: split: which of the rows, in datasets' syntax: ``train`` for all, ``train[5000:]``.
     """
     import datasets
 
@@ -237,9 +228,7 @@ def _uneven(file: Path) -> str:
 
 def _check_images_of_classes(folder: Path) -> None:
     """Raise DataError unless every image of a folder lies in a subfolder of it, and none deeper.
-
-    datasets would leave out labels, or take others, without saying so. It skips hidden files.
-    """
+    datasets would leave out labels, or take others, without saying so. It skips hidden files."""
     from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
     # glob follows links to folders, as datasets does; rglob does not.
@@ -268,10 +257,7 @@ def refuse_joined(split: str) -> None:
 
 
 def load_hub(name: str, config: str | None, split: str) -> Dataset:
-    """Return one split of a data set on the Hub, or in a local folder laid out like one.
-
-    Raises: DataError.
-    """
+    """Return one split of a data set on the Hub, or in a local folder laid out like one."""
     import datasets
 
     # datasets reads the folder's path as a pattern, and takes no escaped one: p[1] would mean p1.
@@ -293,13 +279,20 @@ def load_hub(name: str, config: str | None, split: str) -> Dataset:
         return datasets.load_dataset(name, config, split=split, **uncached)
 
 
+def require_columns(dataset: Dataset, columns: list[str], argument: str) -> list[str]:
+    """Return the columns. Raises: DataError naming those that are missing."""
+    missing = [column for column in columns if column not in dataset.column_names]
+    if missing:
+        raise DataError(
+            f"`{argument}` names {missing}, but the data has the columns {dataset.column_names}. "
+            f"Set `{argument}` to columns that are there."
+        )
+    return columns
+
+
 def resolve_model(name: str) -> str:
-    """Return a model name or path as ``from_pretrained`` takes it.
-
-    ``package:NAME`` is the model inside a Python package.
-
-    Raises: DataError when that package is not installed, or carries no model.
-    """
+    """Return a model name or path as ``from_pretrained`` takes it. ``package:NAME`` is the model
+    inside a Python package."""
     kind, separator, package = name.partition(":")
     if kind != "package" or not separator:
         return name
@@ -318,14 +311,8 @@ def resolve_model(name: str) -> str:
 
 
 def read_texts(files: Sequence[str], columns: Sequence[str]) -> Iterator[str]:
-    """Yield every text of these columns, in the order of the files.
-
-    Args:
-        columns: of texts or lists of texts; ``annotations.text`` for a nested one. A file needs
-            only one of them.
-
-    Raises: DataError for a file that has none of the columns, or a value that is not text.
-    """
+    """Yield every text of these columns, in the order of the files: of texts or lists of texts;
+    ``annotations.text`` for a nested one. A file needs only one of them."""
     for file in files:
         rows = load_file(file)
         paths = [column.split(".") for column in columns]

@@ -26,8 +26,7 @@ from hf_dp.run.witnesses import refuse_foreign
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.given import Given, Rows
 from hf_dp.trainer.publishing import Publishing
-from hf_dp.tuners.apply import apply_peft, load_model
-from hf_dp.tuners.base import PlainRun, Tuner
+from hf_dp.tuners.base import PlainRun, Tuner, apply_peft, load_model
 from hf_dp.tuners.methods import tuner_for
 
 Prepared: TypeAlias = tuple[nn.Module, DataLoader]

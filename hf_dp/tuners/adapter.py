@@ -58,8 +58,6 @@ class AdapterConfig(PeftConfig):
             not in the table; overrides the table for the others.
         modules_to_save: modules that train in full. With ``task_type="SEQ_CLS"`` the head of a
             classifier is one of them.
-
-    Raises: InvalidArgumentError naming the argument.
     """
 
     bottleneck_size: int = field(default=16)
@@ -94,10 +92,8 @@ class AdapterLayer(nn.Module, BaseTunerLayer):
         self.update_layer(adapter_name, config)
 
     def update_layer(self, adapter_name: str, config: AdapterConfig) -> None:
-        """Add an adapter that changes nothing yet.
-
-        ``up`` starts at zero, so that a private run starts from the base model.
-        """
+        """Add an adapter that changes nothing yet. ``up`` starts at zero, so that a private run
+        starts from the base model."""
         base = self.get_base_layer()
         weight = base.get_parameter("weight")
         width = getattr(base, "out_features", None) or getattr(base, "nf", None)
@@ -131,10 +127,8 @@ class AdapterLayer(nn.Module, BaseTunerLayer):
 
 
 class AdapterModel(BaseTuner):
-    """The model that ``get_peft_model`` makes from an :class:`AdapterConfig`.
-
-    An adapter is not linear, so it cannot be merged.
-    """
+    """The model that ``get_peft_model`` makes from an :class:`AdapterConfig`. An adapter is not
+    linear, so it cannot be merged."""
 
     prefix: str = "adapter_"
     tuner_layer_cls = AdapterLayer

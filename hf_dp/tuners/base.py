@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
-from peft import PeftConfig
+import transformers
+from peft import PeftConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import TrainingArguments
+from transformers import AutoConfig, TrainingArguments
 
 from hf_dp._validate import invalid
 from hf_dp.clipping import ClippingEngine
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import ConfigError, InvalidArgumentError, UnsupportedArgumentError
+from hf_dp.losses import known_task
 from hf_dp.plans.rounding import clipping_share, rounding_margin
 from hf_dp.plans.selection import SelectionPlan
-from hf_dp.run.checks import refuse_frozen_heads
+from hf_dp.run.checks import head_of, refuse_frozen_heads
 from hf_dp.run.clock import Clock
 from hf_dp.run.private_run import PrivateRun
-from hf_dp.tuners.apply import complete, describe_training
-from hf_dp.tuners.selection import PrivateConfig, SelectionConfig, always_trained
+from hf_dp.tuners.selection import PrivateConfig, SelectionConfig, SelectionModel, always_trained
+
+logger = logging.getLogger(__name__)
 
 # Without privacy no gradient is clipped: far above any norm, and a float32.
 _NO_CLIPPING = 1e30
@@ -37,39 +42,26 @@ class PlainRun:
 
     A recipe can then be compared with itself without privacy. What a private run chooses by noisy
     numbers is chosen by the same numbers without noise, and nothing is claimed of it.
-
-    Attributes:
-        model: what trains; a tuner may replace it.
-        device: where the model is.
-        processes: that train it together.
-        sample: ``sample(rate)`` gives the collated batches of a sample of the training rows that
-            holds each with that probability.
-        losses: ``losses(model, batch)`` gives per-example losses, (b,).
-        clock: of the run.
-        selections: what the tuner chose.
     """
 
-    model: nn.Module
+    model: nn.Module  # what trains; a tuner may replace it
     device: torch.device
-    processes: Processes
+    processes: Processes  # that train it together
+    # The collated batches of a sample of the training rows that holds each with this probability.
     sample: Callable[[float], Iterator[Batch]]
-    losses: Callable[[nn.Module, Batch], Tensor]
+    losses: Callable[[nn.Module, Batch], Tensor]  # of each example, (b,)
     clock: Clock = field(default_factory=Clock)
-    selections: Sequence[object] = ()
+    selections: Sequence[object] = ()  # what the tuner chose
 
 
 Run = PrivateRun | PlainRun
 
 
 class Tuner:
-    """Decides what trains inside a run.
+    """Decides what trains inside a run. This base class decides nothing: everything that is
+    trainable trains."""
 
-    This base class decides nothing: everything that is trainable trains.
-
-    Attributes: undecided: whether what trains is still to be decided, when training starts.
-    """
-
-    undecided = False
+    undecided = False  # whether what trains is still to be decided, when training starts
 
     clips_in_its_own_way = False  # whether :meth:`engine` differs from the run's engine
     gradients_are_noised_sums = True  # and not made of several of them
@@ -86,10 +78,8 @@ class Tuner:
         """Raise InvalidArgumentError for training arguments that cannot work."""
 
     def start(self, run: Run, checkpoint: str | None = None) -> None:
-        """Select what trains, or read what the run of a checkpoint selected.
-
-        It is called before the optimizer exists, and may replace ``run.model``.
-        """
+        """Select what trains, or read what the run of a checkpoint selected. It is called before
+        the optimizer exists, and may replace ``run.model``."""
 
     def before_step(self, run: Run, step: int) -> None:
         """Do what is due before step number ``step``, counted from 0. Without privacy it is called
@@ -127,10 +117,8 @@ Config = TypeVar("Config", bound=SelectionConfig)
 
 
 class ConfiguredTuner(Tuner, Generic[Config]):
-    """The base of tuners that a :class:`SelectionConfig` describes.
-
-    Args: config: a copy, into which the tuner writes what it chose.
-    """
+    """The base of tuners that a :class:`SelectionConfig` describes: a copy, into which the tuner
+    writes what it chose."""
 
     undecided = True
 
@@ -170,10 +158,8 @@ class ConfiguredTuner(Tuner, Generic[Config]):
             self.undecided = False
 
     def decide(self, run: Run, checkpoint: str | None, earlier: Config | None) -> None:
-        """Select what trains, or take over what the run of a checkpoint selected.
-
-        Args: earlier: the configuration of the run of the checkpoint, with what it chose.
-        """
+        """Select what trains, or take over what the run of a checkpoint selected, of which
+        ``earlier`` is the configuration."""
         raise NotImplementedError
 
     def only_chosen(self, model: nn.Module, chosen: Iterable[nn.Parameter]) -> None:
@@ -217,10 +203,8 @@ def serves(*kinds: type[PeftConfig]) -> Callable[[Maker], Maker]:
 class Samples:
     """Clipped sums over secret draws of a private run; they leave through its gate, with noise.
 
-    Args:
-        iterations: how many draws.
-        margin: by how much of C the noise is scaled up for rounding; by default as the draw asks
-            (:func:`hf_dp.plans.rounding.rounding_margin`).
+    Args: iterations: how many draws. margin: by how much of C the noise is scaled up for rounding;
+    by default as the draw asks (:func:`hf_dp.plans.rounding.rounding_margin`).
 
     Attributes:
         clipping_norm: C, of what one example adds.
@@ -251,10 +235,7 @@ class Samples:
 
 
 class ExactSamples:
-    """The same of a run without privacy: nothing is clipped, and no noise is added.
-
-    Raises: UnsupportedArgumentError with several processes, which would sample different rows.
-    """
+    """The same of a run without privacy: nothing is clipped, and no noise is added."""
 
     plan: None = None
     margin, clipping_norm, clips_to, noise_multiplier = 0.0, _NO_CLIPPING, _NO_CLIPPING, 0.0
@@ -278,13 +259,9 @@ class ExactSamples:
 
 @contextmanager
 def only_trains(model: nn.Module, names: set[str]) -> Iterator[Callable[[set[str]], None]]:
-    """Leave only the named parameters trainable inside, of those that were trainable.
-
-    Yields: a function that takes other names and restricts to them instead.
-    """
-    trained = {
-        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
-    }
+    """Leave only the named parameters trainable inside, of those that were trainable. What it
+    yields takes other names instead."""
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
 
     def restrict(to: set[str]) -> None:
         for name, parameter in trained.items():
@@ -304,3 +281,85 @@ def samples_of(
     if isinstance(run, PlainRun):
         return ExactSamples(run, config)
     return Samples(run, iterations, margin)
+
+
+_PEFT_TASKS = {
+    "sequence_classification": "SEQ_CLS",
+    "causal_lm": "CAUSAL_LM",
+    "question_answering": "QUESTION_ANS",
+}
+
+
+def load_model(name_or_path: str) -> nn.Module:
+    """Load a model by name or path, with the class that its config names."""
+    config = AutoConfig.from_pretrained(name_or_path)
+    architecture = (config.architectures or [None])[0]
+    cls = getattr(transformers, architecture or "", None)
+    if cls is None:
+        raise InvalidArgumentError(
+            f"Expected `model`={name_or_path!r} to name its class in config.architectures, got "
+            f"{config.architectures!r}. Load it yourself, and pass the model."
+        )
+    return cls.from_pretrained(name_or_path)
+
+
+def apply_peft(
+    model: nn.Module, peft_config: PeftConfig, device: torch.device, seed: int | None = None
+) -> PeftModel:
+    """Move the model to its device, then wrap it for the adapter.
+
+    If the model moved after wrapping, the optimizer would update copies: the run would look right
+    and learn nothing. What is set and chosen is noted in a copy, ``peft_config`` of the result: the
+    caller's own configuration may serve another run.
+
+    Args: seed: that of the run, for a public draw of what trains that has no seed of its own.
+    """
+    if isinstance(model, PeftModel):
+        raise InvalidArgumentError(
+            "Expected `peft_config` to be None for a model that is a PeftModel already. Pass the "
+            "base model, or leave `peft_config` unset."
+        )
+    config = copy.deepcopy(peft_config)
+    complete(model, config)
+    if getattr(config, "selection_seed", 0) is None:
+        vars(config)["selection_seed"] = seed
+    base: Any = model.to(device)  # PEFT takes more than its annotations say
+    try:
+        return get_peft_model(base, config)
+    except (ValueError, TypeError, KeyError) as problem:
+        raise InvalidArgumentError(
+            f"peft cannot apply `peft_config` to {type(model).__name__}: {problem}"
+        ) from problem
+
+
+def complete(model: nn.Module, peft_config: PeftConfig) -> None:
+    """Set a missing ``task_type`` from the model's class, and log it. Without it PEFT would neither
+    train nor save the head. It knows none for images: the head of an image classifier is named in
+    ``modules_to_save`` instead, beside what is named there."""
+    if peft_config.task_type is not None:
+        return
+    task = known_task(model)
+    if task == "image_classification" and hasattr(peft_config, "modules_to_save"):
+        given = peft_config.modules_to_save or []
+        given = [given] if isinstance(given, str) else list(given)
+        peft_config.modules_to_save = [*given, *(n for n in head_of(model) if n not in given)]
+        logger.info("peft_config.modules_to_save: %s.", peft_config.modules_to_save)
+        return
+    peft_config.task_type = _PEFT_TASKS.get(task)
+    logger.info("peft_config.task_type was not set; using %s.", peft_config.task_type)
+
+
+def describe_training(model: nn.Module) -> str:
+    """Return what trains, in words and counts, for the card."""
+    named = list(model.named_parameters())
+    trainable = sum(p.numel() for _, p in named if p.requires_grad)
+    # Of selected modules and of ``modules_to_save``, PEFT also keeps the frozen originals.
+    marks = (f".{SelectionModel.prefix}", ".modules_to_save.")
+    copies = {p for n, p in named if p.requires_grad and any(mark in n for mark in marks)}
+    total = sum(p.numel() for _, p in named) - sum(p.numel() for p in copies)
+    if trainable == total:
+        return f"all {total:,} parameters"
+    configs: Mapping[str, PeftConfig] = getattr(model, "peft_config", None) or {}
+    kinds = {str(getattr(each.peft_type, "value", each.peft_type)) for each in configs.values()}
+    of_kind = f" ({', '.join(sorted(kinds))})" if kinds else ""
+    return f"{trainable:,} of {total:,} parameters{of_kind}"

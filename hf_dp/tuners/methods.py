@@ -24,8 +24,6 @@ def tuner_for(peft_config: PeftConfig | None, is_private: bool) -> Tuner | None:
     A tuner is needed where what trains is decided inside the run: by the private rows (DP-FROST,
     PARAM), or entry by entry (PVAL, RGP). It gets a copy: the run writes its selection into it,
     and the caller may reuse the original.
-
-    Raises: as the tuner's own maker (:data:`hf_dp.tuners.base.TUNERS`).
     """
     makers = (TUNERS[kind] for kind in type(peft_config).__mro__ if kind in TUNERS)
     make = next(makers, None)

@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from hf_dp._validate import integer, invalid, positive
 from hf_dp.clipping.low_rank import LEFT, RIGHT, Carriers, LowRankEngine
 from hf_dp.run.private_run import PrivateRun
-from hf_dp.tuners.apply import describe_training
-from hf_dp.tuners.base import ConfiguredTuner, Run, serves
+from hf_dp.tuners.base import ConfiguredTuner, Run, describe_training, serves
 from hf_dp.tuners.selection import InPlace, SelectionConfig, register
 
 
@@ -50,10 +49,7 @@ class RgpConfig(SelectionConfig):
         positive("learning_rate_scale", self.learning_rate_scale)
 
     def weights(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the matrices that get carriers, by name; embeddings are not among them.
-
-        Raises: InvalidArgumentError for a rank above the smallest side of a matrix.
-        """
+        """Return the matrices that get carriers, by name; embeddings are not among them."""
         looked_up = {
             parameter
             for module in model.modules()
@@ -100,11 +96,8 @@ class Rgp(ConfiguredTuner[RgpConfig]):
                 weight.register_hook(partial(self._projected, name))
 
     def _projected(self, name: str, gradient: Tensor) -> Tensor:
-        """Return the weight's gradient as its carriers see it.
-
-        The projection is linear and the same for all batches of a step, so it may come before
-        they are added up.
-        """
+        """Return the weight's gradient as its carriers see it. The projection is linear and the
+        same for all batches of a step, so it may come before they are added up."""
         each = self._carriers[name]
         left, right = each.left.to(gradient.dtype), each.right.to(gradient.dtype)
         return Carriers(left, right).gradient(gradient @ right.mT, left.mT @ gradient)
@@ -150,12 +143,9 @@ class Rgp(ConfiguredTuner[RgpConfig]):
 
 @torch.no_grad()
 def carriers(weight: Tensor, start: Tensor, rank: int, iterations: int) -> Carriers:
-    """Return carriers along the historical update ``weight - start``.
-
-    While there is no update yet, they are carriers along the weight. They come from a power
-    iteration with a random start (algorithm 2). The update is a function of what was released, so
-    they cost no privacy.
-    """
+    """Return carriers along the historical update ``weight - start``. While there is no update yet,
+    they are carriers along the weight. They come from a power iteration with a random start
+    (algorithm 2). The update is a function of what was released, so they cost no privacy."""
     update = (weight - start).float()
     if not bool(update.any()):
         update = weight.float()

@@ -33,7 +33,7 @@ from hf_dp._borrowed.peft_methods import register_method
 from hf_dp._validate import in_unit_interval, invalid
 from hf_dp.errors import ConfigError, UnsupportedModelError
 from hf_dp.plans.selection import SelectionPlan
-from hf_dp.tuners.frost.partition import Partition, partitions, refuse_too_small
+from hf_dp.tuners.frost.select import Partition, partitions, refuse_too_small
 
 FILE_NAME = "selection.json"
 # What PEFT itself trains in full, by task type.
@@ -53,8 +53,6 @@ class SelectionConfig(LNTuningConfig):
     train, and are not candidates.
 
     Args: parameters: names of the chosen parameters in the base model; None until they are chosen.
-
-    Raises: ConfigError for ``target_modules`` (``parameters`` decides them).
     """
 
     parameters: list[str] | None = field(default=None)
@@ -84,8 +82,6 @@ class SelectionConfig(LNTuningConfig):
         Those that a module made of other modules owns stay frozen (ViT's class token, or the bias
         that a masked language model's head shares with its decoder): PEFT copies layers, and a
         whole copy of such a module would lack the attributes that other modules read.
-
-        Raises: InvalidArgumentError where there is none.
         """
         out = always_trained(model, self) | outside_layers(model)
         named = model.named_parameters()
@@ -130,10 +126,7 @@ class SelectionConfig(LNTuningConfig):
     def from_pretrained(
         cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any
     ) -> Self:
-        """Read the selection saved beside an adapter, in a folder or a Hub repository.
-
-        Raises: ConfigError when there is none, or when another method made it.
-        """
+        """Read the selection saved beside an adapter, in a folder or a Hub repository."""
         folder = pretrained_model_name_or_path
         path = Path(folder, FILE_NAME)
         if not os.path.isdir(folder):
@@ -170,11 +163,7 @@ class RatioConfig(SelectionConfig):
         in_unit_interval("unfreeze_ratio", self.unfreeze_ratio, one=True)
 
     def candidate_partitions(self, model: nn.Module) -> list[Partition]:
-        """Return the partitions that may be selected.
-
-        Raises: InvalidArgumentError when nothing may be selected, or when even the smallest
-            partition exceeds ``unfreeze_ratio``.
-        """
+        """Return the partitions that may be selected."""
         found = partitions(model, self.candidates(model).values())
         refuse_too_small(found, self.unfreeze_ratio)
         return found
@@ -349,11 +338,7 @@ class SelectionModel(LNTuningModel):
 
 
 def target_modules(model: nn.Module, parameters: Sequence[str]) -> list[str] | str:
-    """Return the layers that own these parameters, all of a tied one, in the form PEFT takes them.
-
-    Raises: InvalidArgumentError for a name that is not that of a parameter; UnsupportedModelError
-        for a parameter that does not belong to a single layer.
-    """
+    """Return the layers that own these parameters, all of a tied one, as PEFT takes them."""
     names = dict(model.named_parameters())
     modules = dict(model.named_modules(remove_duplicate=False))
     outside = outside_layers(model)

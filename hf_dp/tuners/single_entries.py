@@ -25,10 +25,10 @@ from hf_dp.clipping.masked import MaskedEngine
 from hf_dp.plans.selection import SelectionPlan
 from hf_dp.run.clock import SELECTION
 from hf_dp.run.private_run import PrivateRun
-from hf_dp.tuners.apply import describe_training
 from hf_dp.tuners.base import (
     ConfiguredTuner,
     Run,
+    describe_training,
     only_trains,
     samples_of,
     serves,
@@ -160,10 +160,7 @@ def select_entries(run: Run, config: ParamConfig) -> dict[str, Tensor]:
 
 
 def largest(values: Mapping[str, Tensor], ratio: float) -> dict[str, Tensor]:
-    """Return masks of the ``floor(ratio n)`` entries, of all n, with the largest absolute value.
-
-    Raises: InvalidArgumentError when that number is 0.
-    """
+    """Return masks of the ``floor(ratio n)`` entries, of all n, with the largest absolute value."""
     flat = torch.cat([value.detach().abs().flatten().float() for value in values.values()])
     count = math.floor(ratio * len(flat))
     if count == 0:
@@ -187,10 +184,7 @@ def packed(masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unpacked(bits: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Read back what :func:`packed` wrote for this model.
-
-    Raises: InvalidArgumentError when they are of another model.
-    """
+    """Read back what :func:`packed` wrote for this model."""
     names = dict(model.named_parameters())
     masks = {}
     for name, of_mask in bits.items():

@@ -25,7 +25,7 @@ from hf_dp.errors import ConfigError, DataError, InvalidArgumentError, Unsupport
 from hf_dp.tasks.generation.arguments import TextArguments
 from hf_dp.tasks.generation.encoding import encode, encoding_of
 from hf_dp.tasks.generation.evaluation import negative_log_likelihood
-from hf_dp.tasks.generation.language_models import CAUSAL
+from hf_dp.tasks.models import CAUSAL
 
 E2E = TextArguments(data_format="e2e", max_length=150)
 PAIRS = TextArguments(

@@ -37,7 +37,7 @@ def of_tables(tmp_path, monkeypatch, capsys) -> Callable[..., Recipe]:
     def make(count: int, **values: Any) -> Recipe:
         import tiny_text
 
-        place = "hf_dp.tasks.generation.formats.demo_tables"
+        place = "hf_dp.tasks.generation.arguments.demo_tables"
         monkeypatch.setattr(place, lambda *_: tiny_text.tables(count))
         model = tiny_text.saved(tmp_path / "model", tiny_text.gpt2())
         return Recipe(

@@ -23,8 +23,7 @@ from transformers import (
 )
 
 from hf_dp.cli.config import read_yaml
-from hf_dp.tasks.generation.language_models import load_language_model
-from hf_dp.tasks.models import StartArguments
+from hf_dp.tasks.models import StartArguments, load_language_model
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -26,7 +26,7 @@ from hf_dp.errors import (
 )
 from hf_dp.losses import per_example_loss
 from hf_dp.tuners.frost.magnitude import MagnitudeEngine
-from hf_dp.tuners.frost.partition import partitions
+from hf_dp.tuners.frost.select import partitions
 
 SHORT, LONG = (5, 1, 3, 6, 2, 4), (19, 1, 8, 12)
 

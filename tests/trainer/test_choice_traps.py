@@ -17,7 +17,7 @@ from transformers import BertForMaskedLM, BertForTokenClassification
 from hf_dp.errors import ConfigError, InvalidArgumentError, LedgerError, UnsupportedModelError
 from hf_dp.tuners.base import ConfiguredTuner
 from hf_dp.tuners.frost.magnitude import MagnitudeEngine, representable, sensitivity
-from hf_dp.tuners.frost.partition import partitions
+from hf_dp.tuners.frost.select import partitions
 from hf_dp.tuners.frost.tuner import FrostConfig
 from hf_dp.tuners.public_choice import RandomConfig
 from hf_dp.tuners.rgp import RgpConfig

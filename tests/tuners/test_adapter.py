@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, assert_exact, collate
+from architectures import ARCHITECTURES, assert_exact, collate, logits
 from peft import get_peft_model
 from transformers.activations import ACT2FN
 
@@ -20,11 +20,6 @@ KNOWN = (
     "bert", "distilbert", "roberta", "albert", "electra", "modernbert", "mpnet", "gpt2_tied", "opt", "llama", "t5",
     "bart", "vit", "dinov2",
 )  # fmt: skip
-
-
-def logits(architecture, model, batch):
-    with architecture.precision(), torch.no_grad():
-        return model(**{name: value for name, value in batch.items() if name != "labels"}).logits
 
 
 def adapters(model) -> dict[str, AdapterLayer]:

@@ -10,8 +10,7 @@ import pytest
 from scipy.optimize import minimize
 
 from hf_dp.errors import InvalidArgumentError
-from hf_dp.tuners.frost.partition import Partition
-from hf_dp.tuners.frost.select import _last_frozen, estimate, scales_of, select, variance
+from hf_dp.tuners.frost.select import Partition, _last_frozen, estimate, scales_of, select, variance
 
 
 def partition(name: str, size: int) -> Partition:

@@ -14,7 +14,7 @@ from models import single
 from hf_dp.errors import InvalidArgumentError
 from hf_dp.plans.rounding import slack_cap
 from hf_dp.tuners.frost.magnitude import MAGNITUDES, MagnitudeEngine, sensitivity
-from hf_dp.tuners.frost.partition import partitions
+from hf_dp.tuners.frost.select import partitions
 
 KINDS = [(magnitude, order) for magnitude in MAGNITUDES for order in (1, 2)]
 LENGTHS = (5, 1, 3, 6)

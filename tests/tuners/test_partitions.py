@@ -8,7 +8,7 @@ import pytest
 from architectures import ARCHITECTURES
 
 from hf_dp.cli.main import main
-from hf_dp.tuners.frost.partition import partitions
+from hf_dp.tuners.frost.select import partitions
 
 
 @pytest.mark.parametrize(

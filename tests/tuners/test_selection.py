@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 import tiny
 import torch
-from architectures import ARCHITECTURES, INFILLING, assert_exact, collate
+from architectures import ARCHITECTURES, INFILLING, assert_exact, collate, logits
 from peft import LNTuningModel, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
@@ -25,11 +25,6 @@ MODELS = {name: ARCHITECTURES[name] for name in (
     "bert", "albert", "deberta_v2", "modernbert", "mpnet", "bert_masked_lm", "gpt2_tied", "opt", "qwen3_tied",
     "gemma3", "phi3", "t5", "bart", "vit", "convnext",
 )} | {f"infilling {name}": INFILLING[name] for name in ("bert untied", "albert")}  # fmt: skip
-
-
-def logits(architecture, model, batch):
-    with architecture.precision(), torch.no_grad():
-        return model(**{name: value for name, value in batch.items() if name != "labels"}).logits
 
 
 def moved(model) -> None:

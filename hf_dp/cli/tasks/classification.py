@@ -18,11 +18,12 @@ from hf_dp.tasks.classification import (
     ClassificationArguments,
     DataArguments,
     ImageArguments,
+    checked_names,
     encode,
+    label_names,
     metrics,
     one_or_all,
 )
-from hf_dp.tasks.labels import checked_names, label_names
 from hf_dp.tasks.sources import load_evaluation, load_train
 
 if TYPE_CHECKING:
@@ -156,19 +157,23 @@ class Images(Classifier):
     reader: BaseImageProcessor
 
     def load(self) -> None:
-        self.model, self.reader = models.load_image_classifier(self.start, self.names)
+        from hf_dp.tasks.images import load_image_classifier
+
+        self.model, self.reader = load_image_classifier(self.start, self.names)
 
     def read(self, folder: str) -> None:
         from transformers import AutoModelForImageClassification
 
-        models.require_pillow()
-        self.reader = models.load_processor(folder)
+        from hf_dp.tasks.images import load_processor, require_pillow
+
+        require_pillow()
+        self.reader = load_processor(folder)
         self.model = AutoModelForImageClassification.from_pretrained(folder)
 
     def rows(
         self, rows: Dataset, args: DPTrainingArguments | None, evaluation: str = ""
     ) -> Dataset:
-        from hf_dp.tasks.images import ToPixels, check_images, image_rows
+        from hf_dp.tasks.images import ToPixels, check_images, check_pixels, image_rows
 
         data, keep = self.data, args.privacy_unit_column if args else None
         columns = data.image_column, data.label_column
@@ -176,7 +181,7 @@ class Images(Classifier):
         if evaluation or args is None or not args.is_private:
             which = f"evaluation set {evaluation!r}" if evaluation else "training set"
             quiet = args is not None and bool(args.disable_tqdm)
-            models.check_pixels(self.model, check_images(found, which, data.image_column, quiet))
+            check_pixels(self.model, check_images(found, which, data.image_column, quiet))
         changed = ToPixels(self.reader, data.augmentation)
         return found if evaluation else found.with_transform(changed)
 

@@ -50,7 +50,7 @@ class Writing(tasks.PrivateTask):
             evaluate_texts,
             evaluation_sets,
         )
-        from hf_dp.tasks.generation.language_models import load_language_model
+        from hf_dp.tasks.models import load_language_model
         from hf_dp.trainer.trainer import DPTrainer
 
         if args.privacy_mode == "dp_fp":
@@ -125,7 +125,7 @@ class Writing(tasks.PrivateTask):
 
         from hf_dp.tasks.generation.encoding import encoding_of
         from hf_dp.tasks.generation.evaluation import evaluate_texts, evaluation_sets
-        from hf_dp.tasks.generation.language_models import load_language_model, load_trained
+        from hf_dp.tasks.models import load_language_model, load_trained
 
         args, model_args, data, decoding = tasks.parse_evaluation(
             (tasks.EvalArguments, *self.ARGUMENTS), values, words

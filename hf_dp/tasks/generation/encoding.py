@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.losses import IGNORED_LABEL
-from hf_dp.tasks.generation.arguments import TextArguments
-from hf_dp.tasks.generation.formats import FORMATS, MESSAGES, read_row
-from hf_dp.tasks.generation.language_models import SEQ2SEQ
-from hf_dp.tasks.labels import require_columns
-from hf_dp.tasks.sources import load_train
+from hf_dp.tasks.generation.arguments import FORMATS, MESSAGES, TextArguments, read_row
+from hf_dp.tasks.models import SEQ2SEQ
+from hf_dp.tasks.sources import load_train, require_columns
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -30,25 +28,16 @@ ENCODED = ("input_ids", "attention_mask", "labels")
 
 @dataclass(frozen=True)
 class CausalEncoding:
-    """Prompt, separator, target and an end token in one sequence, for a decoder.
-
-    Args:
-        separator: the text between prompt and target.
-        max_length: of the whole sequence, in tokens.
-        cut_prompts: cut the front of a prompt that is too long, rather than refuse it.
-    """
+    """Prompt, separator, target and an end token in one sequence, for a decoder."""
 
     tokenizer: PreTrainedTokenizerBase
     separator: str
-    max_length: int
-    cut_prompts: bool = False
+    max_length: int  # of the whole sequence, in tokens
+    cut_prompts: bool = False  # at their front, rather than refuse them
 
     def example(self, prompt: str, target: str, row: int) -> Example:
         """Return ``input_ids``, ``attention_mask`` and ``labels`` of one length, which may cut the
-        target.
-
-        Raises: DataError for a prompt that leaves no room for its target.
-        """
+        target."""
         after = [*_plain(self.tokenizer, target), self.tokenizer.eos_token_id]
         before = self.prompt(prompt, row, room=min(len(after), self.max_length // 2))
         ids = [*before, *after][: self.max_length]
@@ -78,25 +67,16 @@ class CausalEncoding:
 
 @dataclass(frozen=True)
 class Seq2SeqEncoding:
-    """A prompt for the encoder, and a target for the decoder.
-
-    Args:
-        max_length: of a prompt, in tokens.
-        max_target_length: of a target, in tokens, its end token included.
-        cut_prompts: cut the end of a prompt that is too long, rather than refuse it.
-    """
+    """A prompt for the encoder, and a target for the decoder."""
 
     tokenizer: PreTrainedTokenizerBase
-    max_length: int
-    max_target_length: int
-    cut_prompts: bool = False
+    max_length: int  # of a prompt, in tokens
+    max_target_length: int  # in tokens, the end token included
+    cut_prompts: bool = False  # at their end, rather than refuse them
 
     def example(self, prompt: str, target: str, row: int) -> Example:
         """Return ``input_ids`` and ``attention_mask`` of the prompt, and ``labels``: the target,
-        cut where it is too long.
-
-        Raises: DataError for a prompt that is too long.
-        """
+        cut where it is too long."""
         ids = self.prompt(prompt, row, 0)
         limit = self.max_target_length
         labels = self.tokenizer(text_target=target, truncation=True, max_length=limit)["input_ids"]
@@ -118,11 +98,9 @@ class Seq2SeqEncoding:
 
 
 def default_separator(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return what stands between a prompt and its target where the user says nothing.
-
-    It is the beginning token where no other use of it is known (GPT-2, whose beginning and end are
-    one token, as Li et al. do), else a line break.
-    """
+    """Return what stands between a prompt and its target where the user says nothing. It is the
+    beginning token where no other use of it is known (GPT-2, whose beginning and end are one token,
+    as Li et al. do), else a line break."""
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
     return bos if bos is not None and bos == eos else "\n"
 
@@ -146,15 +124,10 @@ class ChatEncoding:
     Which tokens are the assistant's is known in one of two ways. A template with ``{% generation
     %}`` says it; TRL knows such a version of many templates. Otherwise each turn is what the
     template adds to the turns before it.
-
-    Args:
-        max_length: of a conversation, in tokens; its end is cut.
-
-    Raises: DataError for a tokenizer without a chat template.
     """
 
     tokenizer: PreTrainedTokenizerBase
-    max_length: int
+    max_length: int  # of a conversation, in tokens; its end is cut
 
     def __post_init__(self) -> None:
         if not self.tokenizer.chat_template:
@@ -179,11 +152,7 @@ class ChatEncoding:
             return None
 
     def example(self, messages: Turns, row: int) -> Example:
-        """Return ``input_ids``, ``attention_mask`` and ``labels`` of a conversation.
-
-        Raises: DataError for turns that the template refuses or rewrites, or where no token of the
-            assistant's is left.
-        """
+        """Return ``input_ids``, ``attention_mask`` and ``labels`` of a conversation."""
         ids, mask = (each[: self.max_length] for each in self.masked(messages, row))
         if not any(mask):
             raise DataError(
@@ -215,10 +184,7 @@ class ChatEncoding:
         return whole, mask
 
     def prompt(self, messages: Turns, row: int, room: int) -> list[int]:
-        """Return the token ids after which the assistant's last turn is to be written.
-
-        Raises: DataError for turns that the template refuses, or that leave no ``room``.
-        """
+        """Return the token ids after which the assistant's last turn is to be written."""
         ids = self._before(messages, _turns(messages, row)[-1], row)
         if len(ids) > self.max_length - room:
             raise DataError(
@@ -286,11 +252,7 @@ Encoding = CausalEncoding | Seq2SeqEncoding | ChatEncoding
 
 
 def encoding_of(kind: str, tokenizer: PreTrainedTokenizerBase, data: TextArguments) -> Encoding:
-    """Return how rows become token ids.
-
-    Raises: ConfigError for arguments that do not go together; DataError for a tokenizer without a
-        chat template.
-    """
+    """Return how rows become token ids."""
     if data.data_format == MESSAGES:
         if kind == SEQ2SEQ:
             raise ConfigError(
@@ -312,14 +274,8 @@ def encoding_of(kind: str, tokenizer: PreTrainedTokenizerBase, data: TextArgumen
 def encode(
     rows: Dataset, data: TextArguments, encoding: Encoding, keep: str | None = None
 ) -> Dataset:
-    """Return a data set of ``input_ids``, ``attention_mask`` and ``labels``, and of the column
-    ``keep``, where there is one.
-
-    Labels stand on the target's tokens (of messages: on the assistant's turns) and are -100
-    elsewhere. A row with several references becomes as many rows.
-
-    Raises: DataError for missing columns, or for a row that does not fit, naming its index.
-    """
+    """Return a data set of ``input_ids``, ``attention_mask`` and ``labels`` (-100 but for what the
+    model is to write), and of the column ``keep``. A row of several references becomes as many."""
     columns = _columns(rows, data)
     kept = [keep] if keep is not None and keep in rows.column_names else []
 
@@ -329,8 +285,10 @@ def encode(
         written = read_row(data.data_format, values, row)
         return [encoding.example(written.prompt, target, row) for target in written.targets]
 
-    def encode_rows(batch: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        encoded: dict[str, list[Any]] = {name: [] for name in (*ENCODED, *kept)}
+    def encode_rows(
+        batch: Mapping[str, list[object]], indices: list[int]
+    ) -> dict[str, list[object]]:
+        encoded: dict[str, list[object]] = {name: [] for name in (*ENCODED, *kept)}
         for place, values in enumerate(zip(*(batch[name] for name in columns))):
             for example in examples(values, indices[place]):
                 for name in ENCODED:
@@ -361,10 +319,7 @@ def count_examples(recipe: Mapping[str, Any]) -> int:
 
 
 def columns_read(data: TextArguments) -> list[str]:
-    """Return the columns that a row needs, that of the text last.
-
-    Raises: DataError for a column that has to be named and is not.
-    """
+    """Return the columns that a row needs, that of the text last."""
     if data.data_format == MESSAGES:
         return [data.messages_column]
     layout = FORMATS[data.data_format]
@@ -388,10 +343,7 @@ def questions(
     rows: Dataset, data: TextArguments, encoding: Encoding
 ) -> tuple[list[list[int]], list[list[str]]]:
     """Return what a model is asked to write: the token ids of each different prompt, and the texts
-    that are right for it, at least one, in the order of the rows.
-
-    Raises: DataError as :func:`encode` does, and for a prompt after which there is no room.
-    """
+    that are right for it, at least one, in the order of the rows."""
     columns = _columns(rows, data)
     found: dict[tuple[int, ...], list[str]] = {}
     for row, values in enumerate(zip(*(rows[name] for name in columns))):

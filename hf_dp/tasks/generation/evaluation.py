@@ -1,5 +1,6 @@
 """Let a model write (beams, nucleus sampling or greedily, in batches of prompts of like length),
-and evaluate it: perplexity of the references, and scores of its own texts.
+evaluate it (perplexity of the references, and scores of its own texts), and keep what it writes as
+rows in the columns of its training rows.
 
 Nothing here reads or moves the private random sources: sampling uses torch's global generator,
 seeded for the call and restored after it.
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_dp.distributed.processes import Processes
-from hf_dp.errors import DataError
+from hf_dp.errors import ConfigError, DataError
 from hf_dp.losses import (
     base_model,
     number_of_targets,
@@ -28,13 +29,30 @@ from hf_dp.losses import (
     per_example_loss,
     positions_of,
 )
-from hf_dp.tasks.generation.arguments import BEAM, NUCLEUS, DecodingArguments, TextArguments
-from hf_dp.tasks.generation.encoding import ENCODED, Encoding, encode, questions
+from hf_dp.tasks.generation.arguments import (
+    BEAM,
+    FORMATS,
+    MESSAGES,
+    NUCLEUS,
+    DecodingArguments,
+    TextArguments,
+)
+from hf_dp.tasks.generation.encoding import (
+    ASSISTANT,
+    ENCODED,
+    ChatEncoding,
+    Encoding,
+    columns_read,
+    encode,
+    questions,
+)
 from hf_dp.tasks.generation.scores import score
+from hf_dp.tasks.sources import require_columns
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 
 Collate = Callable[[list[dict[str, list[int]]]], Mapping[str, Tensor]]
 
@@ -51,12 +69,6 @@ def decode(
 
     Prompts are sorted by length and padded on the left for a decoder, so that what is written
     stands after the prompt. The same prompts, settings and machine give the same texts.
-
-    Args:
-        prompts: token ids, of at least one token each.
-
-    Raises: DataError for a prompt that is empty, or longer than the model's positions leave room
-        for.
     """
     from tqdm.auto import tqdm
 
@@ -101,10 +113,10 @@ def _batches(
 
 def _options(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: DecodingArguments
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the keywords of ``generate``; all that it samples by is given, so that a model's own
     generation_config decides nothing but its end tokens."""
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "max_new_tokens": settings.max_new_tokens,
         "num_beams": settings.num_beams if settings.decoding == BEAM else 1,
         "do_sample": settings.decoding == NUCLEUS,
@@ -125,10 +137,8 @@ def check_prompts(
     settings: DecodingArguments,
     virtual: int = 0,
 ) -> None:
-    """Raise DataError for a prompt that is empty, or leaves no room to write; as decode does.
-
-    Args: virtual: how many positions an adapter will take that the model has not yet.
-    """
+    """Raise DataError for a prompt that is empty, or leaves no room to write; as decode does. Of
+    the model's positions an adapter that it has not yet will take ``virtual``."""
     lengths = [len(prompt) for prompt in prompts]
     if lengths and not min(lengths):
         raise DataError(
@@ -168,10 +178,7 @@ def evaluation_sets(
     encoding: Encoding,
     keep: str | None = None,
 ) -> list[EvaluationSet]:
-    """Return the evaluation sets, encoded (with the column ``keep``) and as questions.
-
-    Raises: DataError as :func:`encode` does, and for a blank target where scores compare with it.
-    """
+    """Return the evaluation sets, encoded (with the column ``keep``) and as questions."""
     found = []
     for name, rows in sets.items():
         asked, right = questions(rows, data, encoding)
@@ -196,7 +203,7 @@ class Evaluated(NamedTuple):
 
 def evaluate_texts(
     model: PreTrainedModel,
-    tokenizer: Any,  # a trainer knows it as its processing_class
+    tokenizer: PreTrainedTokenizerBase,
     collate: Collate,
     sets: list[EvaluationSet],
     data: TextArguments,
@@ -207,11 +214,8 @@ def evaluate_texts(
 ) -> Evaluated:
     """Return perplexity and scores of each set; with several processes, all divide the work.
 
-    Args:
-        data: names the scores; without any, nothing is decoded.
-        folder: where the texts are written, as ``generations.jsonl``: prompt, text, references.
-
-    Raises: InvalidArgumentError for an unknown score; DataError.
+    Args: data: names the scores; without any, nothing is decoded. folder: where the texts are
+    written, as ``generations.jsonl``: prompt, text, references.
     """
     processes = Processes.here()
     metrics: dict[str, float] = {}
@@ -294,11 +298,103 @@ def negative_log_likelihood(
 
 def perplexity(total: float, count: float) -> float:
     """Return exp(total / count), the number of tokens that a model is in doubt between on average;
-    infinity where it is too large for a number.
-
-    Raises: ZeroDivisionError without any token.
-    """
+    infinity where it is too large for a number."""
     try:
         return math.exp(total / count)
     except OverflowError:
         return math.inf
+
+
+METADATA_KEY = b"hf_dp"  # in the schema of the Parquet file
+Row = dict[str, Any]  # values by column
+
+
+def write_rows(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    data: TextArguments,
+    encoding: Encoding,
+    prompts: Dataset | None,
+    decoding: DecodingArguments,
+    count: int,
+    *,
+    progress: bool = True,
+) -> Dataset:
+    """Return ``count`` rows in the layout of ``data``, each with a text of the model's own.
+
+    Args: prompts: rows with the columns of the prompt, taken in turn; None where the model writes
+    freely (data_format text). count: how many rows.
+    """
+    import datasets
+
+    given = _given(data, prompts)
+    if decoding.decoding != NUCLEUS and count > len(given):
+        raise ConfigError(
+            f"decoding {decoding.decoding!r} writes one text for a prompt, and {count} rows are "
+            f"asked of {len(given)} different prompts. Set decoding: nucleus."
+        )
+    ids = [_prompt(row, place, data, encoding) for place, row in enumerate(given)]
+    turns = [place % len(given) for place in range(count)]
+    texts = decode(model, tokenizer, [ids[i] for i in turns], decoding, progress=progress)
+    return datasets.Dataset.from_list(
+        [_row(given[i], text, data) for i, text in zip(turns, texts, strict=True)]
+    )
+
+
+def _given(data: TextArguments, prompts: Dataset | None) -> list[Row]:
+    """Return the columns of the prompts; one empty row where the model writes freely."""
+    names = columns_read(data)
+    needed = names if data.data_format == MESSAGES else names[:-1]
+    if not needed:
+        if prompts is not None:
+            raise ConfigError(
+                f"data_format {data.data_format!r} has no prompts: the model writes freely. Leave "
+                "`prompts` out."
+            )
+        return [{}]
+    if prompts is None:
+        raise ConfigError(
+            f"data_format {data.data_format!r} needs `prompts`, a file with the columns {needed}. "
+            "They stand in the output as they are and no epsilon covers them: give public ones, "
+            "not those of the training rows."
+        )
+    require_columns(prompts, needed, "prompts")
+    return [{name: row[name] for name in needed} for row in prompts]
+
+
+def _prompt(row: Row, place: int, data: TextArguments, encoding: Encoding) -> list[int]:
+    if isinstance(encoding, ChatEncoding):
+        turns = row[data.messages_column]
+        if turns and turns[-1]["role"] != ASSISTANT:
+            turns = [*turns, {"role": ASSISTANT, "content": ""}]  # what is to be written
+        return encoding.prompt(turns, place, room=1)
+    layout = FORMATS[data.data_format]
+    written = layout.read(*row.values(), layout.write(""))
+    return encoding.prompt(written.prompt, place, room=1)
+
+
+def _row(row: Row, text: str, data: TextArguments) -> Row:
+    if data.data_format == MESSAGES:
+        turns = list(row[data.messages_column])
+        turns = turns[:-1] if turns[-1]["role"] == ASSISTANT else turns
+        return {data.messages_column: [*turns, {"role": ASSISTANT, "content": text}]}
+    return {**row, columns_read(data)[-1]: FORMATS[data.data_format].write(text)}
+
+
+def check_out(path: Path) -> None:
+    """Raise DataError for a file that could not hold metadata, as :func:`save` does."""
+    if path.suffix != ".parquet":
+        raise DataError(
+            f"Expected `out` to end in .parquet, whose metadata hold epsilon, got {path.name!r}."
+        )
+
+
+def save(rows: Dataset, path: Path, facts: Mapping[str, object]) -> None:
+    """Write rows as Parquet, with facts in the metadata of its schema. Raises: as check_out."""
+    import pyarrow.parquet as pq
+
+    check_out(path)
+    table = rows.data.table
+    metadata = {**(table.schema.metadata or {}), METADATA_KEY: json.dumps(dict(facts)).encode()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table.replace_schema_metadata(metadata), path)

@@ -56,11 +56,9 @@ class TextMetric(evaluate.Metric):
 
 
 def bleu(predictions: Texts, references: Rows) -> Found:
-    """Return BLEU of the corpus, with all references of a row.
-
-    It is the number of the E2E challenge's script (mteval-v13a), but for a corpus without a single
-    n-gram of some order up to 4: 0 here.
-    """
+    """Return BLEU of the corpus, with all references of a row. It is the number of the E2E
+    challenge's script (mteval-v13a), but for a corpus without a single n-gram of some order up to
+    4: 0 here."""
     from sacrebleu.metrics.bleu import BLEU
 
     # force: no warning about texts that end in " .", which data sets of this kind do.
@@ -107,11 +105,9 @@ def e2e_nist(predictions: Texts, references: Rows) -> Found:
 
 
 def rouge(predictions: Texts, references: Rows) -> Found:
-    """Return ROUGE-1, ROUGE-2 and ROUGE-L, means over rows of the reference with the best F1.
-
-    Words are runs of a-z and 0-9; any other letter separates words, so texts of other alphabets
-    score 0.
-    """
+    """Return ROUGE-1, ROUGE-2 and ROUGE-L, means over rows of the reference with the best F1. Words
+    are runs of a-z and 0-9; any other letter separates words, so texts of other alphabets score
+    0."""
     from rouge_score.rouge_scorer import RougeScorer
 
     names = ["rouge1", "rouge2", "rougeL"]
@@ -123,11 +119,9 @@ def rouge(predictions: Texts, references: Rows) -> Found:
 
 
 def e2e_rouge_l(predictions: Texts, references: Rows) -> Found:
-    """Return ROUGE-L of the E2E challenge's script, a mean over rows.
-
-    A row's number weighs recall by 1.2 squared, and joins the best precision and the best recall,
-    though they may come from different references.
-    """
+    """Return ROUGE-L of the E2E challenge's script, a mean over rows. A row's number weighs recall
+    by 1.2 squared, and joins the best precision and the best recall, though they may come from
+    different references."""
     from pycocoevalcap.rouge.rouge import Rouge
 
     scorer = Rouge()
@@ -140,10 +134,8 @@ def e2e_rouge_l(predictions: Texts, references: Rows) -> Found:
 
 
 def cider(predictions: Texts, references: Rows) -> Found:
-    """Return CIDEr of the E2E challenge's script, a mean over rows.
-
-    N-grams that all rows have weigh nothing, so a corpus of one row scores 0.
-    """
+    """Return CIDEr of the E2E challenge's script, a mean over rows. N-grams that all rows have
+    weigh nothing, so a corpus of one row scores 0."""
     from pycocoevalcap.cider.cider_scorer import CiderScorer
 
     scorer = CiderScorer()
@@ -155,22 +147,16 @@ def cider(predictions: Texts, references: Rows) -> Found:
 
 
 def meteor(predictions: Texts, references: Rows) -> Found:
-    """Return METEOR 1.5 of the E2E challenge's script, by its authors' program.
-
-    The program gets texts that PTBTokenizer has tokenized. Its data is English.
-    """
+    """Return METEOR 1.5 of the E2E challenge's script, by its authors' program. The program gets
+    texts that PTBTokenizer has tokenized. Its data is English."""
     total = meteor_score(*ptb_rows(predictions, references))
     return {"meteor": total, "how": "METEOR 1.5 -l en -norm, PTBTokenizer"}
 
 
 def bertscore(predictions: Texts, references: Rows, model: str | Path | None = None) -> Found:
-    """Return BERTScore F1, a mean over rows of the best reference, not rescaled.
-
-    ``how`` names the model's folder and the layer: the one that bert-score's authors chose for a
-    model of that name, else the last. An empty prediction scores 0.
-
-    Raises: MetricUnavailableError without a model.
-    """
+    """Return BERTScore F1, a mean over rows of the best reference, not rescaled. ``how`` names the
+    model's folder and the layer: the one that bert-score's authors chose for a model of that name,
+    else the last. An empty prediction scores 0."""
     if model is None:
         raise MetricUnavailableError("no `bertscore_model` was given: name a local folder")
     from bert_score import BERTScorer
@@ -203,11 +189,9 @@ def bertscore(predictions: Texts, references: Rows, model: str | Path | None = N
 
 
 def dialog_f1(predictions: Texts, references: Rows) -> Found:
-    """Return F1 of words as ParlAI scores dialog, a mean over rows of the best reference.
-
-    A word counts as often as both texts have it. A row scores 0 where no word is in common, also
-    between two texts without words.
-    """
+    """Return F1 of words as ParlAI scores dialog, a mean over rows of the best reference. A word
+    counts as often as both texts have it. A row scores 0 where no word is in common, also between
+    two texts without words."""
     rows = [
         max(_f1(_dialog_words(text), _dialog_words(reference)) for reference in row)
         for text, row in zip(predictions, references)
@@ -250,10 +234,7 @@ def _f1(predicted: Counter[str], expected: Counter[str]) -> float:
 
 
 def _java(arguments: list[str], text: str = "") -> list[str]:
-    """Return the lines that a program prints for this input.
-
-    Raises: MetricUnavailableError where Java is missing or the program fails.
-    """
+    """Return the lines that a program prints for this input."""
     java = shutil.which("java")
     if java is None:
         raise MetricUnavailableError("it needs Java, and no `java` is on the PATH")
@@ -268,13 +249,9 @@ def _java(arguments: list[str], text: str = "") -> list[str]:
 def ptb_rows(
     predictions: list[str], references: list[list[str]]
 ) -> tuple[list[str], list[list[str]]]:
-    """Return predictions and references in lower case, tokenized and without punctuation.
-
-    Tokens are separated by one space. The program is Stanford's PTBTokenizer, the punctuation that
-    of pycocoevalcap, as the script has it. A text of punctuation alone becomes empty.
-
-    Raises: MetricUnavailableError where Java is missing or fails.
-    """
+    """Return predictions and references in lower case, tokenized and without punctuation. Tokens
+    are separated by one space. The program is Stanford's PTBTokenizer, the punctuation that of
+    pycocoevalcap, as the script has it. A text of punctuation alone becomes empty."""
     words = iter(_tokenized((*predictions, *(text for row in references for text in row))))
     return [next(words) for _ in predictions], [[next(words) for _ in row] for row in references]
 
@@ -302,13 +279,8 @@ def _tokenized(texts: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def meteor_score(predictions: list[str], references: list[list[str]]) -> float:
-    """Return METEOR 1.5 of tokenized texts, by its authors' program.
-
-    The program wants as many references of each row, and takes the best one. So the references of a
-    row are repeated.
-
-    Raises: MetricUnavailableError where Java is missing or fails.
-    """
+    """Return METEOR 1.5 of tokenized texts, by its authors' program. The program wants as many
+    references of each row, and takes the best one. So the references of a row are repeated."""
     from pycocoevalcap.meteor import meteor
 
     jar = Path(meteor.__file__).with_name(meteor.METEOR_JAR)

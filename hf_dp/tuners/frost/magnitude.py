@@ -45,7 +45,7 @@ from hf_dp.clipping.rounding import accumulation_dtype, full_precision, zero_sum
 from hf_dp.distributed.processes import Processes
 from hf_dp.plans.rounding import ROUNDING_MARGIN
 from hf_dp.plans.selection import MAGNITUDES
-from hf_dp.tuners.frost.partition import Partition
+from hf_dp.tuners.frost.select import Partition
 
 NORM_ORDERS = (1, 2)
 
@@ -55,9 +55,8 @@ def sensitivity(
 ) -> float:
     """Return how far one example can move the vector of magnitudes, in the L2 norm.
 
-    Args:
-        clipping_norm: c, of which an engine for very many rows is given its share
-            (:func:`hf_dp.plans.rounding.clipping_share`).
+    Args: clipping_norm: c, of which an engine for very many rows is given its share
+    (:func:`hf_dp.plans.rounding.clipping_share`).
     """
     sizes = [partition.size for partition in partitions]
     smallest = min(sizes) if magnitude == "mg" else sum(sizes) / len(sizes)
@@ -78,9 +77,6 @@ class MagnitudeEngine(ClippingEngine):
         clipping_norm: c, for the gradient's norm of order ``norm_order``.
         magnitude: ``mg``, ``mgn`` or ``mgna``.
         norm_order: a, 1 or 2.
-
-    Raises: InvalidArgumentError naming the argument. ``backward`` raises what
-        :class:`ClippingEngine` raises.
     """
 
     def __init__(
@@ -118,9 +114,8 @@ class MagnitudeEngine(ClippingEngine):
     def magnitudes(self, processes: Processes | None = None) -> Tensor:
         """Return ``mu``, (M,), for all examples since the engine was entered.
 
-        Args:
-            processes: of the run; this one's part of mu is returned, and the parts of all add up to
-                it. None: this one alone.
+        Args: processes: of the run; this one's part of mu is returned, and the parts of all add up
+        to it. None: this one alone.
         """
         self._refuse_open_unit()
         here = processes or Processes()
@@ -221,11 +216,8 @@ class MagnitudeEngine(ClippingEngine):
 def _explicit(
     uses: Sequence[PerExampleGradient], parameter: nn.Parameter, index: int
 ) -> tuple[Tensor | None, Tensor]:
-    """Return one example's gradient as (rows, values).
-
-    For lookups alone these are the rows of the parameter that were looked up and their values;
-    otherwise None and the whole gradient.
-    """
+    """Return one example's gradient as (rows, values). For lookups alone these are the rows of the
+    parameter that were looked up and their values; otherwise None and the whole gradient."""
     dtype = accumulation_dtype(parameter.dtype)
     first, *others = uses
     if isinstance(first, Lookups) and not others:
@@ -239,11 +231,9 @@ def _explicit(
 
 
 def representable(weights: Tensor) -> Tensor:
-    """Return the weights with those below float32's normal range set to zero.
-
-    Float32 holds those with few digits or none, and a rounded weight could exceed its bound. They
-    belong to gradients with norms above about 1e37 C; such an example is left out.
-    """
+    """Return the weights with those below float32's normal range set to zero. Float32 holds those
+    with few digits or none, and a rounded weight could exceed its bound. They belong to gradients
+    with norms above about 1e37 C; such an example is left out."""
     return torch.where(
         weights < torch.finfo(torch.float32).tiny, torch.zeros_like(weights), weights
     )

@@ -1,14 +1,18 @@
 """DP-FROST: it selects what trains from the private rows, once, as an adapter, or repeatedly, in
-place. ``DPTrainer`` makes the choice, and its ledger counts what the choice costs.
+place. ``DPTrainer`` makes the choice, and its ledger counts what the choice costs. What a run chose
+is read back from ``selection.json``, by transformer block and kind of matrix.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar, TypedDict
 
+import numpy as np
 from torch import nn
 from transformers.utils import logging
 
@@ -19,19 +23,20 @@ from hf_dp.plans.rounding import ROUNDING_MARGIN
 from hf_dp.plans.selection import MAGNITUDES, SelectionPlan
 from hf_dp.run.clock import SELECTION
 from hf_dp.run.private_run import PrivateRun
-from hf_dp.tuners.apply import apply_peft, describe_training
 from hf_dp.tuners.base import (
     ConfiguredTuner,
     Run,
     Tuner,
+    apply_peft,
+    describe_training,
     only_trains,
     samples_of,
     serves,
 )
 from hf_dp.tuners.frost.magnitude import MagnitudeEngine, sensitivity
-from hf_dp.tuners.frost.partition import Partition
-from hf_dp.tuners.frost.select import select
-from hf_dp.tuners.selection import PrivateConfig, register
+from hf_dp.tuners.frost.select import Partition, estimate, select
+from hf_dp.tuners.public_choice import BLOCK
+from hf_dp.tuners.selection import FILE_NAME, PrivateConfig, register
 
 logger = logging.get_logger(__name__)
 
@@ -66,8 +71,6 @@ class FrostConfig(PrivateConfig):
         num_selections: K. Above 1, what trains is chosen again every 1/K of the steps, and a whole
             checkpoint is saved.
         made: the selections so far, filled in by the trainer.
-
-    Raises: InvalidArgumentError naming the argument.
     """
 
     selection_iterations: int = field(default=5)
@@ -143,10 +146,8 @@ class SelectOnce(ConfiguredTuner[FrostConfig]):
 
 
 class Reselect(SelectOnce):
-    """K > 1 (section 5.3): selection k takes place at step ``(k - 1) floor(U / K)`` of U.
-
-    The model trains in place, and a whole checkpoint is saved.
-    """
+    """K > 1 (section 5.3): selection k takes place at step ``(k - 1) floor(U / K)`` of U. The model
+    trains in place, and a whole checkpoint is saved."""
 
     needs_whole_weights = (
         "DP-FROST with num_selections above 1 looks at whole gradients again while it trains."
@@ -206,12 +207,7 @@ class Reselect(SelectOnce):
 
 @serves(FrostConfig)
 def tuner(config: FrostConfig, is_private: bool) -> Tuner | None:
-    """Return the tuner of DP-FROST, or None for a selection that is an adapter like any other.
-
-    Raises:
-        UnsupportedArgumentError: repeated selections in ``non_private`` mode.
-        ConfigError: the configuration holds a selection that another run made.
-    """
+    """Return the tuner of DP-FROST, or None for a selection that is an adapter like any other."""
     if config.parameters is not None or config.made:
         if not is_private and config.parameters is not None:
             return None
@@ -230,12 +226,9 @@ def tuner(config: FrostConfig, is_private: bool) -> Tuner | None:
 
 
 def select_partitions(run: Run, config: FrostConfig) -> Made:
-    """Run PSEL (DP-FROST, Algorithm 4) on the run's model and rows.
-
-    In each iteration only the remaining partitions are trainable, so the gradient is clipped over
-    these alone. In a run without privacy the magnitudes are those of definition 6, neither clipped
-    nor noised.
-    """
+    """Run PSEL (DP-FROST, Algorithm 4) on the run's model and rows. In each iteration only the
+    remaining partitions are trainable, so the gradient is clipped over these alone. In a run
+    without privacy the magnitudes are those of definition 6, neither clipped nor noised."""
     parts, kind = config.candidate_partitions(run.model), (config.magnitude, config.norm_order)
     with only_trains(run.model, {name for part in parts for name in part.parameters}) as restrict:
         samples = samples_of(run, config, config.selection_iterations, ROUNDING_MARGIN)
@@ -276,3 +269,95 @@ def select_partitions(run: Run, config: FrostConfig) -> Made:
         "plan": asdict(samples.plan),
         "events": [samples.plan.event(len(observed)).to_dict()],
     }
+
+
+# What a matrix does, by the end of its name, in the order in which a block computes; the names of
+# BERT, RoBERTa, MPNet, DistilBERT, ViT, DINOv2, GPT-2, OPT, Llama and ModernBERT.
+KINDS = {
+    "query": r"(query|q_proj|q_lin|attn\.q|SelfAttention\.q)",
+    "key": r"(key|k_proj|k_lin|attn\.k|SelfAttention\.k)",
+    "value": r"(value|v_proj|v_lin|attn\.v|SelfAttention\.v)",
+    "query, key, value": r"(c_attn|Wqkv|qkv)",
+    "attention output": r"(attention\.output\.dense|o_proj|out_lin|out_proj|attn\.c_proj|attn\.o|"
+    r"attn\.Wo|SelfAttention\.o)",
+    "intermediate": r"(intermediate\.dense|fc1|c_fc|lin1|up_proj|mlp\.Wi|wi)",
+    "gate": r"gate_proj",
+    "output": r"(output\.dense|fc2|mlp\.c_proj|lin2|down_proj|mlp\.Wo|wo)",
+    "layer norm": r"(\w*norm\w*|\w*LayerNorm\w*|ln_\w+)",
+}
+_ENDS = {kind: re.compile(rf"(^|.*\.){pattern}$") for kind, pattern in KINDS.items()}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One partition."""
+
+    name: str
+    block: str  # which transformer block it is in, "" outside the blocks
+    kind: str  # what it does there, such as "query"; outside the blocks the end of its name
+    magnitude: float  # the estimate of its gradient's magnitude over all rows (PGM-EST)
+    order: int | None  # when it was chosen, from 1
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """One selection of a run, and all that could be chosen, in the model's order."""
+
+    parts: tuple[Part, ...]
+    magnitude: str  # mg, mgn or mgna
+    norm_order: int  # alpha
+    noised: bool  # as they are in every private run
+
+
+def read_chosen(folder: str) -> list[Chosen]:
+    """Return the selections of a finished run, in their order."""
+    config = FrostConfig.from_pretrained(folder)
+    if not config.made:
+        raise ConfigError(
+            f"Expected {FILE_NAME} in {folder!r} to hold a selection, got none. Name the output "
+            "folder of a run with peft_type: frost that has ended."
+        )
+    try:
+        return [_chosen(made, config) for made in config.made]
+    except (KeyError, TypeError) as problem:
+        raise ConfigError(
+            f"{FILE_NAME} in {folder!r} lacks {problem}: another version of hf_dp wrote it. Use "
+            "that version."
+        ) from problem
+
+
+def _chosen(made: Made, config: FrostConfig) -> Chosen:
+    noised = "noisy_magnitudes" in made
+    observed = made["noisy_magnitudes"] if noised else made["magnitudes_without_noise"]
+    names = list(observed[0])
+    table = np.array([[row.get(name, np.nan) for name in names] for row in observed])
+    scales = made["sensitivities"] if noised else [1.0] * len(observed)
+    magnitudes = estimate(table, scales, config.selection_sample_rate)
+    orders = {name: place + 1 for place, name in enumerate(made["partitions"])}
+    parts = [
+        Part(name, block, kind, float(magnitude), orders.get(name))
+        for (name, block, kind), magnitude in zip(_placed(names), magnitudes, strict=True)
+    ]
+    return Chosen(tuple(parts), config.magnitude, config.norm_order, noised)
+
+
+def _placed(names: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Return each name with its block and its kind; kinds that a block has twice are numbered."""
+    matches = [BLOCK.match(f"{name}.") for name in names]
+    several = len({match[1] for match in matches if match}) > 1
+    found: list[tuple[str, str, str]] = []
+    for name, match in zip(names, matches, strict=True):
+        if match is None:
+            found.append((name, "", ".".join(name.split(".")[-2:])))
+            continue
+        local = name[match.end() :]
+        kind = next((kind for kind, end in _ENDS.items() if end.match(local)), local)
+        found.append((name, f"{match[1]} {match[2]}" if several else match[2], kind))
+    counts = Counter((block, kind) for _, block, kind in found if block)
+    twice = {kind for (_, kind), count in counts.items() if count > 1}
+    seen: Counter[tuple[str, str]] = Counter()
+    for place, (name, block, kind) in enumerate(found):
+        if block and kind in twice:
+            seen[block, kind] += 1
+            found[place] = (name, block, f"{kind} {seen[block, kind]}")
+    return found

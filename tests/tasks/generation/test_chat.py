@@ -49,18 +49,12 @@ def labeled(row: dict, words) -> str:
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_labels_are_the_assistants_words_and_their_end(template):
     chat = encoding(template)
+    assert chat.template == (MARKED if template == MARKED else None)  # how it is known
     row = chat.example(TURNS, 0)
     assert labeled(row, chat.tokenizer) == "Thai food.</s>\nThe riverside.</s>\n"
     assert chat.tokenizer.decode(row["input_ids"]) == "".join(
         f"<{turn['role']}>{turn['content']}</s>\n" for turn in TURNS
     )
-
-
-def test_both_ways_of_knowing_agree():
-    plain, marked = encoding(PLAIN), encoding(MARKED)
-    assert (has_markers(PLAIN), has_markers(MARKED)) == (False, True)
-    assert (plain.template, marked.template) == (None, MARKED)
-    assert plain.example(TURNS, 0) == marked.example(TURNS, 0)
 
 
 def test_the_loss_of_the_users_turns_is_zero():
@@ -74,15 +68,13 @@ def test_the_loss_of_the_users_turns_is_zero():
     model = LlamaForCausalLM(config).double()
     batch = {name: torch.tensor([value]) for name, value in row.items()}
     logits = model(batch["input_ids"]).logits[0].detach()
-    own = []  # the places of the assistant's tokens, from the characters of the text
     text = words.decode(row["input_ids"])
     told = ("Thai food.</s>\n", "The riverside.</s>\n")
-    spans = [(text.index(t), text.index(t) + len(t)) for t in told]
-    offset = 0
-    for place, token in enumerate(row["input_ids"]):
-        length = len(words.decode([token]))
-        own += [place] if any(a <= offset < b for a, b in spans) else []
-        offset += length
+    spans = [range(text.index(t), text.index(t) + len(t)) for t in told]
+    lengths = [len(words.decode([token])) for token in row["input_ids"]]
+    starts = [sum(lengths[:place]) for place in range(len(lengths))]
+    # The places of the assistant's tokens, from the characters of the text.
+    own = [place for place, start in enumerate(starts) if any(start in span for span in spans)]
     by_hand = -torch.stack([logits[p - 1].log_softmax(-1)[row["input_ids"][p]] for p in own]).mean()
     torch.testing.assert_close(per_example_loss(model, batch)[0], by_hand, rtol=1e-12, atol=0)
 
@@ -110,17 +102,17 @@ def test_a_question_ends_where_the_assistant_begins():
     assert chat.reference(TURNS, 0) == "The riverside."
 
 
-@pytest.mark.parametrize(
-    ("turns", "message"),
-    [
-        ("text", "list of turns"),
-        ([], "no turn with the role"),
-        ([{"role": "user"}], "list of turns"),
-        ([{"role": "user", "content": None}], "list of turns"),
-        ([{"role": "user", "content": "x"}], "no turn with the role 'assistant'"),
-        ([{"role": "assistant", "content": "x"}], "begins with the assistant's turn"),
-    ],
-)
+UNFIT = [
+    ("text", "list of turns"),
+    ([], "no turn with the role"),
+    ([{"role": "user"}], "list of turns"),
+    ([{"role": "user", "content": None}], "list of turns"),
+    ([{"role": "user", "content": "x"}], "no turn with the role 'assistant'"),
+    ([{"role": "assistant", "content": "x"}], "begins with the assistant's turn"),
+]
+
+
+@pytest.mark.parametrize(("turns", "message"), UNFIT)
 def test_a_conversation_that_does_not_fit_is_named(turns, message):
     with pytest.raises(DataError, match=f"Row 9.*{message}"):
         encoding(PLAIN).example(turns, 9)

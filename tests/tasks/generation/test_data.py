@@ -18,7 +18,7 @@ from hf_dp.tasks.generation.encoding import (
     encoding_of,
     questions,
 )
-from hf_dp.tasks.generation.language_models import CAUSAL, SEQ2SEQ
+from hf_dp.tasks.models import CAUSAL, SEQ2SEQ
 
 E2E = TextArguments(data_format="e2e", max_length=160)
 PAIRS = TextArguments(data_format="pairs", prompt_column="q", target_column="a")

@@ -20,7 +20,7 @@ from hf_dp.tasks.generation.evaluation import (
     negative_log_likelihood,
     perplexity,
 )
-from hf_dp.tasks.generation.language_models import CAUSAL, SEQ2SEQ
+from hf_dp.tasks.models import CAUSAL, SEQ2SEQ
 
 PROMPTS = ["food", "The Golden Fern is a cheap pub", "area : riverside | food", "a"]
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 
 from hf_dp.errors import DataError
-from hf_dp.tasks.generation.arguments import TextArguments
+from hf_dp.tasks.generation.arguments import (
+    TextArguments,
+    dart_triples,
+    e2e_table,
+    persona_dialog,
+    read_row,
+)
 from hf_dp.tasks.generation.encoding import columns_read
-from hf_dp.tasks.generation.formats import dart_triples, e2e_table, persona_dialog, read_row
 
 # Li et al. (2021), appendix O, table 11, first row; its meaning representation is of the E2E test
 # set, its dashes are the table's typesetting of "|".

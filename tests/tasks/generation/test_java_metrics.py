@@ -7,7 +7,7 @@ import shutil
 from collections import Counter
 
 import pytest
-from restaurants import PREDICTIONS, PTB_PREDICTIONS, PTB_REFERENCES, REFERENCES
+from restaurants import PREDICTIONS, PTB_PREDICTIONS, PTB_REFERENCES, REFERENCES, longest
 
 from hf_dp.tasks.generation.metrics import ptb_rows
 from hf_dp.tasks.generation.scores import score
@@ -25,29 +25,12 @@ def test_words_are_those_of_the_penn_treebank():
 
 @needs_java
 def test_a_text_stays_one_text_and_one_without_words_is_empty():
-    texts = [
-        "one\ntwo\r\nthree\x0bfour\x85five\u2028six\u2029seven",
-        "",
-        " \n",
-        "...!",
-        "日本語 ||| é",
-    ]
+    lines = "one\ntwo\r\nthree\x0bfour\x85five\u2028six\u2029seven"
+    texts = [lines, "", " \n", "...!", "日本語 ||| é"]
     found, rows = ptb_rows(texts, [[text] for text in texts])
     assert found[:4] == ["one two three four five six seven", "", "", ""]
     assert "日本語" in found[4] and "é" in found[4]
     assert rows == [[text] for text in found]
-
-
-def longest(one: list[str], other: list[str]) -> int:
-    """The length of the longest common subsequence, row by row."""
-    row = [0] * (len(other) + 1)
-    for word in one:
-        above = row[:]
-        for index, there in enumerate(other):
-            row[index + 1] = (
-                above[index] + 1 if word == there else max(above[index + 1], row[index])
-            )
-    return row[-1]
 
 
 def rouge_l() -> float:
@@ -77,9 +60,7 @@ def cider() -> float:
         for order in (1, 2, 3, 4):
 
             def weights(text: str, order: int = order) -> dict:
-                rows = [
-                    set().union(*(counts(each, order) for each in row)) for row in PTB_REFERENCES
-                ]
+                rows = [{n for each in row for n in counts(each, order)} for row in PTB_REFERENCES]
                 return {
                     ngram: times * math.log(len(rows) / max(1, sum(ngram in row for row in rows)))
                     for ngram, times in counts(text, order).items()
@@ -88,9 +69,7 @@ def cider() -> float:
             own = weights(text)
             for other in row:
                 there = weights(other)
-                dot = sum(
-                    min(own[each], there[each]) * there[each] for each in own if each in there
-                )
+                dot = sum(min(own[n], there[n]) * there[n] for n in own.keys() & there.keys())
                 size = math.hypot(*own.values()) * math.hypot(*there.values())
                 difference = len(text.split()) - len(other.split())
                 total += 10 * dot / size * math.exp(-(difference**2) / 72) / 4 / len(row)

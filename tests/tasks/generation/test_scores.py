@@ -55,31 +55,25 @@ def test_nothing_generated_scores_nothing(count):
     assert found.values == dict.fromkeys(PLAIN, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("predictions", "references", "message"),
-    [
-        (["a", "b"], [["a"]], "2 predictions, but references for 1 rows"),
-        (["a", "b"], [["a"], []], "Row 1 has no reference"),
-        (["a", "b"], [["a"], ["b", " "]], "Row 1 has .* an empty reference"),
-        (["a", "b"], [["a"], "b"], "Row 1 has references that are no list of texts"),
-        (["a", "b"], [["a"], [None]], "Row 1 has references that are no list of texts"),
-        (["a", None], [["a"], ["b"]], "Row 1 has a prediction of type NoneType"),
-    ],
-)
+REFUSED = [
+    (["a", "b"], [["a"]], "2 predictions, but references for 1 rows"),
+    (["a", "b"], [["a"], []], "Row 1 has no reference"),
+    (["a", "b"], [["a"], ["b", " "]], "Row 1 has .* an empty reference"),
+    (["a", "b"], [["a"], "b"], "Row 1 has references that are no list of texts"),
+    (["a", "b"], [["a"], [None]], "Row 1 has references that are no list of texts"),
+    (["a", None], [["a"], ["b"]], "Row 1 has a prediction of type NoneType"),
+    ([], [], "`predictions` to have a row"),
+]
+
+
+@pytest.mark.parametrize(("predictions", "references", "message"), REFUSED)
 def test_rows_without_a_score_are_named(predictions, references, message):
-    with pytest.raises(DataError, match=message):
+    with pytest.raises((DataError, InvalidArgumentError), match=message):
         score(["bleu"], predictions, references)
 
 
-def test_no_rows_are_refused():
-    with pytest.raises(InvalidArgumentError, match="`predictions` to have a row"):
-        score(["bleu"], [], [])
-
-
 def test_unknown_names_are_refused_with_the_known_ones():
-    with pytest.raises(
-        InvalidArgumentError, match=r"`metrics` to be one of .*'e2e_nist'.*'rougeL'"
-    ):
+    with pytest.raises(InvalidArgumentError, match="`metrics` to be .*'e2e_nist'.*'rougeL'"):
         score(["bleu", "rouge_l"], PREDICTIONS, REFERENCES)
 
 

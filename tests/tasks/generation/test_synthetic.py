@@ -11,8 +11,8 @@ import tiny_text
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.tasks.generation.arguments import DecodingArguments, TextArguments
 from hf_dp.tasks.generation.encoding import encode, encoding_of
-from hf_dp.tasks.generation.language_models import CAUSAL
-from hf_dp.tasks.generation.synthetic import write_rows
+from hf_dp.tasks.generation.evaluation import write_rows
+from hf_dp.tasks.models import CAUSAL
 
 CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"

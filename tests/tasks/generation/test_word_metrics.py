@@ -6,7 +6,7 @@ import math
 from collections import Counter
 
 import pytest
-from restaurants import PREDICTIONS, REFERENCES
+from restaurants import PREDICTIONS, REFERENCES, longest
 
 from hf_dp.tasks.generation.scores import score
 
@@ -98,22 +98,6 @@ def rouge_words(text: str) -> list[str]:
     """Runs of a-z and 0-9, with the stems above in place of words."""
     runs = "".join(mark if mark.isascii() and mark.isalnum() else " " for mark in text.lower())
     return [STEMS.get(word, word) for word in runs.split()]
-
-
-def longest(one: list[str], other: list[str]) -> int:
-    """The length of the longest common subsequence, by its recursion."""
-    if not one or not other:
-        return 0
-    if one[-1] == other[-1]:
-        return 1 + longest(one[:-1], other[:-1])
-    memory = LONGEST.setdefault((tuple(one), tuple(other)), None)
-    if memory is None:
-        memory = max(longest(one[:-1], other), longest(one, other[:-1]))
-        LONGEST[tuple(one), tuple(other)] = memory
-    return memory
-
-
-LONGEST: dict[tuple[tuple[str, ...], tuple[str, ...]], int | None] = {}
 
 
 def f1(common: int, predicted: int, expected: int) -> float:
