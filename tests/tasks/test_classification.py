@@ -1,0 +1,219 @@
+"""Rows of classification: all that is wrong in a user's CSV file at once, which class a value means
+and which it cannot, class names to paste; and metrics."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import tiny
+import yaml
+from tiny_images import NAMES
+
+from hf_dp.errors import DataError, InvalidArgumentError
+from hf_dp.tasks import classification
+from hf_dp.tasks.classification import (
+    METRICS,
+    checked_names,
+    encode,
+    label_ids,
+    label_names,
+    metrics,
+)
+from hf_dp.tasks.sources import load_file
+
+
+def written(folder: Any, *lines: str, name: str = "rows.csv") -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text("\n".join(lines) + "\n")
+    return str(folder / name)
+
+
+def test_all_that_is_wrong_is_said_at_once_with_its_rows(tmp_path):
+    train = written(tmp_path, "sentence,label", "a film,good", ",bad", "b,god", ",good", "c,bda")
+    dev = written(tmp_path, "text,label", "a plot,good", "b,fine", name="dev.csv")
+    sets = {"training rows": load_file(train), "dev rows": load_file(dev)}
+    with pytest.raises(DataError) as caught:
+        checked_names(sets, ["sentence"], "label", ["bad", "good"])
+    no_text, labels, missing, other = str(caught.value).splitlines()
+    assert no_text.startswith("training rows: The text column 'sentence' holds no text: row 1 hold")
+    assert "row 1 holds None, row 3 holds None. Fill" in no_text
+    assert "training rows: The label column" in labels
+    assert "row 2 holds 'god', row 4 holds 'bda'. Correct" in labels
+    assert missing.startswith("dev rows: `text_columns` names ['sentence'], but the data has")
+    assert other.startswith("dev rows: The label column") and "row 1 holds 'fine'" in other
+    with pytest.raises(DataError, match="row 3 holds None(.|\n)*row 4 holds 'bda'"):
+        encode(load_file(train), tiny.tokenizer(), ["sentence"], "label", ["bad", "good"], 16)
+
+
+def test_a_long_list_of_rows_is_cut(tmp_path):
+    file = written(tmp_path, "sentence,label", *["a,goood"] * 30)
+    with pytest.raises(DataError, match="row 9 holds 'goood' and 20 more. Correct"):
+        checked_names({"rows": load_file(file)}, ["sentence"], "label", ["bad", "good"])
+
+
+def test_lines_with_commas_outside_quotes_are_all_named(tmp_path):
+    lines = ["sentence,label", "a film,good", "slow, long,bad", '"slow, long",bad', "a, b, c,good"]
+    with pytest.raises(DataError, match="first line has 2 fields, but line 3 has 3, line 5 has 4"):
+        load_file(written(tmp_path, *lines))
+
+
+PASTED = {
+    "words": (["good", "bad", "so so"], ["bad", "good", "so so"]),
+    "words that YAML reads otherwise": (["no", "yes", "no"], ["no", "yes"]),
+    "true and false": (["true", "false", "true"], ["false", "true"]),
+    "ids": (
+        ["1", "0", "2"] * 4 + ["10", "3", "4", "5", "6", "7", "8", "9"],
+        [*map(str, range(11))],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PASTED)
+def test_the_classes_that_the_rows_hold_can_be_pasted(case, tmp_path):
+    labels, expected = PASTED[case]
+    rows = load_file(written(tmp_path, "label", *labels))
+    with pytest.raises(DataError, match="declares no class names.*nobody away") as caught:
+        label_names(rows, "label", [])
+    line = re.search(r"class_names: \[.*?\]", str(caught.value))
+    assert line is not None and yaml.safe_load(line[0]) == {"class_names": expected}
+    assert checked_names({"rows": rows}, [], "label", expected) == expected
+
+
+def test_numbers_that_are_no_ids_are_not_offered_as_names(tmp_path):
+    rows = load_file(written(tmp_path, "label", "1", "2", "5"))
+    with pytest.raises(DataError, match=r"class_names: \[negative, positive\]$"):
+        label_names(rows, "label", [])
+
+
+def rows(labels: list[Any], declared: list[str] | None = None) -> datasets.Dataset:
+    made = datasets.Dataset.from_dict({"sentence": ["a film"] * len(labels), "label": labels})
+    if declared is None:
+        return made
+    return made.cast_column("label", datasets.ClassLabel(names=declared))
+
+
+def ids(made: datasets.Dataset) -> list[int]:
+    return label_ids(made, "label", NAMES)
+
+
+def test_ids_of_a_declared_column_stand_for_their_names():
+    declared = rows([0, 1, 2, 0], ["owl", "dog", "cat"])
+    assert ids(declared) == [2, 1, 0, 2]
+    encoded = encode(declared, tiny.tokenizer(), ["sentence"], "label", NAMES, 16)
+    assert encoded["label"][:] == [2, 1, 0, 2]
+    assert ids(rows([0, 3], ["owl", "dog", "wolf", "cat"])) == [2, 0]
+    assert ids(rows(["owl", "cat"])) == [2, 0]
+    assert ids(rows([2, 0])) == [2, 0]
+
+
+def test_a_declared_name_that_is_no_class_is_named():
+    with pytest.raises(
+        DataError,
+        match="it declares .'wolf', 'cat'.: row 2 holds 0. Correct the row .*`class_names`",
+    ):
+        ids(rows([1, 1, 0], ["wolf", "cat"]))
+
+
+OUTSIDE = [("1", "cat"), (-1, 0), (None, 0), (3, 0), ("Cat", "cat")]
+
+
+@pytest.mark.parametrize(("bad", "good"), OUTSIDE)
+def test_a_label_outside_the_classes_is_named_with_its_row(bad, good):
+    with pytest.raises(
+        DataError, match=f"'label' has a value outside the classes .*: row 1 holds {bad!r}. Correct"
+    ):
+        ids(rows([good, bad]))
+    with pytest.raises(DataError, match="ids 0 to 2.: row 0 holds 0.0, row 1 holds 1.5. Correct"):
+        ids(rows([0.0, 1.5]))
+
+
+def test_a_missing_label_of_a_declared_column_is_named():
+    with pytest.raises(DataError, match="row 1 holds -1. Correct the row"):
+        ids(rows([0, -1], NAMES))
+
+
+def ids_of_file(folder: Path, text: str, names: list[str]) -> list[int]:
+    folder.mkdir(exist_ok=True)
+    file = folder / "rows.csv"
+    file.write_text("label\n" + text.replace(" ", "\n"))
+    return label_ids(load_file(str(file)), "label", names)
+
+
+# In the order of their ids: what a file says, and what its rows are.
+TRUTHS = {
+    "of two classes": (["bad", "good"], [0, 1, 1]),
+    "by name": (["true", "false"], [1, 0, 0]),
+    "by a name in capitals": (["FALSE", "True", "unsure"], [0, 1, 1]),
+}
+
+
+@pytest.mark.parametrize("case", TRUTHS)
+def test_true_and_false_of_a_file_are_their_classes(case, tmp_path):
+    names, expected = TRUTHS[case]
+    for number, words in enumerate(["false true true", "False True True", "FALSE TRUE TRUE"]):
+        assert ids_of_file(tmp_path / str(number), words, names) == expected
+    made = rows([False, True, True])
+    assert label_ids(made, "label", names) == expected
+
+
+@pytest.mark.parametrize("names", [["a", "b", "c"], ["true", "wrong"]])
+def test_true_and_false_that_are_no_class_are_named(names):
+    with pytest.raises(DataError, match="row 0 holds False, row 1 holds False. Corr"):
+        label_ids(rows([False, False]), "label", names)
+
+
+@pytest.mark.parametrize("names", [["2", "1", "0"], ["1", "2", "3"], ["0.0", "2.0"], ["-1", "1"]])
+def test_names_that_are_other_numbers_than_the_ids_are_refused(names, tmp_path):
+    """Also where the rows of a set happen to hold nothing that shows it."""
+    with pytest.raises(InvalidArgumentError, match="class_names.* count from 0, got .* would be"):
+        ids_of_file(tmp_path, "0 1 0", names)
+    with pytest.raises(InvalidArgumentError, match="Put the names in the order of the numbers"):
+        encode(rows([1]), tiny.tokenizer(), ["sentence"], "label", names, 16)
+    assert label_ids(rows([names[1], names[0]]), "label", names) == [1, 0]
+
+
+def test_names_that_are_the_ids_are_free(tmp_path):
+    assert ids_of_file(tmp_path, "0 2 1", ["0", "1", "2"]) == [0, 2, 1]
+    assert label_ids(rows([0, 1], ["1", "0"]), "label", ["0", "1"]) == [1, 0]
+
+
+def test_planted_reading_of_true_as_1_is_seen(monkeypatch):
+    monkeypatch.setattr(classification, "_TRUTHS", {})
+    assert label_ids(rows([True]), "label", ["true", "false"]) != [0]
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_accuracy_and_f1_against_counts():
+    labels = np.array([0, 1, 1, 0, 1, 1])
+    predicted = np.array([0, 1, 0, 1, 1, 1])  # 3 true positives, 1 false positive, 1 false negative
+    prediction = SimpleNamespace(predictions=np.eye(2)[predicted], label_ids=labels)
+    assert metrics(METRICS, 2)(prediction) == {
+        "accuracy": pytest.approx(4 / 6),
+        "f1": pytest.approx(2 * 3 / (2 * 3 + 1 + 1)),
+    }
+    nothing = SimpleNamespace(predictions=np.eye(2)[[0, 0]], label_ids=np.array([0, 0]))
+    assert metrics(["f1"], 2)(nothing) == {"f1": 0.0}
+
+
+def test_f1_is_of_two_classes():
+    with pytest.raises(InvalidArgumentError, match="without f1 for 3 classes"):
+        metrics(["f1"], 3)
+    with pytest.raises(InvalidArgumentError, match="`metrics` to be one of"):
+        metrics(["bleu"], 2)
+
+
+def test_the_modules_are_shipped():
+    """A Python file inside a package that setuptools finds is in the wheel."""
+    found = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    setuptools = pytest.importorskip("setuptools")
+    packages = setuptools.find_namespace_packages(str(ROOT), include=found["find"]["include"])
+    assert {"hf_dp.tasks.generation", "hf_dp.cli.tasks"} <= set(packages)
