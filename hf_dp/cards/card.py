@@ -27,16 +27,9 @@ from hf_dp.cards.details import (
 )
 from hf_dp.errors import InvalidArgumentError
 from hf_dp.plans.units import EXAMPLE
+from hf_dp.statement import wording
 from hf_dp.statement.facts import EVALUATION_ON_TRAINING_ROWS, UNNOISED, seen_in_pretraining
 from hf_dp.statement.statement import PrivacyStatement, observed
-from hf_dp.statement.wording import (
-    NOT_ESTABLISHED,
-    PROVEN_WEIGHTS_ONLY,
-    STATUSES,
-    delta_text,
-    epsilon_text,
-    point_estimate,
-)
 
 _PARTS = {SUM: "sums of gradients", VECTORS: "released vectors", LOSS: "sums of losses"}
 _KINDS = {"bound": "upper bound", "estimate": "estimate, not a guarantee"}
@@ -77,14 +70,14 @@ def render_head(statement: PrivacyStatement, details: CardDetails) -> str:
     what = f"{does}{f' on {details.dataset}' if details.dataset else ''}".strip()
     claim = "no privacy guarantee"
     if statement.proven:
-        claim = f"epsilon {epsilon_text(statement.epsilon)}"
+        claim = f"epsilon {wording.epsilon_text(statement.epsilon)}"
     return (
         _template("privacy.md")
         .render(
             title=f"{details.model_name}: {', '.join(filter(None, (what, claim)))}",
             statement=statement,
-            status=STATUSES[statement.status],
-            delta=delta_text(statement.delta),
+            status=wording.STATUSES[statement.status],
+            delta=wording.delta_text(statement.delta),
             in_short=in_short(statement),
             seen_in_pretraining=seen_in_pretraining(details.dataset, details.pretraining_sources),
             accountant_rows=[
@@ -140,8 +133,8 @@ def _accountant_row(row: Answer, statement: PrivacyStatement) -> tuple[str, str,
     kind = _KINDS.get(found.kind, "")
     if statement.proven and row.accountant == statement.accountant:
         kind += ": **the epsilon of this card**"
-    kind += point_estimate(found)
-    return markdown(row.accountant), epsilon_text(found.value), kind
+    kind += wording.point_estimate(found)
+    return markdown(row.accountant), wording.epsilon_text(found.value), kind
 
 
 def _rows(values: Mapping[str, object]) -> list[tuple[str, str]]:
@@ -250,7 +243,7 @@ def in_short(statement: PrivacyStatement) -> list[str]:
             f"({count:,} rows)"
         )
     beside = ""
-    if statement.status == PROVEN_WEIGHTS_ONLY:
+    if statement.status == wording.PROVEN_WEIGHTS_ONLY:
         beside = ", but not what else was released"
     found = most_found(statement.epsilon or 0.0, statement.delta)
     strength = (
@@ -259,8 +252,8 @@ def in_short(statement: PrivacyStatement) -> list[str]:
     )
     if statement.delta >= LARGE_DELTA:
         strength += (
-            f" A large delta: {markdown(delta_text(statement.delta))} is roughly the chance that "
-            "all this fails. "
+            f" A large delta: {markdown(wording.delta_text(statement.delta))} is roughly the "
+            "chance that all this fails. "
         )
         strength += (
             f"Of so few {rows} no model can be taught with a delta that is customary."
@@ -279,7 +272,7 @@ def in_short(statement: PrivacyStatement) -> list[str]:
 def _without_a_guarantee(statement: PrivacyStatement) -> list[str]:
     why = (
         "the published analysis of this method does not hold for what ran (the reasons are below)"
-        if statement.status == NOT_ESTABLISHED and not observed(statement.facts)
+        if statement.status == wording.NOT_ESTABLISHED and not observed(statement.facts)
         else markdown(statement.status_reason)
     )
     return [

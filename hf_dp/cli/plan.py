@@ -10,15 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hf_dp import accounting
 from hf_dp._arguments import argument, own_fields
-from hf_dp.accounting import (
-    ACCOUNTANTS,
-    PoissonSampledGaussian,
-    PublishedForwardNoise,
-    RecordRelease,
-    SampledRecordRelease,
-    epsilon,
-)
 from hf_dp.accounting.accountants import compare
 from hf_dp.cli.account import json_row, table
 from hf_dp.cli.config import PLANNED, read_yaml
@@ -95,7 +88,7 @@ class Planned:
         """Forecast the cost of a plan."""
         from hf_dp.planning import forecast
 
-        names = ACCOUNTANTS if self.options.cross_check else None
+        names = accounting.ACCOUNTANTS if self.options.cross_check else None
         return forecast(plan, names, parameters=self.options.parameters)
 
     def plan(self, changes: Mapping[str, object]) -> tuple[PrivacyPlan, UnitTable | None]:
@@ -213,12 +206,12 @@ def plan_text(found: Forecast) -> str:
     lines.append(f"{plan.words.name}: {NO_GUARANTEE}.")
     lines += [f"{answer.accountant}: {answer.note}" for answer in found.answers]
     for event in plan.events():
-        if isinstance(event, PublishedForwardNoise):
+        if isinstance(event, accounting.PublishedForwardNoise):
             lines += _assumed(event, plan.delta)
     return "\n".join(lines)
 
 
-def _assumed(published: PublishedForwardNoise, delta: float) -> Iterator[str]:
+def _assumed(published: accounting.PublishedForwardNoise, delta: float) -> Iterator[str]:
     """Yield what a bound says of the noise of DP-FP as published if its assumptions were right.
 
     The paper's figure rests on assumptions that do not hold for what runs: everything below the
@@ -230,12 +223,12 @@ def _assumed(published: PublishedForwardNoise, delta: float) -> Iterator[str]:
     trains_above = "nothing trains below the noise, and"
     assumptions = {
         "all of the paper's, with a bound in place of its limit theorem's estimate": (
-            PoissonSampledGaussian(sigma, rate, steps * draws)
+            accounting.PoissonSampledGaussian(sigma, rate, steps * draws)
         ),
         f"{trains_above} who took part in which step is visible": (
-            SampledRecordRelease(sigma, rate, steps, draws)
+            accounting.SampledRecordRelease(sigma, rate, steps, draws)
         ),
-        f"{trains_above} each row is released once": RecordRelease(sigma, 1),
+        f"{trains_above} each row is released once": accounting.RecordRelease(sigma, 1),
     }
     yield f"\n{'epsilon':<10}if this were so (a bound, PLD, at delta {delta:g})"
     for words, assumed in assumptions.items():
@@ -331,7 +324,7 @@ def table_of(swept: Sequence[Mapping[str, float]], rows: Sequence[Forecast]) -> 
             found = answer.epsilon
             cells[answer.accountant] = "-" if found is None else f"{found.rounded_up(3):.3f}"
         if not plan.mechanism.established:
-            figure = epsilon(plan.event(), plan.delta, "gdp_clt").value
+            figure = accounting.epsilon(plan.event(), plan.delta, "gdp_clt").value
             cells["paper's figure"] = f"{figure:.3f}"
         lines.append(cells)
     first = rows[0]

@@ -12,13 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from huggingface_hub import CommitInfo, CommitOperationDelete, HfApi, ModelInfo, get_token
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    OfflineModeIsEnabled,
-    RevisionNotFoundError,
-)
+from huggingface_hub import CommitInfo, CommitOperationDelete, HfApi, ModelInfo, errors, get_token
 
 from hf_dp._version import __version__
 from hf_dp.cards.verify import CARD, is_as_made
@@ -164,7 +158,7 @@ class Hub:
     def _info(self, repository: str, branch: str | None) -> ModelInfo:
         try:
             return self.api.model_info(repository, revision=branch)
-        except RevisionNotFoundError:  # the branch begins before any model was in the repository
+        except errors.RevisionNotFoundError:  # it begins before any model was in the repository
             *_, first = self.api.list_repo_commits(repository)
             self.api.create_branch(
                 repository, branch=str(branch), revision=first.commit_id, exist_ok=True
@@ -193,12 +187,12 @@ def _files(there: ModelInfo) -> list[str]:
 
 
 def _next_move(error: BaseException) -> str:
-    while not isinstance(error, HfHubHTTPError) and error.__cause__ is not None:
+    while not isinstance(error, errors.HfHubHTTPError) and error.__cause__ is not None:
         error = error.__cause__  # the client wraps what fails in an upload
-    status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
-    if isinstance(error, HFValidationError):
+    status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else 0
+    if isinstance(error, errors.HFValidationError):
         return "Expected the name of a repository, such as 'you/model'."
-    if isinstance(error, OfflineModeIsEnabled):
+    if isinstance(error, errors.OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set: unset it to publish."
     if status >= 500:
         return "The Hub has a problem. Publish again later; what was sent is not committed."

@@ -89,14 +89,8 @@ class Flags(Kept):
 
 @dataclass(frozen=True)
 class EarlierRun(Flags):
-    """What an earlier private run on the same rows claims, as far as it limits later claims.
-
-    Args:
-        run_id: which run it is.
-        unit, relation: codes of :mod:`hf_dp.plans.units`.
-
-    Raises: InvalidArgumentError for an unknown code.
-    """
+    """What an earlier private run on the same rows claims, as far as it limits later claims; its
+    unit and relation are codes of :mod:`hf_dp.plans.units`."""
 
     run_id: str
     unit: str
@@ -157,10 +151,6 @@ class RunFacts(Weaknesses):
         trained: which parameters were trained, in words and numbers.
         precision: that of gradient sums and noise, for example "float32".
         noise_generator, sampling_generator: their kind and how they were seeded, never a seed.
-        versions: library -> version.
-        audit: what an audit of the run found, if there was one.
-
-    Raises: InvalidArgumentError.
     """
 
     trained: str

@@ -47,11 +47,9 @@ class PrivacyRecord(Beside):
     """What a ``privacy.json`` holds, with what lies beside it.
 
     Attributes:
-        plan, ledger: those of the run.
-        run_id: which run it is; a run continues only its own ledger.
         weaknesses: what weakens the claim. What did so once does so for good, also after a resume.
-        facts: these, and how the run was made; None where nothing is stated yet.
-        statement: what the run claims, as :meth:`PrivacyStatement.to_dict` wrote it; None likewise.
+        facts, statement: these, and how the run was made, and what it claims
+            (:meth:`PrivacyStatement.to_dict`); None where nothing is stated yet.
         written_by: the version of hf_dp with which it was written.
         head: how far the run's own ledger had come; None where it had no line.
 

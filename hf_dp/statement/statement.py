@@ -29,25 +29,8 @@ from hf_dp.accounting.knows import NO_BOUND
 from hf_dp.errors import LedgerError
 from hf_dp.plans import units
 from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.statement import wording
 from hf_dp.statement.facts import RunFacts, refuse_unnamed
-from hf_dp.statement.wording import (
-    COVERED,
-    NOT_ESTABLISHED,
-    NOT_PRIVATE,
-    PROVEN,
-    PROVEN_WEIGHTS_ONLY,
-    STATUSES,
-    delta_text,
-    epsilon_text,
-    headline,
-    line,
-    not_covered,
-    one_user,
-    relation_in_words,
-    released_in_words,
-    results_of,
-    unit_in_words,
-)
 
 REFUTED_BY_AUDIT = "refuted by an audit"  # instead of an epsilon
 
@@ -57,19 +40,14 @@ class PrivacyStatement:
     """What a run may claim, and with which numbers. Only :meth:`from_ledger` computes it.
 
     Attributes:
-        plan: what was planned.
-        ledger: what ran.
-        facts: what the trainer said about the run.
-        status: PROVEN, PROVEN_WEIGHTS_ONLY (the user released un-noised quantities), NOT_PRIVATE or
-            NOT_ESTABLISHED (no bound is known for what ran). It is as weak as that of the weakest
-            earlier run that is named.
+        plan, ledger, facts: what was planned, what ran, and what the trainer said about the run.
+        status: a code of :mod:`hf_dp.statement.wording`, as weak as that of the weakest earlier run
+            that is named.
         reasons: why, in words; of NOT_ESTABLISHED, each reason by itself.
         epsilon: the headline, an upper bound rounded up to three decimals; None when there is no
             bound to claim.
-        accountant: the accountant whose bound the headline is.
-        accountant_note: why that is not the accountant asked for, else empty.
-        epsilons: for each of :data:`hf_dp.accounting.ACCOUNTANTS` its epsilon, rounded up to three
-            decimals, or why it has none.
+        accountant, accountant_note: whose bound that is, and why not that of the one asked for.
+        epsilons: what each accountant says, rounded up to three decimals, or why it says nothing.
     """
 
     plan: PrivacyPlan
@@ -117,24 +95,25 @@ class PrivacyStatement:
             return stated(status, reasons, None, plan.accountant, note, rows)
 
         if reason := _why_not_private(ledger, facts):
-            return unclaimed(NOT_PRIVATE, (reason,), "not computed: the run is not private")
+            return unclaimed(wording.NOT_PRIVATE, (reason,), "not computed: the run is not private")
         if seen := observed(facts):
             note = "not computed: not only hf_dp saw what was not noised"
-            return unclaimed(NOT_ESTABLISHED, seen, note)
+            return unclaimed(wording.NOT_ESTABLISHED, seen, note)
         if found := _not_established(plan, ledger):
             reasons = found[0].reasons or ("its plan says that no bound is known",)
             estimates = [name for name in ACCOUNTANTS if name not in BOUNDS]
-            known = results_of(ledger, plan.delta, estimates)
-            return unclaimed(NOT_ESTABLISHED, reasons, "no bound is known for what ran", known)
-        results = results_of(ledger, plan.delta, ACCOUNTANTS)
-        accountant, epsilon, note = headline(results, plan.accountant)
+            known = wording.results_of(ledger, plan.delta, estimates)
+            note = "no bound is known for what ran"
+            return unclaimed(wording.NOT_ESTABLISHED, reasons, note, known)
+        results = wording.results_of(ledger, plan.delta, ACCOUNTANTS)
+        accountant, epsilon, note = wording.headline(results, plan.accountant)
         if facts.audit is not None and (
             reason := facts.audit.refutation(epsilon, ledger.events, accountant)
         ):
-            return unclaimed(NOT_PRIVATE, (reason,), REFUTED_BY_AUDIT)
-        status, reason = PROVEN, plan.words.proof
-        if released := released_in_words(facts):
-            status = PROVEN_WEIGHTS_ONLY
+            return unclaimed(wording.NOT_PRIVATE, (reason,), REFUTED_BY_AUDIT)
+        status, reason = wording.PROVEN, plan.words.proof
+        if released := wording.released_in_words(facts):
+            status = wording.PROVEN_WEIGHTS_ONLY
             reason += (
                 "; epsilon covers the weights only, because these were released without noise at "
                 f"the user's request: {', '.join(released)}"
@@ -144,7 +123,7 @@ class PrivacyStatement:
     @property
     def proven(self) -> bool:
         """Whether the headline holds: for all that left the run, or at least for the weights."""
-        return self.status in (PROVEN, PROVEN_WEIGHTS_ONLY)
+        return self.status in (wording.PROVEN, wording.PROVEN_WEIGHTS_ONLY)
 
     @property
     def status_reason(self) -> str:
@@ -154,14 +133,14 @@ class PrivacyStatement:
     @property
     def unit_code(self) -> str:
         """Of :mod:`hf_dp.plans.units`: the weakest of this run and of all earlier runs."""
-        if self.status == NOT_ESTABLISHED:
+        if self.status == wording.NOT_ESTABLISHED:
             return units.NONE
         return units.weakest_unit((self.plan.unit, *(run.unit for run in self.facts.earlier)))
 
     @property
     def relation_code(self) -> str:
         """As :attr:`unit_code`."""
-        if self.status == NOT_ESTABLISHED:
+        if self.status == wording.NOT_ESTABLISHED:
             return units.NONE
         relations = (self.plan.mechanism.relation, *(run.relation for run in self.facts.earlier))
         return units.weakest_relation(relations)
@@ -169,12 +148,12 @@ class PrivacyStatement:
     @property
     def unit(self) -> str:
         """What is protected, in words."""
-        return unit_in_words(self.unit_code, self.facts, self.plan.users)
+        return wording.unit_in_words(self.unit_code, self.facts, self.plan.users)
 
     @property
     def neighboring_relation(self) -> str:
         """Against which change, in words."""
-        return relation_in_words(self.relation_code, self.plan.users)
+        return wording.relation_in_words(self.relation_code, self.plan.users)
 
     @property
     def mechanism(self) -> str:
@@ -198,7 +177,7 @@ class PrivacyStatement:
     @property
     def not_covered(self) -> tuple[str, ...]:
         """What epsilon says nothing about, in words: first what depends on the run."""
-        return tuple(not_covered(self.facts, self.plan))
+        return tuple(wording.not_covered(self.facts, self.plan))
 
     @property
     def delta(self) -> float:
@@ -213,7 +192,7 @@ class PrivacyStatement:
     @property
     def covered(self) -> str:
         """What epsilon covers."""
-        return "; ".join(filter(None, (COVERED, self.plan.words.also_covered)))
+        return "; ".join(filter(None, (wording.COVERED, self.plan.words.also_covered)))
 
     @property
     def rows_are_chunks(self) -> bool:
@@ -222,7 +201,7 @@ class PrivacyStatement:
 
     def sentence(self) -> str:
         """Return the claim in one sentence, or a sentence that says there is none."""
-        if self.status == NOT_ESTABLISHED:
+        if self.status == wording.NOT_ESTABLISHED:
             why = "; ".join(observed(self.facts)) or self._what_ran()
             return (
                 "NO differential privacy guarantee is established for this run: "
@@ -231,28 +210,27 @@ class PrivacyStatement:
         if not self.proven:
             return f"This run is NOT private: {self.status_reason}. No epsilon is claimed."
         what, end = "The released weights", ""
-        if self.status == PROVEN_WEIGHTS_ONLY:
+        if self.status == wording.PROVEN_WEIGHTS_ONLY:
             what = "The released weights alone"
-            released = ", ".join(released_in_words(self.facts))
+            released = ", ".join(wording.released_in_words(self.facts))
             end = f"; this does not cover {released}, released without noise"
         row = "one row (a chunk of a longer text)" if self.rows_are_chunks else "one row"
-        unit = (
-            row if self.unit_code == units.EXAMPLE else f"the text of {row}, labels being public,"
-        )
+        if self.unit_code != units.EXAMPLE:
+            row = f"the text of {row}, labels being public,"
         count, users = self.plan.num_examples, self.plan.users
-        of_all = f"{unit} of the training set of {count:,} rows"
+        of_all = f"{row} of the training set of {count:,} rows"
         if users is not None:
-            of_all = f"{one_user(users)}, of which the training set has {count:,}"
+            of_all = f"{wording.one_user(users)}, of which the training set has {count:,}"
+        bound = f"({wording.epsilon_text(self.epsilon)}, {wording.delta_text(self.delta)})"
         return (
-            f"{what} are ({epsilon_text(self.epsilon)}, {delta_text(self.delta)})-differentially "
-            f"private with respect to zero-out of {of_all} ({self.accountant} upper bound, "
-            f"{self._what_ran()}){end}."
+            f"{what} are {bound}-differentially private with respect to zero-out of {of_all} "
+            f"({self.accountant} upper bound, {self._what_ran()}){end}."
         )
 
     def _what_ran(self) -> str:
         """Say what ran: in earlier runs on the same rows, in the selection, and in this run."""
         plan, ledger = self.plan, self.ledger
-        if self.status == NOT_ESTABLISHED and (found := _not_established(plan, ledger)):
+        if self.status == wording.NOT_ESTABLISHED and (found := _not_established(plan, ledger)):
             event = found[0]
             earlier = event in ledger.events and event not in plan.events()
             who = "an earlier run on the same rows, which it names," if earlier else "it"
@@ -271,9 +249,9 @@ class PrivacyStatement:
         return ran
 
     def __str__(self) -> str:
-        lines = [f"Privacy: {STATUSES[self.status]}", f"  {self.sentence()}"]
-        if self.proven or self.status == NOT_ESTABLISHED:
-            lines += [f"  {line(row)}" for row in self.epsilons]
+        lines = [f"Privacy: {wording.STATUSES[self.status]}", f"  {self.sentence()}"]
+        if self.proven or self.status == wording.NOT_ESTABLISHED:
+            lines += [f"  {wording.line(row)}" for row in self.epsilons]
         if self.accountant_note and self.proven:
             lines.append(f"  {self.accountant_note}")
         if self.facts.audit is not None:

@@ -212,7 +212,9 @@ def test_what_an_earlier_run_released_limits_the_claim_to_the_weights() -> None:
 
 
 def test_planted_releases_of_earlier_runs_left_out_are_seen(monkeypatch) -> None:
-    monkeypatch.setattr(statement_module, "released_in_words", lambda facts: list(facts.released))
+    monkeypatch.setattr(
+        statement_module.wording, "released_in_words", lambda facts: list(facts.released)
+    )
     assert after((dataclasses.replace(SAFE, released=("training_loss",)),)).status == "proven"
 
 
