@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hf_dp.cards.details import CardDetails, of_metric
 from hf_dp.cli.config import read_yaml
-from hf_dp.statement.record import read
+from hf_dp.statement.evidence import read
 from hf_dp.statement.wording import epsilon_text
 
 ROOT = Path(__file__).parent.parent
@@ -34,10 +34,10 @@ def table() -> str:
     """Return the table, a row for each card: by data set, then epsilon, then score."""
     rows = []
     for folder in folders():
-        record = read(folder)
-        assert record.card is not None
-        statement = record.restated()
-        details = CardDetails.from_dict(record.card)
+        evidence = read(folder)
+        assert evidence.card is not None
+        statement = evidence.restated()
+        details = CardDetails.from_dict(evidence.card)
         epsilons = {
             row.accountant: epsilon_text(row.epsilon and row.epsilon.value)
             for row in statement.epsilons

@@ -12,8 +12,8 @@ from hf_dp.accounting import Ledger
 from hf_dp.errors import LedgerError
 from hf_dp.plans import DpSgdPlan, PrivacyPlan
 from hf_dp.statement.durable import digest_of
+from hf_dp.statement.evidence import FILE_NAME, disagreements, read
 from hf_dp.statement.facts import RunFacts
-from hf_dp.statement.record import FILE_NAME, disagreements, read
 from hf_dp.statement.statement import PrivacyStatement
 
 N = 67349

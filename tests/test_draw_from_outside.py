@@ -20,7 +20,7 @@ from hf_dp.errors import ConfigError, UnsupportedArgumentError, UnsupportedEvent
 from hf_dp.plans import PrivacyPlan
 from hf_dp.plans.draws import Draw, register_draw
 from hf_dp.plans.samplers import PoissonSampler
-from hf_dp.statement.record import disagreements, read
+from hf_dp.statement.evidence import disagreements, read
 
 
 @register_event

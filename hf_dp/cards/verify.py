@@ -29,7 +29,7 @@ from hf_dp.run.ledger_file import LEDGER, read_own
 from hf_dp.run.weights_file import head_in, weights_files
 from hf_dp.run.witnesses import refuse_foreign
 from hf_dp.statement.durable import Beside, digest_of_file, digest_of_text, replace_file
-from hf_dp.statement.record import FILE_NAME, PrivacyRecord, disagreements, read
+from hf_dp.statement.evidence import FILE_NAME, Evidence, disagreements, read
 from hf_dp.statement.statement import PrivacyStatement
 
 if TYPE_CHECKING:
@@ -85,17 +85,17 @@ def verify(folder: str | os.PathLike[str]) -> Report:
     """Check a folder with a model, card and ``privacy.json``; the report has what is wrong."""
     folder = Path(folder)
     try:
-        record = read(folder)
-        statement = record.restated()
+        evidence = read(folder)
+        statement = evidence.restated()
         claim = statement.sentence()
     except (HfDpError, TypeError, ValueError, KeyError, AttributeError) as error:
         return Report((Check(FILE_NAME, FAILED, f"it cannot be read: {error}"),), None)
     checks = [
         Check("plan, ledger, facts", OK, f"they are what was written: {FILE_NAME} has its digest"),
-        *_looked("evidence", lambda: checks_of_evidence(record, folder)),
-        *_looked("schedule", lambda: _of_the_schedule(record, statement)),
-        *_looked("weights", lambda: _of_other_weights(record, folder)),
-        *_looked("card", lambda: _of_the_card(record, statement, folder)),
+        *_looked("evidence", lambda: checks_of_evidence(evidence, folder)),
+        *_looked("schedule", lambda: _of_the_schedule(evidence, statement)),
+        *_looked("weights", lambda: _of_other_weights(evidence, folder)),
+        *_looked("card", lambda: _of_the_card(evidence, statement, folder)),
         Check(
             "author",
             NOTICE,
@@ -116,20 +116,20 @@ def _looked(about: str, look: Callable[[], Iterable[Check]]) -> list[Check]:
     return found
 
 
-def checks_of_evidence(record: PrivacyRecord, folder: Path) -> Iterator[Check]:
+def checks_of_evidence(evidence: Evidence, folder: Path) -> Iterator[Check]:
     """Compare a claim with its ledger, and the files of a run with their digests and heads. Only if
     nothing of it failed is a card made."""
     about = "epsilon and statement"
-    problems = disagreements(record)
+    problems = disagreements(evidence)
     for problem in problems:
         yield Check(about, FAILED, problem)
     if not problems:
-        rows = record.restated().epsilons
+        rows = evidence.restated().epsilons
         found = [f"{row.epsilon.value} by {row.accountant}" for row in rows if row.epsilon]
         words = f"recomputed from the ledger: {', '.join(found)}" if found else "none is claimed"
         yield Check(about, OK, words)
     own = read_own(folder)  # where it is here, in the run's own folder
-    if own is not None and own.head != record.head:
+    if own is not None and own.head != evidence.head:
         words = f"the run has not ended, or was killed: {LEDGER} is not the one {FILE_NAME} adds up"
         yield Check("ledger", FAILED, words)
     for path in weights_files(folder):
@@ -139,23 +139,23 @@ def checks_of_evidence(record: PrivacyRecord, folder: Path) -> Iterator[Check]:
         except LedgerError as error:
             yield Check("weights", FAILED, str(error))
             continue
-        if head is not None and head.run_id != record.run_id:
+        if head is not None and head.run_id != evidence.run_id:
             yield Check("weights", FAILED, f"{name} is of another run, {head.run_id}")
-        elif head is not None and not record.knows(head):
+        elif head is not None and not evidence.knows(head):
             yield Check("weights", FAILED, f"{name} was saved later than {FILE_NAME} beside it")
     present = file_digests(folder)
-    for name, digest in record.files.items():
+    for name, digest in evidence.files.items():
         if name not in present:
             yield Check("weights", NOT_CHECKED, f"{name} is not here")
         elif present[name] != digest:
             yield Check("weights", FAILED, f"{name} is not what was saved: the SHA-256 differs")
         else:
             yield Check("weights", OK, f"{name} is what was saved")
-    yield from _unlisted(record, present)
+    yield from _unlisted(evidence, present)
 
 
-def _unlisted(record: PrivacyRecord, names: Iterable[str]) -> Iterator[Check]:
-    for name in sorted(set(names) - set(record.files)):
+def _unlisted(evidence: Evidence, names: Iterable[str]) -> Iterator[Check]:
+    for name in sorted(set(names) - set(evidence.files)):
         yield Check("weights", FAILED, f"nothing vouches for {name}: it was not saved by the run")
 
 
@@ -167,7 +167,7 @@ def file_digests(folder: Path) -> dict[str, str]:
     return {name: digest_of_file(folder / name) for name in names}
 
 
-def _of_other_weights(record: PrivacyRecord, folder: Path) -> Iterator[Check]:
+def _of_other_weights(evidence: Evidence, folder: Path) -> Iterator[Check]:
     """Look for files that some program might load as weights, and that are not the run's."""
     found = []
     for parent, folders, names in os.walk(folder):
@@ -177,18 +177,18 @@ def _of_other_weights(record: PrivacyRecord, folder: Path) -> Iterator[Check]:
             for name in names
             if _WEIGHTS.search(name) and not _STATE.fullmatch(name)
         ]
-    yield from _unlisted(record, set(found) - set(file_digests(folder)))
-    if not weights_files(folder) and not any(n.endswith(".safetensors") for n in record.files):
+    yield from _unlisted(evidence, set(found) - set(file_digests(folder)))
+    if not weights_files(folder) and not any(n.endswith(".safetensors") for n in evidence.files):
         yield Check("weights", NOT_CHECKED, "no weights are here, and none are listed")
 
 
-def _of_the_schedule(record: PrivacyRecord, statement: PrivacyStatement) -> Iterator[Check]:
-    plan, about = record.plan, "schedule"
+def _of_the_schedule(evidence: Evidence, statement: PrivacyStatement) -> Iterator[Check]:
+    plan, about = evidence.plan, "schedule"
     planned = {
         TRAINING: plan.steps_recorded if plan.releases_each_step else 0,
         SELECTION: 0 if plan.selection is None else plan.selection.event().steps,
     }
-    ran = {purpose: record.ledger.steps(purpose) for purpose in planned}
+    ran = {purpose: evidence.ledger.steps(purpose) for purpose in planned}
     words = ", ".join(f"{ran[name]:,} of {planned[name]:,} steps of {name}" for name in planned)
     target = plan.target_epsilon
     if target is not None and statement.epsilon is not None and statement.epsilon > target + 1e-3:
@@ -199,9 +199,7 @@ def _of_the_schedule(record: PrivacyRecord, statement: PrivacyStatement) -> Iter
         yield Check(about, NOTICE, f"{words}: not as planned; the ledger is what counts")
 
 
-def _of_the_card(
-    record: PrivacyRecord, statement: PrivacyStatement, folder: Path
-) -> Iterator[Check]:
+def _of_the_card(evidence: Evidence, statement: PrivacyStatement, folder: Path) -> Iterator[Check]:
     path = folder / CARD
     if not path.is_file():
         yield Check("card", NOT_CHECKED, f"{CARD} is not here")
@@ -212,16 +210,16 @@ def _of_the_card(
         yield Check("card", FAILED, "it has no section Privacy, or several")
         return
     block, section = f"its {KEY} block", "its section Privacy"
-    yield _compared(block, plain(front_matter(text).get(KEY)) == record.statement, "the claim")
-    if record.privacy_section is None:
+    yield _compared(block, plain(front_matter(text).get(KEY)) == evidence.statement, "the claim")
+    if evidence.privacy_section is None:
         words = f"{FILE_NAME} has no digest of a card; `hf-dp card` adds one"
         yield Check("card", NOT_CHECKED, words)
     else:
-        yield _compared(section, digest_of_text(head) == record.privacy_section, "the digest")
-    if record.card is not None and record.written_by == __version__:  # as would be made today
-        again = render_head(statement, CardDetails.from_dict(record.card))
+        yield _compared(section, digest_of_text(head) == evidence.privacy_section, "the digest")
+    if evidence.card is not None and evidence.written_by == __version__:  # as would be made today
+        again = render_head(statement, CardDetails.from_dict(evidence.card))
         yield _compared(section, digest_of_text(head) == digest_of_text(again), "the statement")
-        if not is_as_made(record, text):
+        if not is_as_made(evidence, text):
             yield Check("card", NOTICE, "it was edited outside what is about privacy")
 
 
@@ -231,12 +229,12 @@ def _compared(what: str, agrees: bool, with_what: str) -> Check:
     return Check("card", OK, f"{what} agrees with {with_what}")
 
 
-def is_as_made(record: PrivacyRecord, card: str) -> bool:
-    """Return whether a card is what this version of hf_dp made with a record: nobody edited it."""
+def is_as_made(evidence: Evidence, card: str) -> bool:
+    """Return whether a card is what this version of hf_dp made: nobody edited it."""
     head = privacy_head(card)
-    if head is None or record.card is None or digest_of_text(head) != record.privacy_section:
+    if head is None or evidence.card is None or digest_of_text(head) != evidence.privacy_section:
         return False
-    whole = render_card(record.restated(), CardDetails.from_dict(record.card), head=head)
+    whole = render_card(evidence.restated(), CardDetails.from_dict(evidence.card), head=head)
     return digest_of_text(whole) == digest_of_text(card)
 
 
@@ -281,32 +279,32 @@ def card_files(
     Raises: LedgerError where the run has not ended, what lies there does not belong together, or
         somebody edited the README.md, which would be lost; InvalidArgumentError."""
     folder = Path(folder)
-    record, path = read(folder), folder / CARD
-    statement = record.restated()
-    for check in checks_of_evidence(record, folder):
+    evidence, path = read(folder), folder / CARD
+    statement = evidence.restated()
+    for check in checks_of_evidence(evidence, folder):
         if check.outcome == FAILED:
             raise LedgerError(
                 f"The files in {folder} do not belong to {FILE_NAME} there: {check.words}. Resume "
                 "the run to its end, take one of its checkpoints, or save the model again: "
                 "trainer.save_model(), or hf_dp.save_run(mechanism) in a loop of your own."
             )
-    if path.is_file() and not is_as_made(record, path.read_text("utf-8", errors="replace")):
+    if path.is_file() and not is_as_made(evidence, path.read_text("utf-8", errors="replace")):
         raise LedgerError(
             f"{path} was edited, or another version of hf_dp made it. Say what was added by "
             "trainer.describe(...) or the options of `hf-dp card`, then delete the file: it is "
             "made anew."
         )
     details = CardDetails(model_name=folder.resolve().name)
-    if record.card is not None:
-        details = CardDetails.from_dict(record.card)
+    if evidence.card is not None:
+        details = CardDetails.from_dict(evidence.card)
     details = replace(details.with_given(**dict(given or {})), repository=repository)
     text = render_card(statement, details)
     # A card may be kept without its weights, whose digests stay.
-    files = {**record.files, **file_digests(folder)}
+    files = {**evidence.files, **file_digests(folder)}
     files |= {
         name: hashlib.sha256(content).hexdigest()
         for name, content in (replaced or {}).items()
         if name in files
     }
-    made = record.stating(statement, _beside(text, details, files))
+    made = evidence.stating(statement, _beside(text, details, files))
     return {CARD: text.encode(), FILE_NAME: made.text().encode()}

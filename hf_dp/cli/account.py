@@ -117,32 +117,32 @@ def _ledger(args: argparse.Namespace) -> Found:
     """Compute again what a run recorded."""
     from hf_dp.accounting.accountants import compare
     from hf_dp.run.witnesses import read_run
-    from hf_dp.statement.record import disagreements
+    from hf_dp.statement.evidence import disagreements
     from hf_dp.statement.wording import STATUSES
 
-    record = read_run(args.path)
+    evidence = read_run(args.path)
     said, verdict = None, "the run has not ended, so nothing is stated yet"
-    if record.statement is not None:
-        if problems := disagreements(record):
+    if evidence.statement is not None:
+        if problems := disagreements(evidence):
             raise LedgerError(
                 "The statement does not follow from the file's own plan and ledger: "
                 f"{'; '.join(problems)}. Do not rely on it."
             )
-        said = record.statement["epsilon"]
+        said = evidence.statement["epsilon"]
         verdict = (
             "consistent: it follows from the plan and the ledger in this file, whoever wrote it"
         )
     every = args.cross_check and not args.accountant
-    names = ACCOUNTANTS if every else [args.accountant or record.plan.accountant]
-    answers = compare(record.ledger.events, record.plan.delta, names)
-    rows = record.ledger.to_list()
-    found = {"status": record.status, "verdict": verdict, "ledger": rows, "stated_epsilon": said}
-    lines = [f"run {record.run_id}, status: {STATUSES[record.status]}"]
+    names = ACCOUNTANTS if every else [args.accountant or evidence.plan.accountant]
+    answers = compare(evidence.ledger.events, evidence.plan.delta, names)
+    rows = evidence.ledger.to_list()
+    found = {"status": evidence.status, "verdict": verdict, "ledger": rows, "stated_epsilon": said}
+    lines = [f"run {evidence.run_id}, status: {STATUSES[evidence.status]}"]
     for row in rows:
         fields = (f"{key} {value}" for key, value in row.items() if key not in ("type", "purpose"))
         lines.append(f"  {row['purpose']}: {row['type']}({', '.join(fields)})")
     lines.append(f"stated epsilon: {said}; {verdict}")
-    return record.plan.delta, answers, found, lines
+    return evidence.plan.delta, answers, found, lines
 
 
 # -- answers; epsilon is rounded up ---

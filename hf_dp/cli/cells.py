@@ -163,7 +163,7 @@ def run_cell(
         changed = sorted(key for key in {*before, *values} if before.get(key) != values.get(key))
         raise ConfigError(
             f"{cell.folder.name} in `--output-dir` was run with other values of {changed}. Choose "
-            "another folder: the record of what its private runs have spent must not be lost."
+            "another folder: the evidence of what its private runs have spent must not be lost."
         )
     if cell.done is not None:
         return True
@@ -196,7 +196,7 @@ def why_it_failed(cell: Cell) -> str:
 def result(cell: Cell, *, untrained: bool = False, logs: bool = False) -> Recipe:
     """Return what a run that is done was and found, as ``hf-dp sweep --json`` prints it; epsilon
     and status are None for one that is not private."""
-    from hf_dp.statement.record import FILE_NAME, read
+    from hf_dp.statement.evidence import FILE_NAME, read
 
     folder, times = cell.done, cell.folder / _TIMES
     assert folder is not None
@@ -276,7 +276,7 @@ def spent_together(cells: Sequence[Cell]) -> str:
     from hf_dp.plans.units import FEATURES, NONE, weakest_unit
     from hf_dp.run.ledger_file import LEDGER
     from hf_dp.run.witnesses import read_run
-    from hf_dp.statement.record import FILE_NAME
+    from hf_dp.statement.evidence import FILE_NAME
     from hf_dp.statement.wording import PROVEN_WEIGHTS_ONLY
 
     folders = [path for cell in cells for path in cell.attempts]
@@ -284,11 +284,11 @@ def spent_together(cells: Sequence[Cell]) -> str:
         path for path in folders if any((path / name).exists() for name in (LEDGER, FILE_NAME))
     ]
     records = [read_run(path) for path in known]
-    plans = [record.plan for record in records]
-    events = [event for record in records for event in record.ledger.events]
+    plans = [evidence.plan for evidence in records]
+    events = [event for evidence in records for event in evidence.ledger.events]
     if not records:
         return ""
-    if any(record.insecure_seed for record in records):
+    if any(evidence.insecure_seed for evidence in records):
         return (
             "some of these runs drew their noise from a fixed seed (insecure_seed): no epsilon "
             "holds for all together"
@@ -314,7 +314,7 @@ def spent_together(cells: Sequence[Cell]) -> str:
     delta = min(plan.delta for plan in plans)
     besides = (
         "; some also released values without noise, which no epsilon covers"
-        if any(record.status == PROVEN_WEIGHTS_ONLY for record in records)
+        if any(evidence.status == PROVEN_WEIGHTS_ONLY for evidence in records)
         else ""
     )
     return (

@@ -142,7 +142,7 @@ def _refuse_another_base(folder: Path, base: str) -> None:
 def claim_of(folder: Path) -> dict[str, Any]:
     """Return what is claimed of a model, after a look at whether its files bear it out."""
     from hf_dp.cards.verify import FAILED, verify
-    from hf_dp.statement.record import file_of, read
+    from hf_dp.statement.evidence import file_of, read
 
     if not file_of(folder).is_file():
         return {"claim": "the model states no privacy, so nothing protects its training rows"}

@@ -243,7 +243,7 @@ def _rank(score: str, value: float) -> float:
 
 def _refuse_unequal(trials: Sequence[Cell]) -> None:
     """Raise ConfigError unless all runs were planned and ran alike."""
-    from hf_dp.statement.record import read
+    from hf_dp.statement.evidence import read
 
     records = [read(cell.done) for cell in trials if cell.done is not None]
     kinds = {json.dumps([r.ledger.to_list(), r.plan.delta, r.plan.num_examples]) for r in records}
@@ -257,7 +257,7 @@ def _refuse_unequal(trials: Sequence[Cell]) -> None:
 def _release(search: Search, drawn: dict[str, Any]) -> Found:
     """Move the best run to its place and delete the others, and their number, which must stay
     secret; also after an interruption in between."""
-    from hf_dp.statement.record import read
+    from hf_dp.statement.evidence import read
 
     target = search.folder / BEST
     if not target.exists():

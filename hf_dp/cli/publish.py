@@ -74,7 +74,7 @@ def inspect(argv: Sequence[str]) -> int:
     if args.json:
         report = {
             "folder": str(found.folder),
-            "run_id": None if found.record is None else found.record.run_id,
+            "run_id": None if found.evidence is None else found.evidence.run_id,
             "claim": found.in_words(),
             "goes": dict(found.goes),
             "stays": dict(found.stays),
@@ -89,7 +89,7 @@ def inspect(argv: Sequence[str]) -> int:
 
 def _listing(found: Publication) -> str:
     """Return what goes, what stays and what is refused, for people."""
-    name = "" if found.record is None else f"run {found.record.run_id}: "
+    name = "" if found.evidence is None else f"run {found.evidence.run_id}: "
     lines = [f"{found.folder}: {name}{found.in_words()}"]
     goes = {path: f"{_size(found, path):>10}  {why}" for path, why in found.goes.items()}
     for title, rows in ((f"goes ({len(goes)} files)", goes), ("stays", found.stays)):

@@ -19,7 +19,7 @@ from hf_dp.cards.verify import CARD, is_as_made
 from hf_dp.errors import HfDpError, LedgerError, PublishError
 from hf_dp.publishing.publication import Publication
 from hf_dp.publishing.scan import scrubbed
-from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read
+from hf_dp.statement.evidence import FILE_NAME, Evidence, read
 
 # What stays when a commit replaces all other files; with a card, what a new repository may hold.
 _KEPT = (".gitattributes", "LICENSE")
@@ -90,7 +90,7 @@ class Hub:
         Raises: PublishError when publication or repository is refused, before anything is uploaded.
         """
         additions = publication.additions()
-        there = self.check(repository, revision, publication.record, private)
+        there = self.check(repository, revision, publication.evidence, private)
         gone = [name for name in _files(there) if name not in (*publication.files, *_KEPT)]
         deletions = [CommitOperationDelete(name, is_folder=False) for name in gone]
         return self._asked(
@@ -109,7 +109,7 @@ class Hub:
         self,
         repository: str,
         revision: str | None,
-        run: PrivacyRecord | None,
+        run: Evidence | None,
         private: bool | None = None,
         *,
         older: bool = False,
@@ -136,18 +136,18 @@ class Hub:
                     f"not an earlier push of this run. {_OTHER_NAME}"
                 )
             return there
-        record, card = self._asked(what, repository, lambda: self._pushed(repository, there))
-        if run is None or run.run_id != record.run_id:
+        evidence, card = self._asked(what, repository, lambda: self._pushed(repository, there))
+        if run is None or run.run_id != evidence.run_id:
             raise PublishError(
-                f"{repository!r} exists and holds the private run {record.run_id}, and this is "
+                f"{repository!r} exists and holds the private run {evidence.run_id}, and this is "
                 f"{'another one' if run is None else f'run {run.run_id}'}. {_OTHER_NAME}"
             )
-        if not older and (lost := run.lacks(record)):
+        if not older and (lost := run.lacks(evidence)):
             raise PublishError(
                 f"{repository!r} holds a newer state of this run: it knows {lost}. Publish the "
                 "run's newest state, or choose another name for an older checkpoint."
             )
-        if card is not None and not is_as_made(record, card):
+        if card is not None and not is_as_made(evidence, card):
             raise PublishError(
                 f"{CARD} in {repository!r} was edited there, or another version of hf_dp made it. "
                 "Say here what was added (trainer.describe(...) or `hf-dp card DIR`'s options), "
@@ -165,13 +165,13 @@ class Hub:
             )
             return self.api.model_info(repository, revision=branch)
 
-    def _pushed(self, repository: str, there: ModelInfo) -> tuple[PrivacyRecord, str | None]:
-        """Return the record and the card that a branch holds."""
+    def _pushed(self, repository: str, there: ModelInfo) -> tuple[Evidence, str | None]:
+        """Return the evidence and the card that a branch holds."""
         with tempfile.TemporaryDirectory() as folder:
             for name in {FILE_NAME, CARD}.intersection(_files(there)):
                 self.api.hf_hub_download(repository, name, revision=there.sha, local_dir=folder)
             try:
-                record = read(folder)
+                evidence = read(folder)
             except LedgerError as problem:
                 why = str(problem).replace(folder, repository)
                 raise PublishError(
@@ -179,7 +179,7 @@ class Hub:
                     f"which run it is of: {why} {_OTHER_NAME}"
                 ) from None
             card = Path(folder, CARD)
-            return record, card.read_text("utf-8", errors="replace") if card.exists() else None
+            return evidence, card.read_text("utf-8", errors="replace") if card.exists() else None
 
 
 def _files(there: ModelInfo) -> list[str]:

@@ -18,7 +18,7 @@ from hf_dp.publishing.allowed import refuse_others, sort_files, why_goes
 from hf_dp.publishing.scan import Scan
 from hf_dp.run.ledger_file import LEDGER
 from hf_dp.run.weights_file import head_in, weights_files
-from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read
+from hf_dp.statement.evidence import FILE_NAME, Evidence, read
 from hf_dp.statement.wording import NOT_PRIVATE, STATUSES, delta_text
 
 _MASKS = "selection_masks.safetensors"
@@ -30,7 +30,7 @@ class Publication:
     """The files that go (bytes, or where weights are), why each of the others stays, what was taken
     out or replaced, and why the folder cannot be published, each with its next move.
 
-    Attributes: record: the run's ``privacy.json``; None where it cannot be read, which is refused.
+    Attributes: evidence: the ``privacy.json``; None where it cannot be read, which is refused.
     """
 
     folder: Path
@@ -38,7 +38,7 @@ class Publication:
     stays: Mapping[str, str]
     changes: tuple[str, ...]
     refusals: tuple[str, ...]
-    record: PrivacyRecord | None
+    evidence: Evidence | None
 
     @classmethod
     def of(
@@ -65,12 +65,12 @@ class Publication:
                 f"Expected `base_model` to be an id on the Hub, for example "
                 f"'FacebookAI/roberta-base', got {base_model!r}."
             )
-        record, refusals = None, []
+        evidence, refusals = None, []
         try:
-            record = read(folder)
+            evidence = read(folder)
         except LedgerError as error:
             refusals = [str(error)]
-        scan = Scan(folder, base_model or _base_of_card(record), tokens)
+        scan = Scan(folder, base_model or _base_of_card(evidence), tokens)
         scan.refusals += refusals
         goes, stays = sort_files(folder)
         files: dict[str, bytes | Path] = {}
@@ -90,7 +90,7 @@ class Publication:
                 scan.look_at_weights(name, content)
             elif name not in (CARD, FILE_NAME):  # which are made anew
                 files[name] = scan.published(name, content)
-        if record is not None:
+        if evidence is not None:
             given = {} if base_model is None else {"base_model": base_model}
             configs = {
                 name: content
@@ -103,14 +103,14 @@ class Publication:
                 scan.refusals.append(str(error))
             else:
                 files |= {name: scan.published(name, content) for name, content in made.items()}
-                scan.refusals += _unfit(folder, record, files, not_private)
+                scan.refusals += _unfit(folder, evidence, files, not_private)
         return cls(
             folder,
             MappingProxyType(dict(sorted(files.items()))),
             stays,
             tuple(scan.changes),
             tuple(scan.refusals),
-            record,
+            evidence,
         )
 
     @property
@@ -120,14 +120,14 @@ class Publication:
 
     def in_words(self) -> str:
         """Name the run and its claim."""
-        if self.record is None:
+        if self.evidence is None:
             return "nothing is claimed"
-        said, status = self.record.statement or {}, STATUSES[self.record.status]
+        said, status = self.evidence.statement or {}, STATUSES[self.evidence.status]
         if said.get("epsilon") is None:
             return status
         return (
             f"{status}, epsilon {said['epsilon']} at delta {delta_text(said['delta'])}, "
-            f"{self.record.ledger.steps():,} releases"
+            f"{self.evidence.ledger.steps():,} releases"
         )
 
     def refuse(self) -> None:
@@ -147,7 +147,7 @@ class Publication:
             CommitOperationAdd(name, each if isinstance(each, bytes) else str(each))
             for name, each in self.files.items()
         ]
-        saved = self.record.files if self.record else {}
+        saved = self.evidence.files if self.evidence else {}
         for each in operations:
             name, found = each.path_in_repo, each.upload_info.sha256.hex()
             if isinstance(self.files[name], Path) and saved.get(name, found) != found:
@@ -158,33 +158,33 @@ class Publication:
         return operations
 
 
-def _base_of_card(record: PrivacyRecord | None) -> str | None:
+def _base_of_card(evidence: Evidence | None) -> str | None:
     """Return the id on the Hub of the base, as the user gave it for the card; None without one."""
-    if record is None or record.card is None:
+    if evidence is None or evidence.card is None:
         return None
-    details = CardDetails.from_dict(record.card)
+    details = CardDetails.from_dict(evidence.card)
     return details.hub_base if "base_model" in details.given else None
 
 
 def _unfit(
-    folder: Path, record: PrivacyRecord, files: Mapping[str, bytes | Path], not_private: bool
+    folder: Path, evidence: Evidence, files: Mapping[str, bytes | Path], not_private: bool
 ) -> Iterator[str]:
     """Yield why what a run claims does not fit what is to be published."""
-    if not len(record.ledger):
+    if not len(evidence.ledger):
         yield (
             f"The run of {folder} has made no private step, so its epsilon of 0 is about weights "
             "that it did not train. Publish the folder of the run that trained them."
         )
-    for name in record.files:
+    for name in evidence.files:
         if name not in files:
             yield (
                 f"{name} was saved with {FILE_NAME} and is not in {folder}. Save the model again "
                 "with trainer.save_model(), or restore the file."
             )
-    if record.status == NOT_PRIVATE and not not_private:
+    if evidence.status == NOT_PRIVATE and not not_private:
         yield (
-            f"This run is NOT private: {record.restated().status_reason}. To publish it as what it "
-            "is, pass --not-private (in Python, not_private=True)."
+            f"This run is NOT private: {evidence.restated().status_reason}. To publish it as what "
+            "it is, pass --not-private (in Python, not_private=True)."
         )
 
 

@@ -23,8 +23,8 @@ from hf_dp.errors import LedgerError
 from hf_dp.run.ledger_file import LEDGER
 from hf_dp.run.witnesses import read_run
 from hf_dp.statement.durable import replace_file
+from hf_dp.statement.evidence import Evidence, earlier_runs, file_of
 from hf_dp.statement.facts import EarlierRun, each_once
-from hf_dp.statement.record import PrivacyRecord, earlier_runs, file_of
 
 # A digest of which rows belong together, which is private, and the secret that it is keyed with,
 # without which nobody can try groupings. Names that begin with "_" are never published.
@@ -51,8 +51,8 @@ def earlier_entries(
     """
     entries = []
     for path in paths:
-        record = _whole_run(path)
-        plan = record.plan
+        evidence = _whole_run(path)
+        plan = evidence.plan
         for name, theirs, ours in (
             ("privacy_unit", plan.privacy_unit, privacy_unit),
             ("neighboring_relation", plan.neighboring_relation, neighboring_relation),
@@ -67,8 +67,8 @@ def earlier_entries(
                     "in output_dir, choose another output_dir.",
                 )
         if plan.users is not None:
-            _refuse_other_users(path, plan.users.column, record.run_id, units)
-        entries += [LedgerEntry(entry.event, EARLIER) for entry in record.ledger.entries]
+            _refuse_other_users(path, plan.users.column, evidence.run_id, units)
+        entries += [LedgerEntry(entry.event, EARLIER) for entry in evidence.ledger.entries]
     return entries
 
 
@@ -101,14 +101,14 @@ def earlier_claims(paths: Iterable[str]) -> tuple[EarlierRun, ...]:
     return each_once(claim for path in paths for claim in earlier_runs(_whole_run(path)))
 
 
-def _whole_run(path: str) -> PrivacyRecord:
+def _whole_run(path: str) -> Evidence:
     """Return what a run released; for one of its checkpoints, also what it released after that."""
-    record, home = read_run(path), _home(path)
+    evidence, home = read_run(path), _home(path)
     if home != file_of(path).parent.resolve() and (home / LEDGER).exists():
         run = read_run(home)
-        if run.run_id == record.run_id:
+        if run.run_id == evidence.run_id:
             return run
-    return record
+    return evidence
 
 
 def _home(path: str) -> Path:

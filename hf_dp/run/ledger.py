@@ -35,8 +35,8 @@ from hf_dp.run.shortage import named_disk_errors
 from hf_dp.run.weights_file import put_head, weights_files
 from hf_dp.run.witnesses import refuse_foreign, refuse_leftovers, whole_ledger
 from hf_dp.statement.durable import Beside, Head, replace_file
+from hf_dp.statement.evidence import write
 from hf_dp.statement.facts import EarlierRun, Flags, Weaknesses
-from hf_dp.statement.record import write
 from hf_dp.statement.statement import PrivacyStatement
 
 # What the plan calls it -> what DPTrainer's user calls it; most telling first.
@@ -262,9 +262,9 @@ class RunLedger:
         if not self.processes.is_main:
             return
         self.note()
-        record = replace(self.lines.record(), weaknesses=self.weaknesses)
+        evidence = replace(self.lines.evidence(), weaknesses=self.weaknesses)
         with self._named_errors(Path(folder)):
-            write(folder, record.stating(statement, beside or Beside()))
+            write(folder, evidence.stating(statement, beside or Beside()))
 
     def go_with(self, folder: str | os.PathLike[str]) -> None:
         """Put the head into the weights in ``folder``, and a copy of the ledger beside them.

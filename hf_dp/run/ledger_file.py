@@ -21,8 +21,8 @@ from hf_dp.accounting import EARLIER, Ledger, LedgerEntry, event_from_dict
 from hf_dp.errors import HfDpError, LedgerError
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.statement.durable import Head, loads, replace_file, sync_folder
+from hf_dp.statement.evidence import Evidence
 from hf_dp.statement.facts import Weaknesses
-from hf_dp.statement.record import PrivacyRecord
 
 LEDGER = "ledger.jsonl"  # in the run's folder
 # Names that start with "_" are never pushed to the Hub. A copy has another name than the ledger:
@@ -96,10 +96,10 @@ class Lines:
         """Return what the first line says besides."""
         return {} if self.digests else {"run_id": self.run_id, "plan": self.plan.to_dict()}
 
-    def record(self) -> PrivacyRecord:
-        """Return what they say as a record, in which nothing is claimed yet."""
+    def evidence(self) -> Evidence:
+        """Return what they say as evidence, in which nothing is claimed yet."""
         head = self.head if self.digests else None
-        return PrivacyRecord(self.plan, self.ledger, self.run_id, self.weaknesses, head=head)
+        return Evidence(self.plan, self.ledger, self.run_id, self.weaknesses, head=head)
 
 
 def write_line(path: Path, size: int, line: bytes) -> None:

@@ -40,8 +40,8 @@ from hf_dp.run.ledger_file import LEDGER
 from hf_dp.run.options import Run
 from hf_dp.run.weights_file import add_metadata, head_in, read_metadata, weights_files
 from hf_dp.run.witnesses import read_run
+from hf_dp.statement.evidence import FILE_NAME
 from hf_dp.statement.facts import Flags
-from hf_dp.statement.record import FILE_NAME
 from hf_dp.statement.wording import STATUSES
 
 logger = logging.get_logger(__name__)
@@ -236,9 +236,11 @@ def _run_in_words(run_id: str, folder: str) -> str:
         return f"a run without privacy, in {folder!r}"
     spent = ""
     if any(Path(folder, name).exists() for name in (LEDGER, FILE_NAME)):
-        record = read_run(folder)
-        claim = "" if record.statement is None else f", epsilon {record.statement['epsilon']}"
-        spent = f": status {STATUSES[record.status]!r}{claim}, {record.ledger.steps():,} releases"
+        evidence = read_run(folder)
+        claim = "" if evidence.statement is None else f", epsilon {evidence.statement['epsilon']}"
+        spent = (
+            f": status {STATUSES[evidence.status]!r}{claim}, {evidence.ledger.steps():,} releases"
+        )
     return f"the private run {run_id[:8]}, in {folder!r}{spent}"
 
 

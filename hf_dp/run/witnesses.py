@@ -15,7 +15,7 @@ from hf_dp.errors import LedgerError
 from hf_dp.run.ledger_file import COPY, HEAD, LEDGER, Lines, damaged, read_copy, read_head, read_own
 from hf_dp.run.weights_file import head_in, weights_files
 from hf_dp.statement.durable import Head
-from hf_dp.statement.record import FILE_NAME, PrivacyRecord, file_of, read
+from hf_dp.statement.evidence import FILE_NAME, Evidence, file_of, read
 
 _BACKUP = "Restore a backup of the whole folder that is not older; without it, the privacy of this "
 _BACKUP += "run is not known."
@@ -90,7 +90,7 @@ def _advice(folder: Path, known: list[tuple[Path, Head]]) -> str:
     return f"No copy here contains it. {_BACKUP}"
 
 
-def read_run(path_or_dir: str | Path) -> PrivacyRecord:
+def read_run(path_or_dir: str | Path) -> Evidence:
     """Return what a run has released: by its own ledger in its output folder, elsewhere by its
     ``privacy.json``.
 
@@ -103,7 +103,7 @@ def read_run(path_or_dir: str | Path) -> PrivacyRecord:
     own = whole_ledger(folder)
     if own is None:
         raise damaged(folder / LEDGER, "no line of it is whole")
-    known = own.record()
+    known = own.evidence()
     stated = read(folder) if path.exists() else None
     if stated is None or stated.head != own.head:
         return known

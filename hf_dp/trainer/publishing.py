@@ -27,7 +27,7 @@ from hf_dp.publishing.hub import Hub
 from hf_dp.publishing.publication import Publication, refuse_claims
 from hf_dp.run.ledger_file import LEDGER
 from hf_dp.run.witnesses import read_run, refuse_foreign
-from hf_dp.statement.record import FILE_NAME, read
+from hf_dp.statement.evidence import FILE_NAME, read
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.tasks.infilling_config import InfillingConfig
 from hf_dp.trainer.arguments import DPTrainingArguments

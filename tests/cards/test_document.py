@@ -18,7 +18,7 @@ from hf_dp.accounting import Ledger
 from hf_dp.errors import LedgerError
 from hf_dp.statement import durable
 from hf_dp.statement.durable import Beside
-from hf_dp.statement.record import FILE_NAME, PrivacyRecord, read, write
+from hf_dp.statement.evidence import FILE_NAME, Evidence, read, write
 from hf_dp.statement.statement import PrivacyStatement
 
 
@@ -29,8 +29,8 @@ def ledger_of(steps: int, purpose: str = "training") -> Ledger:
     return ledger
 
 
-def content(steps: int, run_id: str = "run-a", purpose: str = "training") -> PrivacyRecord:
-    return PrivacyRecord(PLAN, ledger_of(steps, purpose), run_id)
+def content(steps: int, run_id: str = "run-a", purpose: str = "training") -> Evidence:
+    return Evidence(PLAN, ledger_of(steps, purpose), run_id)
 
 
 @pytest.fixture
@@ -41,23 +41,23 @@ def written(tmp_path: Path) -> Path:
 def test_round_trip_while_it_runs_and_with_a_statement(tmp_path: Path) -> None:
     ledger = ledger_of(2, "selection")
     ledger.append(PLAN.event(3), "training")
-    path = write(tmp_path / "made" / "on the way", PrivacyRecord(PLAN, ledger, "run-a"))
-    for record in (read(path), read(path.parent)):
-        assert (record.plan, record.ledger, record.run_id) == (PLAN, ledger, "run-a")
-        assert (record.statement, record.facts, record.status) == (None, None, "running")
+    path = write(tmp_path / "made" / "on the way", Evidence(PLAN, ledger, "run-a"))
+    for evidence in (read(path), read(path.parent)):
+        assert (evidence.plan, evidence.ledger, evidence.run_id) == (PLAN, ledger, "run-a")
+        assert (evidence.statement, evidence.facts, evidence.status) == (None, None, "running")
         with pytest.raises(LedgerError, match="has not ended"):
-            record.restated()
+            evidence.restated()
     statement = PrivacyStatement.from_ledger(PLAN, ledger, FACTS)
-    write(path, PrivacyRecord(PLAN, ledger, "run-a").stating(statement, Beside()))
-    record = read(path)
-    assert (record.status, record.statement, record.facts) == (
+    write(path, Evidence(PLAN, ledger, "run-a").stating(statement, Beside()))
+    evidence = read(path)
+    assert (evidence.status, evidence.statement, evidence.facts) == (
         "proven",
         plain(statement.to_dict()),
         FACTS,
     )
-    assert record.restated() == statement
+    assert evidence.restated() == statement
     ledger.append(PLAN.event(1), "training")
-    write(path, PrivacyRecord(PLAN, ledger, "run-a"))  # the run goes on
+    write(path, Evidence(PLAN, ledger, "run-a"))  # the run goes on
     assert read(path).status == "running"
 
 
@@ -77,7 +77,7 @@ def test_a_longer_ledger_replaces_a_shorter_one(written: Path) -> None:
         (content(9, run_id="run-b"), "run-a"),
     ],
 )
-def test_evidence_is_never_overwritten(written: Path, new: PrivacyRecord, message: str) -> None:
+def test_evidence_is_never_overwritten(written: Path, new: Evidence, message: str) -> None:
     before = written.read_bytes()
     with pytest.raises(LedgerError, match=message):
         write(written, new)
@@ -255,7 +255,7 @@ EDITED = "was edited or damaged"
 def test_edited_with_a_digest_that_agrees(tmp_path: Path, change: Any, found: str) -> None:
     ledger = ledger_of(10)
     statement = PrivacyStatement.from_ledger(PLAN, ledger, FACTS)
-    path = write(tmp_path, PrivacyRecord(PLAN, ledger, "run-a").stating(statement, Beside()))
+    path = write(tmp_path, Evidence(PLAN, ledger, "run-a").stating(statement, Beside()))
     assert problems(path) == ""
     rewrite(path, change)
     assert re.search(found, problems(path)), problems(path)

@@ -8,7 +8,7 @@ import pytest
 from leaderboard import CARDS, PAGES, folders, page
 
 from hf_dp.cards.verify import CARD, NOT_CHECKED, card_files, verify
-from hf_dp.statement.record import FILE_NAME
+from hf_dp.statement.evidence import FILE_NAME
 
 CARDS_OF = {
     "sst2": "full_eps8 lora_eps2 rgp_eps0.5 frost_eps2 infilling_eps8 dp_fp_published "

@@ -17,7 +17,7 @@ from statements import rewrite
 from hf_dp.cards.verify import FAILED, NOT_CHECKED, NOTICE, OK, Report, card_files, verify
 from hf_dp.cli.main import main
 from hf_dp.errors import LedgerError
-from hf_dp.statement.record import FILE_NAME
+from hf_dp.statement.evidence import FILE_NAME
 
 Change = Callable[[Path], None]
 
@@ -104,11 +104,11 @@ TAMPERINGS: dict[str, tuple[Change, str]] = {
     "sigma": (in_record(lambda d: d["ledger"][0].update(noise_multiplier=99.0)), WRITTEN),
     "weaknesses": (in_record(lambda d: d["plan"].update(released=["x"])), WRITTEN),
     "what trained": (in_record(lambda d: d["facts"].update(trained="nothing")), WRITTEN),
-    "license in the record": (in_record(lambda d: d["card"].update(license="gpl")), WRITTEN),
+    "license in the evidence": (in_record(lambda d: d["card"].update(license="gpl")), WRITTEN),
     "a digest cut out": (in_record(lambda d: d["files"].clear()), WRITTEN),
     "a key cut out": (in_record(lambda d: d.pop("digest")), "the keys"),
     "no longer JSON": (cut(FILE_NAME), "is not complete JSON"),
-    "no record": (lambda folder: (folder / FILE_NAME).unlink(), "is missing"),
+    "no evidence": (lambda folder: (folder / FILE_NAME).unlink(), "is missing"),
     "a tensor": (flip("model.safetensors", 1.0), "model.safetensors is not what was saved"),
     "a shorter file of weights": (cut("model.safetensors"), "model.safetensors is not what was"),
     "epsilon in the sentence": (
@@ -269,17 +269,17 @@ def forge(folder: Path, change: Callable[[Any], Any]) -> None:
     from hf_dp.cards.verify import file_digests
     from hf_dp.run.weights_file import put_head
     from hf_dp.statement.durable import Beside
-    from hf_dp.statement.record import read
+    from hf_dp.statement.evidence import read
 
     rewrite(folder / FILE_NAME, change)
-    record = read(folder)
-    statement = record.restated()
+    evidence = read(folder)
+    statement = evidence.restated()
     weights = folder / "model.safetensors"
     save_file(load_file(weights), weights, metadata={"format": "pt"})
-    put_head(weights, record.head)
+    put_head(weights, evidence.head)
     for name in ("ledger.jsonl", "_ledger_head.json"):  # not published
         (folder / name).unlink()
-    document = record.stating(statement, Beside(files=file_digests(folder)))
+    document = evidence.stating(statement, Beside(files=file_digests(folder)))
     (folder / FILE_NAME).write_text(document.text())
     (folder / "README.md").unlink()
     for name, content in card_files(folder).items():
@@ -291,7 +291,7 @@ def test_planted_verify_without_digests_is_seen(
 ) -> None:
     """Without the comparison of digests, edits of the prose would pass."""
     found = json.loads((copy / FILE_NAME).read_text())["digest"]
-    monkeypatch.setattr("hf_dp.statement.record.digest_of", lambda value: found)
+    monkeypatch.setattr("hf_dp.statement.evidence.digest_of", lambda value: found)
     change, _ = TAMPERINGS["what trained"]
     change(copy)
     assert "not what was written" not in failures(verify(copy))

@@ -30,8 +30,8 @@ from hf_dp.plans.units import (
 )
 from hf_dp.statement import statement as statement_module
 from hf_dp.statement.durable import Beside
+from hf_dp.statement.evidence import Evidence, disagreements, earlier_runs, read, write
 from hf_dp.statement.facts import EarlierRun, Weaknesses, each_once
-from hf_dp.statement.record import PrivacyRecord, disagreements, earlier_runs, read, write
 from hf_dp.statement.statement import PrivacyStatement
 
 SGD = SMALL
@@ -44,13 +44,13 @@ SAFE = EarlierRun("a" * 32, EXAMPLE, ZERO_OUT)
 
 
 def made(folder: Path, plan: PrivacyPlan, run_id: str = "b" * 32, **weak: Any) -> Any:
-    """The record of a run of this plan."""
+    """The evidence of a run of this plan."""
     ledger = Ledger()
     for planned in plan.releases_before():
         ledger.append(planned.event, planned.purpose)
     if plan.releases_each_step:
         ledger.append(plan.event(4), "training")
-    write(folder, PrivacyRecord(plan, ledger, run_id, Weaknesses(**weak)))
+    write(folder, Evidence(plan, ledger, run_id, Weaknesses(**weak)))
     return read(folder)
 
 
@@ -97,9 +97,9 @@ def test_the_weakest_of_any_two_is_none_stronger() -> None:
 
 def test_a_run_is_kept_after_those_that_it_names(tmp_path) -> None:
     weak = {"released": ("loss",), "rows_are_chunks": True, "model_selection": True}
-    record = made(tmp_path, FROZEN, earlier=(SAFE,), **weak)
+    evidence = made(tmp_path, FROZEN, earlier=(SAFE,), **weak)
     this = EarlierRun("b" * 32, FEATURES, RECORD_ZERO_OUT, **weak)
-    assert earlier_runs(record) == (SAFE, this)
+    assert earlier_runs(evidence) == (SAFE, this)
 
 
 def test_each_run_is_kept_once_as_weak_as_any_account_of_it() -> None:
@@ -265,7 +265,7 @@ def test_a_ledger_with_earlier_runs_that_nobody_names_has_no_statement() -> None
     ledger = Ledger()
     ledger.append(RecordRelease(3.0, 1), "earlier run")
     with pytest.raises(LedgerError, match="expected `earlier` to name"):
-        write("nowhere", PrivacyRecord(SGD, ledger, "r"))
+        write("nowhere", Evidence(SGD, ledger, "r"))
 
 
 def test_the_statement_survives_the_file_and_is_checked_against_it(tmp_path) -> None:
@@ -275,12 +275,12 @@ def test_the_statement_survives_the_file_and_is_checked_against_it(tmp_path) -> 
     )
     statement = after(earlier)
     ledger = statement.ledger
-    made = PrivacyRecord(SGD, ledger, "r", Weaknesses(earlier=earlier))
+    made = Evidence(SGD, ledger, "r", Weaknesses(earlier=earlier))
     path = write(tmp_path, made.stating(statement, Beside()))
-    record = read(path)
-    assert record.weaknesses.earlier == earlier
-    assert record.restated() == statement
-    assert disagreements(record) == []
+    evidence = read(path)
+    assert evidence.weaknesses.earlier == earlier
+    assert evidence.restated() == statement
+    assert disagreements(evidence) == []
 
 
 @pytest.mark.parametrize(

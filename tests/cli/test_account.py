@@ -16,7 +16,7 @@ from hf_dp.cli.main import main
 from hf_dp.cli.options import Parser
 from hf_dp.plans import PrivacyPlan
 from hf_dp.run.ledger_file import LEDGER, Lines, write_head, write_line
-from hf_dp.statement import record as document
+from hf_dp.statement import evidence as document
 from hf_dp.statement.durable import Beside
 from hf_dp.statement.facts import RunFacts, Weaknesses
 from hf_dp.statement.statement import PrivacyStatement
@@ -32,7 +32,7 @@ for name in ("gdp_clt", "pld", "prv"):
     assert main([*sys.argv[1:], "--accountant", name]) == 0
     heavy = {"torch", "transformers", "dp_accounting", "prv_accountant"} & set(sys.modules)
     print(os.times().user + os.times().system, *sorted(heavy))
-import hf_dp.cards.card, hf_dp.statement.record
+import hf_dp.cards.card, hf_dp.statement.evidence
 assert main("plan --num_examples 300 --expected_batch_size 32 --noise_multiplier 1".split()) == 0
 assert not {"torch", "transformers"} & set(sys.modules)
 """
@@ -189,8 +189,8 @@ class TestLedger:
         ledger.append(plan.event(), "training")
         facts = RunFacts("all parameters", "float32", "SFC64, seeded by the system", "the system's")
         statement = PrivacyStatement.from_ledger(plan, ledger, facts)
-        record = document.PrivacyRecord(plan, ledger, "a-run").stating(statement, Beside())
-        document.write(tmp_path, record)
+        evidence = document.Evidence(plan, ledger, "a-run").stating(statement, Beside())
+        document.write(tmp_path, evidence)
         return tmp_path
 
     def test_is_computed_again(self, folder, capsys):

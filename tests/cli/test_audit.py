@@ -11,7 +11,7 @@ import pytest
 from recipe import Recipe
 
 from hf_dp.cli.main import main
-from hf_dp.statement.record import read
+from hf_dp.statement.evidence import read
 
 
 @pytest.fixture

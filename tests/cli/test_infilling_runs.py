@@ -20,7 +20,7 @@ from warm import run_program
 
 from hf_dp.accounting import epsilon
 from hf_dp.cli.tasks.classification import TEXTS
-from hf_dp.statement import record as document
+from hf_dp.statement import evidence as document
 
 ROWS = [{"sentence": sentence, "label": index % 2} for index, sentence in enumerate(SENTENCES * 6)]
 HELD_OUT = [

@@ -34,7 +34,7 @@ from hf_dp.cli.main import main
 from hf_dp.cli.tasks import classification
 from hf_dp.cli.tasks.classification import TEXTS
 from hf_dp.errors import ConfigError
-from hf_dp.statement.record import disagreements, read
+from hf_dp.statement.evidence import disagreements, read
 from hf_dp.tasks import models
 from hf_dp.trainer.arguments import DPTrainingArguments
 

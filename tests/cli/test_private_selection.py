@@ -17,7 +17,7 @@ from hf_dp.cli import private_selection
 from hf_dp.cli.cells import METRICS, grid
 from hf_dp.cli.private_selection import Search, select
 from hf_dp.errors import ConfigError, InvalidArgumentError
-from hf_dp.statement.record import read
+from hf_dp.statement.evidence import read
 
 RATES = "learning_rate=1e-3,2e-3,4e-3"
 

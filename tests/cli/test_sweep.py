@@ -23,7 +23,7 @@ from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.units import Users
 from hf_dp.run.clock import VARIABLE
 from hf_dp.run.witnesses import read_run
-from hf_dp.statement import record as document
+from hf_dp.statement import evidence as document
 from hf_dp.statement.facts import Weaknesses
 
 # -- model sizes ---
@@ -132,7 +132,7 @@ def written(folder, number=0, *, insecure=False, **options) -> Cell:
     ledger = Ledger()
     ledger.append(plan.event(), "training")
     weak = Weaknesses(insecure_seed=insecure)
-    record = document.PrivacyRecord(plan, ledger, str(number), weak)
+    record = document.Evidence(plan, ledger, str(number), weak)
     document.write(folder / str(number) / "run1", record)
     return Cell({"a": number}, 0, folder / str(number))
 

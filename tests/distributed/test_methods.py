@@ -13,7 +13,7 @@ from silence import silenced, weights
 from transformers import set_seed
 
 from hf_dp.run.witnesses import read_run
-from hf_dp.statement.record import disagreements, read
+from hf_dp.statement.evidence import disagreements, read
 from hf_dp.tuners.frost.tuner import FrostConfig
 from hf_dp.tuners.rgp import RgpConfig
 from hf_dp.tuners.single_entries import ParamConfig, PvalConfig

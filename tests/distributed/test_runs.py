@@ -35,7 +35,7 @@ from hf_dp.plans.samplers import AllocationSampler, PoissonSampler, Share
 from hf_dp.run import meeting, other_training
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.witnesses import read_run
-from hf_dp.statement.record import disagreements, read
+from hf_dp.statement.evidence import disagreements, read
 
 LOSS = {"noised_loss_bound": 0.7, "noised_loss_budget_ratio": 0.2}
 

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from hf_dp import NoisedLoss, mechanism_for
 from hf_dp.errors import HfDpError
 from hf_dp.run.witnesses import read_run
-from hf_dp.statement.record import disagreements, read
+from hf_dp.statement.evidence import disagreements, read
 from hf_dp.tuners.frost.tuner import FrostConfig
 from hf_dp.tuners.rgp import RgpConfig
 

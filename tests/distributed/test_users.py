@@ -9,7 +9,7 @@ from processes import results
 from silence import PLAIN_STEPS, distance, plant_a_unit_that_all_processes_draw, silenced, weights
 
 from hf_dp.errors import InvalidArgumentError
-from hf_dp.statement.record import disagreements, read
+from hf_dp.statement.evidence import disagreements, read
 
 COUNT = len(set(users.owners()))
 

@@ -15,7 +15,7 @@ from hf_dp import DPTrainer
 from hf_dp.cli.main import main
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.features import base
-from hf_dp.statement.record import read
+from hf_dp.statement.evidence import read
 from hf_dp.trainer.plain import Training
 from hf_dp.trainer.private import PrivateTraining
 

@@ -21,8 +21,8 @@ from hf_dp.mechanisms import Clipped, Mechanism, mechanism_for, register_mechani
 from hf_dp.mechanisms.last_layer import clip_vectors
 from hf_dp.plans import MechanismPlan, PrivacyPlan, Words, register_plan
 from hf_dp.run.private_run import PrivateRun
+from hf_dp.statement.evidence import disagreements, read
 from hf_dp.statement.facts import RunFacts
-from hf_dp.statement.record import disagreements, read
 from hf_dp.statement.statement import PrivacyStatement
 
 

@@ -40,7 +40,7 @@ def test_a_run_goes_as_what_loading_and_checking_need(trained, method, own, chec
     assert set(found.files) == set(found.goes) == CARD_AND_TOKENIZER | own
     assert {"training_args.bin"} <= set(found.stays)
     assert {op.path_in_repo for op in found.additions()} == set(found.files)
-    assert found.record is not None and found.record.ledger.steps("training") == (
+    assert found.evidence is not None and found.evidence.ledger.steps("training") == (
         2 if checkpoint else 4
     )
     for name, content in found.files.items():

@@ -115,7 +115,7 @@ def test_a_card_that_was_edited_on_the_page_is_not_overwritten(hub, full, old, n
 def test_planted_a_push_that_does_not_compare_the_card_overwrites_it(hub, full, monkeypatch):
     publish(full, NAME)
     hub.add(NAME, {"README.md": b"# mine"})
-    monkeypatch.setattr("hf_dp.publishing.hub.is_as_made", lambda record, card: True)
+    monkeypatch.setattr("hf_dp.publishing.hub.is_as_made", lambda evidence, card: True)
     publish(full, NAME)
     assert hub.files(NAME)["README.md"] != b"# mine"
 

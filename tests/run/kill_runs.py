@@ -50,7 +50,7 @@ from hf_dp.run.ledger import RunLedger
 from hf_dp.run.ledger_file import COPY, LEDGER, read_copy, read_own
 from hf_dp.run.witnesses import checkpoints, read_run
 from hf_dp.statement import wording
-from hf_dp.statement.record import FILE_NAME, read
+from hf_dp.statement.evidence import FILE_NAME, read
 from hf_dp.trainer.checkpointing import Checkpointing
 from hf_dp.tuners.frost.tuner import FrostConfig
 

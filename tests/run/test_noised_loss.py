@@ -22,7 +22,7 @@ from hf_dp.losses import per_example_loss
 from hf_dp.mechanisms.dp_sgd import BoundedLosses
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans.mechanism import PlannedRelease
-from hf_dp.statement.record import disagreements, read
+from hf_dp.statement.evidence import disagreements, read
 
 BOUND, RATIO, ROWS, BATCH = 0.75, 0.2, 40, 8
 EXTREMES = [math.nan, math.inf, -math.inf, -5.0, 1e30, 0.3, 0.7, BOUND]

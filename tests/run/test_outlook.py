@@ -21,7 +21,7 @@ from hf_dp.planning import LEAST_SIGNAL, most_signal
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run import outlook, private_run
 from hf_dp.run.outlook import doubts, of_repeated_rows
-from hf_dp.statement.record import read
+from hf_dp.statement.evidence import read
 
 EXACT = outlook._epsilon
 

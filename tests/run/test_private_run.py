@@ -22,7 +22,7 @@ from hf_dp.errors import (
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans import Search
 from hf_dp.run.ledger import RunLedger
-from hf_dp.statement.record import disagreements, read
+from hf_dp.statement.evidence import disagreements, read
 from hf_dp.tuners.base import Tuner
 from hf_dp.tuners.frost.tuner import FrostConfig
 

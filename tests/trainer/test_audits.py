@@ -25,7 +25,7 @@ from hf_dp.features.canaries import Canaries
 from hf_dp.plans.samplers import PoissonSampler
 from hf_dp.statement import audited
 from hf_dp.statement.audited import AuditResult
-from hf_dp.statement.record import disagreements, read
+from hf_dp.statement.evidence import disagreements, read
 from hf_dp.tuners.rgp import RgpConfig
 
 pytestmark = pytest.mark.usefixtures("unchecked")

@@ -20,7 +20,7 @@ from hf_dp.mechanisms.dp_fp import RELEASED_ROWS
 from hf_dp.mechanisms.last_layer import LastLayer, clip_vectors
 from hf_dp.plans import PrivateEncoderPlan
 from hf_dp.plans.samplers import MicroBatchSampler, PoissonSampler
-from hf_dp.statement.record import disagreements, read
+from hf_dp.statement.evidence import disagreements, read
 from hf_dp.trainer.trainer import DPTrainer
 from hf_dp.tuners.frost.tuner import FrostConfig
 

@@ -16,7 +16,7 @@ from hf_dp.plans.units import Users
 from hf_dp.run.earlier import earlier_claims
 from hf_dp.run.ledger_file import COPY, LEDGER
 from hf_dp.run.witnesses import read_run
-from hf_dp.statement.record import FILE_NAME, disagreements, read
+from hf_dp.statement.evidence import FILE_NAME, disagreements, read
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 

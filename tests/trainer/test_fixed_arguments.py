@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 from hf_dp import DPTrainer
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.run.witnesses import read_run
-from hf_dp.statement.record import read
+from hf_dp.statement.evidence import read
 from hf_dp.trainer import arguments as arguments_module
 from hf_dp.trainer import private as trainer_module
 from hf_dp.trainer.arguments import DPTrainingArguments

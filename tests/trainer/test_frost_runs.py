@@ -24,7 +24,7 @@ from hf_dp.plans.selection import SelectionPlan
 from hf_dp.run.gate import Release
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.witnesses import read_run
-from hf_dp.statement.record import disagreements, read
+from hf_dp.statement.evidence import disagreements, read
 from hf_dp.tuners.frost.magnitude import MagnitudeEngine, sensitivity
 from hf_dp.tuners.frost.tuner import FrostConfig
 from hf_dp.tuners.public_choice import RandomConfig

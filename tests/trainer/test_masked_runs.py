@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from hf_dp.errors import ConfigError, InvalidArgumentError, UnsupportedModelError
 from hf_dp.plans.rounding import ROUNDING_MARGIN
 from hf_dp.run.gate import Release
-from hf_dp.statement.record import disagreements, read
+from hf_dp.statement.evidence import disagreements, read
 from hf_dp.tuners.rgp import RgpConfig
 from hf_dp.tuners.single_entries import Masks, ParamConfig, PvalConfig, largest, packed, unpacked
 from tests import tiny

@@ -20,7 +20,7 @@ from hf_dp.accounting import (
 from hf_dp.errors import BudgetExceededError, LedgerError
 from hf_dp.mechanisms.dp_sgd import BoundedLosses, DpSgd
 from hf_dp.run.gate import Release
-from hf_dp.statement.record import disagreements, read
+from hf_dp.statement.evidence import disagreements, read
 from hf_dp.trainer.trainer import DPTrainer
 from hf_dp.tuners.frost.tuner import FrostConfig
 from hf_dp.tuners.methods import AdapterConfig, ParamConfig, PvalConfig

@@ -16,7 +16,7 @@ from hf_dp.run import other_training
 from hf_dp.run.options import RunOptions
 from hf_dp.run.other_training import RestingWeights
 from hf_dp.run.witnesses import read_run
-from hf_dp.statement.record import disagreements, earlier_runs, read
+from hf_dp.statement.evidence import disagreements, earlier_runs, read
 from hf_dp.trainer.publishing import save_run
 
 pytestmark = pytest.mark.usefixtures("unchecked")

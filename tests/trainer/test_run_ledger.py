@@ -22,8 +22,8 @@ from hf_dp.run.ledger import RunLedger
 from hf_dp.run.ledger_file import COPY, HEAD, LEDGER, read_copy, read_head, read_own
 from hf_dp.run.weights_file import HEAD_KEY, add_metadata, head_in
 from hf_dp.run.witnesses import read_run, refuse_foreign
+from hf_dp.statement.evidence import FILE_NAME, read
 from hf_dp.statement.facts import Flags, RunFacts, Weaknesses
-from hf_dp.statement.record import FILE_NAME, read
 from hf_dp.statement.statement import PrivacyStatement
 
 pytestmark = pytest.mark.usefixtures("unchecked")

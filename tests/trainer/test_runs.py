@@ -18,7 +18,7 @@ from hf_dp.accounting import EARLIER, epsilon
 from hf_dp.errors import InvalidArgumentError, LedgerError, UnsupportedArgumentError
 from hf_dp.plans.samplers import PoissonSampler
 from hf_dp.run.witnesses import read_run
-from hf_dp.statement.record import disagreements, read
+from hf_dp.statement.evidence import disagreements, read
 from hf_dp.trainer.trainer import DPTrainer
 
 pytestmark = pytest.mark.usefixtures("unchecked")

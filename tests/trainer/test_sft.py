@@ -18,7 +18,7 @@ from warm import run_program
 from hf_dp import DPSeq2SeqTrainer, DPSeq2SeqTrainingArguments
 from hf_dp.errors import DataError, InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.losses import per_example_loss
-from hf_dp.statement.record import read
+from hf_dp.statement.evidence import read
 from hf_dp.tasks.generation.encoding import ChatEncoding
 from hf_dp.trainer import trl_preparation
 from hf_dp.trainer.dpo import DPDPOConfig

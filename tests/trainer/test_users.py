@@ -31,8 +31,8 @@ from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.rounding import ROUNDING_MARGIN
 from hf_dp.plans.units import USER, Users
 from hf_dp.run import earlier
+from hf_dp.statement.evidence import disagreements, read
 from hf_dp.statement.facts import EarlierRun
-from hf_dp.statement.record import disagreements, read
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.tuners.frost.tuner import FrostConfig
 

@@ -21,7 +21,7 @@ from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.rounding import ROUNDING_MARGIN
 from hf_dp.plans.units import USER, Users
 from hf_dp.run.private_run import PrivateRun
-from hf_dp.statement.record import disagreements, read
+from hf_dp.statement.evidence import disagreements, read
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 

@@ -43,7 +43,7 @@ RESTORE = (
 
 
 @dataclass(frozen=True)
-class PrivacyRecord(Beside):
+class Evidence(Beside):
     """What a ``privacy.json`` holds, with what lies beside it.
 
     Attributes:
@@ -80,7 +80,7 @@ class PrivacyRecord(Beside):
         """Whether the randomness of this run, or of one of its earlier runs, can be reproduced."""
         return any(run.insecure_seed for run in self.weaknesses.everywhere)
 
-    def stating(self, statement: PrivacyStatement, beside: Beside) -> PrivacyRecord:
+    def stating(self, statement: PrivacyStatement, beside: Beside) -> Evidence:
         """Return it with what the run claims, and with what then lies beside it."""
         said = plain(statement.to_dict())
         return replace(self, facts=statement.facts, statement=said, **vars(beside))
@@ -115,7 +115,7 @@ class PrivacyRecord(Beside):
         """Return whether what was saved at that point of the run is counted here."""
         return self.head is None or head.lines < self.head.lines or head == self.head
 
-    def lacks(self, other: PrivacyRecord) -> str:
+    def lacks(self, other: Evidence) -> str:
         """Say what ``other`` knows of the same run and this one does not; empty if nothing."""
         if not self.ledger.extends(other.ledger):
             return (
@@ -126,38 +126,38 @@ class PrivacyRecord(Beside):
         return ""
 
 
-def earlier_runs(record: PrivacyRecord) -> tuple[EarlierRun, ...]:
+def earlier_runs(evidence: Evidence) -> tuple[EarlierRun, ...]:
     """List the earlier runs that a run names, and then the run itself."""
-    own = {item.name: getattr(record.weaknesses, item.name) for item in fields(Flags)}
-    mechanism = record.plan.mechanism
-    this = EarlierRun(record.run_id, record.plan.unit, mechanism.relation, **own)
-    return each_once((*record.weaknesses.earlier, this))
+    own = {item.name: getattr(evidence.weaknesses, item.name) for item in fields(Flags)}
+    mechanism = evidence.plan.mechanism
+    this = EarlierRun(evidence.run_id, evidence.plan.unit, mechanism.relation, **own)
+    return each_once((*evidence.weaknesses.earlier, this))
 
 
-def write(path_or_dir: str | os.PathLike[str], record: PrivacyRecord) -> Path:
+def write(path_or_dir: str | os.PathLike[str], evidence: Evidence) -> Path:
     """Replace the file in one step, durably, and return its path.
 
-    Raises: LedgerError when the file there is of another run, holds steps that ``record`` lacks, or
+    Raises: LedgerError when the file there is of another run, holds steps that are lacking here, or
         cannot be read; OSError. It is left as it is."""
     path = file_of(path_or_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(path):
         old = read(path)
-        if record.run_id != old.run_id:
+        if evidence.run_id != old.run_id:
             raise LedgerError(
-                f"{path} belongs to run {old.run_id}, not to {record.run_id}, and is the evidence "
-                "of that run's privacy. Use another output folder, or resume that run."
+                f"{path} belongs to run {old.run_id}, not to {evidence.run_id}, and is the "
+                "evidence of that run's privacy. Use another output folder, or resume that run."
             )
-        if lost := record.lacks(old):
+        if lost := evidence.lacks(old):
             raise LedgerError(
                 f"{path} knows {lost}; overwriting it would under-report. What was released, or "
                 f"true, once is so for good. Resume from {path.name}."
             )
-    replace_file(path, [record.text().encode()])
+    replace_file(path, [evidence.text().encode()])
     return path
 
 
-def read(path_or_dir: str | os.PathLike[str]) -> PrivacyRecord:
+def read(path_or_dir: str | os.PathLike[str]) -> Evidence:
     """Read a folder's ``privacy.json`` (or the ".json" file named), and guess nothing.
 
     Raises: LedgerError for a missing, damaged, edited or newer file."""
@@ -197,7 +197,7 @@ def file_of(path_or_dir: str | os.PathLike[str]) -> Path:
     return path if path.suffix == ".json" and not path.is_dir() else path / FILE_NAME
 
 
-def _parts(data: Mapping[str, Any]) -> PrivacyRecord:
+def _parts(data: Mapping[str, Any]) -> Evidence:
     """Read each part of a document. Raises: various errors for what hf_dp did not write."""
     if data["schema_version"] != SCHEMA_VERSION or set(data) != set(_KEYS):
         raise LedgerError(
@@ -226,25 +226,25 @@ def _parts(data: Mapping[str, Any]) -> PrivacyRecord:
         is_digest(each) for each in (*files.values(), *[section] * (section is not None))
     ):
         raise LedgerError("expected digests of the card's section and of files by name.")
-    return PrivacyRecord(
+    return Evidence(
         plan, ledger, run_id, weaknesses, facts, statement, str(data["hf_dp_version"]), head,
         card=data["card"], privacy_section=section, files=files,
     )  # fmt: skip
 
 
-def disagreements(record: PrivacyRecord) -> list[str]:
+def disagreements(evidence: Evidence) -> list[str]:
     """List, in words, what in the claim does not follow from the rest of the file.
 
     An epsilon may be larger than what is computed now (another version's bound may be looser), but
     never smaller. Raises: HfDpError when no statement can be computed."""
-    if record.statement is None:
+    if evidence.statement is None:
         return []
-    said, now = record.statement, plain(record.restated().to_dict())
+    said, now = evidence.statement, plain(evidence.restated().to_dict())
     return [
         f"the ledger has steps of {entry.purpose} that are not the plan's: {entry.event.to_dict()}"
-        for entry in record.ledger.entries
+        for entry in evidence.ledger.entries
         # What was named as earlier: nothing here can tell whether all of it was.
-        if entry.purpose != EARLIER and not record.plan.makes(entry)
+        if entry.purpose != EARLIER and not evidence.plan.makes(entry)
     ] + [
         f"{name} is stated as {said.get(name)!r}, and the ledger gives {now.get(name)!r}"
         for name in {**now, **said}
