@@ -54,8 +54,7 @@ class StopBeforeTarget(Feature):
         if recorded != state.global_step:
             raise LedgerError(
                 f"The optimizer made step {state.global_step}, but the ledger holds {recorded}: a "
-                "step ran that was not recorded. No privacy statement covers the weights in "
-                "memory; do not publish them."
+                "step ran that was not recorded. Do not publish the weights in memory."
             )
         if self._book.exhausted:
             control.should_training_stop = True
@@ -91,10 +90,9 @@ class WeightsMove(Feature):
         self._moved, self._before = bool(Processes.here().largest(moved)), []
         if not self._moved:
             raise UnaccountedGradientError(
-                "The optimizer step changed none of the model's trainable weights. The optimizer "
-                "holds other tensors than the model, or the learning rate is too small for the "
-                f"precision of the weights (rates {rates}). Wrap the model (get_peft_model), move "
-                "it to its device and set its dtype before you create optimizer and trainer."
+                "The optimizer step changed none of the model's trainable weights: it holds other "
+                f"tensors, or its rates {rates} are too small for their precision. Wrap the model, "
+                "move it and set its dtype before you create optimizer and trainer."
             )
 
 

@@ -99,9 +99,8 @@ class Canaries(Inside):
         """Raise UnsupportedArgumentError for an audited run that is resumed, or trained again."""
         if checkpoint is not None or len(seen.book.ledger):
             raise UnsupportedArgumentError(
-                "An audited run is not resumed: the coins of its canaries are not kept, so what "
-                "the first part told of them is lost. Start again in a new output_dir, or train "
-                "without `audit_canaries`."
+                "An audited run is not resumed, as the coins of its canaries are not kept. Start "
+                "again in a new output_dir, or train without `audit_canaries`."
             )
 
     def start(self, seen: Seen) -> None:
@@ -171,9 +170,8 @@ class Canaries(Inside):
             gradient = self._gradient(canary)
             if gradient.keys() != sums.keys():
                 raise ConfigError(
-                    "Expected audit_scores='gradients' for what trains here: the sums that are "
-                    "noised are not the gradients of parameters, so they have no direction of a "
-                    "canary's own."
+                    "Expected audit_scores='gradients' for what trains here, whose noised sums are "
+                    "no gradients of parameters: a canary has no direction in them."
                 )
             length = torch.linalg.vector_norm(torch.stack([g.norm() for g in gradient.values()]))
             along = sum(float((g * sums[name]).sum()) for name, g in gradient.items())
@@ -322,8 +320,7 @@ def _refuse_shapes_of_rows(template: Row, made: Mapping[str, Tensor]) -> None:
         if not fixed and known not in made and name not in _AS_TOKENS:
             raise DataError(
                 f"Expected audit_scores='gradients' for a training set with the column {name!r}: "
-                "a made-up row would take its length or size from a training row, and the model "
-                "would see it. Or remove the column, if the model does not read it."
+                "a made-up row would take its size from a training row. Or remove the column."
             )
 
 
@@ -331,9 +328,8 @@ def _refuse_known(canaries: datasets.Dataset, rows: TrainingRows) -> None:
     known = len(rows.compare(canaries).equal)
     if known:
         raise DataError(
-            f"{known} of {len(canaries)} canaries stand among the training rows already, so a coin "
-            "would not decide whether they take part. Use audit_scores='gradients', whose canaries "
-            "are no rows."
+            f"{known} of {len(canaries)} canaries stand among the training rows already, whatever "
+            "their coins say. Use audit_scores='gradients', whose canaries are no rows."
         )
 
 

@@ -269,9 +269,8 @@ class Checkpointing(ReleasedLogs):
         order = self._order()
         if checkpoint is not None and _listed(Path(checkpoint)).get("optimizer", order) != order:
             raise ConfigError(
-                "Cannot resume: the optimizer has other parameters, or has them in another order, "
-                f"than the one whose state is in {Path(checkpoint).name!r}. Make it as the run "
-                f"did, {_ANEW}"
+                "Cannot resume: the optimizer has other parameters, or another order of them, than "
+                f"that of {Path(checkpoint).name!r}. Make it as the run did, {_ANEW}"
             )
         super()._load_optimizer_and_scheduler(checkpoint)
 

@@ -233,9 +233,8 @@ class DPDPOTrainer(PreparedByTRL):
             return rows
         if self._ref_model is None:
             raise DataError(
-                "The model may have been trained since this trainer was created, and nothing else "
-                "knows the reference. Pass `eval_dataset` when the trainer is created, or "
-                "`ref_model`."
+                "The model may have been trained, and nothing else knows the reference. Pass "
+                "`eval_dataset` when the trainer is created, or `ref_model`."
             )
         return add_references(rows, self._ref_model, self.data_collator, self.args)
 

@@ -104,8 +104,7 @@ def check_subclass(trainer_class: type[Trainer], dp_trainer: type[Trainer]) -> N
     if trainer_class.compute_loss is not Trainer.compute_loss:
         raise UnsupportedArgumentError(
             f"{trainer_class.__name__} overrides compute_loss, which returns one number for a "
-            "batch, but a private step needs one loss per example. Override "
-            "compute_per_example_loss(self, model, inputs) -> Tensor (b,) instead."
+            "batch. Override compute_per_example_loss(self, model, inputs) -> Tensor (b,)."
         )
     for each in trainer_class.__mro__:
         if each in Trainer.__mro__ or each.__module__.partition(".")[0] == "hf_dp":

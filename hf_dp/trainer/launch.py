@@ -78,8 +78,7 @@ def launch_problems(args: Any) -> Problems:
             "to start as many processes as it names, in private modes",
             "`accelerate launch --cpu` starts one process whatever `--num_processes` says. Use "
             "`torchrun --nproc_per_node 2` or `hf-dp train --num_processes 2`, with use_cpu=True "
-            "where there is a GPU; for one process, leave `--num_processes` away and unset "
-            "MASTER_ADDR.",
+            "where there is a GPU; for one process, unset MASTER_ADDR.",
             UnsupportedArgumentError,
         )
     if args.n_gpu > 1:

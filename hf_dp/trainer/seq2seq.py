@@ -138,9 +138,8 @@ class DPSeq2SeqTrainer(DPTrainer, Seq2SeqTrainer):
         new = next((int(each) for each in (*given, *of_model) if each), _DEFAULT_LENGTH)
         if context is not None and prompt + new > context:
             raise DataError(
-                f"The longest prompt of a batch has {prompt} tokens, and {new} new ones do not fit "
-                f"beside it into the model's context of {context}. Truncate the prompts, or lower "
-                "generation_max_length."
+                f"The longest prompt has {prompt} tokens, and {new} new ones do not fit beside it "
+                f"in a context of {context}. Truncate the prompts, or lower generation_max_length."
             )
         return new
 

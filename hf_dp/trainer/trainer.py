@@ -123,9 +123,8 @@ class DPTrainer(Publishing):
         run = self.run
         if accountant is None and not run.established:
             raise UnsupportedArgumentError(
-                "No epsilon is established for this run; privacy_statement() says why. "
-                "epsilon('gdp_clt') gives what DP-FP's paper would say, of the kind 'not "
-                "established'."
+                "No epsilon is established for this run; privacy_statement() says why. What "
+                "DP-FP's paper would say is epsilon('gdp_clt')."
             )
         return run.epsilon(accountant)
 

@@ -262,8 +262,7 @@ def check_rows(dataset: object) -> None:
         if kind != first or kind in _EMPTY:
             raise DataError(
                 f"Row {index} of the train_dataset has {kind} as {columns}, and the first row has "
-                f"{first}, by which TRL prepares them all. Give all rows one format, or leave such "
-                "a row out."
+                f"{first}, by which TRL prepares them all. Give all rows one format."
             )
 
 
@@ -288,7 +287,6 @@ def refuse_dropped_rows(before: Dataset, after: Dataset, max_length: int | None)
     if dropped := len(before) - len(after):
         raise DataError(
             f"{dropped} of the {len(before)} rows have no token to predict within max_length="
-            f"{max_length}. TRL drops such rows, but the number of rows is public and must not "
-            "depend on their texts. Raise max_length, or leave rows out by a rule that you may "
-            "tell everyone."
+            f"{max_length}, and TRL would drop them. Raise it, or leave rows out by a rule that "
+            "you may tell everyone, as their number is public."
         )
