@@ -122,7 +122,7 @@ def test_schedulers_count_private_steps(observed):
 def test_rng_states_of_a_checkpoint_hold_no_private_stream(observed):
     path = observed.folder / "checkpoint-4" / "rng_state.pth"
     saved = torch.load(path, weights_only=False)
-    private = observed.trainer.run.randomness._streams["torch"]
+    private = observed.trainer.run.randomness._streams.torch
     assert not torch.equal(saved["cpu"], private)
 
 
