@@ -54,6 +54,7 @@ _LONG = 64  # a longer container in a data set holds its rows
 _NONE = object()  # no value; in a snapshot, a seed that is drawn when it is loaded
 
 Space = dict[str, object] | type  # where names are bound to values
+_Words = hf.PreTrainedTokenizerBase
 
 
 class Isolated(pickle.Pickler):
@@ -66,15 +67,11 @@ class Isolated(pickle.Pickler):
     def __init__(self, root: object, has_rows: bool = False, _steps: bool = True):
         super().__init__(file := io.BytesIO())
         self.data, self._root, self._rows, self._steps = list[object](), root, has_rows, _steps
-        self._shared, self._spaces, self._objects = (
-            dict[int, object](),
-            dict[int, Space](),
-            list[object](),
-        )
-        self._generators, self._seeds = list[object](), list[tuple[Space, str]]()
-        self._tokenizers = list[hf.PreTrainedTokenizerBase]()
-        self._todo, self._named = list[tuple[Space, str, bool, bool]](), set[str]()
-        self._made_of = root, has_rows
+        self._made_of, self._named = (root, has_rows), set[str]()
+        self._shared, self._spaces = dict[int, object](), dict[int, Space]()
+        self._objects, self._generators = list[object](), list[object]()
+        self._seeds, self._tokenizers = list[tuple[Space, str]](), list[_Words]()
+        self._todo = list[tuple[Space, str, bool, bool]]()
         name = getattr(root, "__qualname__", type(root).__qualname__)
         self._add({name: root}, name, copied=True)
         for space, key, rows, copied in self._todo:  # grows
@@ -176,8 +173,7 @@ class Isolated(pickle.Pickler):
         if isinstance(value, _MODEL) and hasattr(value, "__dict__"):
             self._spaces[id(vars(value))] = vars(value)
             words = getattr(value, "tokenizer", value)  # of a processor
-            if isinstance(words, hf.PreTrainedTokenizerBase):
-                self._tokenizers.append(words)
+            self._tokenizers += [words] if isinstance(words, _Words) else []
         rows = [*vars(value).values()] if isinstance(value, Dataset) else []
         for each in filter(self._is_row, rows + [value] * (self._rows or not self._copied)):
             self._shared[id(each)] = each
@@ -214,11 +210,8 @@ class Isolated(pickle.Pickler):
         if isinstance(value, functools.partial) or not hasattr(value, "__dict__"):
             return NotImplemented
         own = value is self._root or isinstance(value, Dataset)
-        made = (
-            value.__reduce_ex__(4)
-            if not (own and _is_whole(value))
-            else (object.__new__, (type(value),), vars(value))
-        )
+        plain = (object.__new__, (type(value),), vars(value))
+        made = plain if own and _is_whole(value) else value.__reduce_ex__(4)
         if len(made) > 2 and isinstance(made[2], dict):
             seeds = [k for k, each in made[2].items() if k.endswith("seed") and type(each) is int]
             made = (*made[:2], made[2] | dict.fromkeys(seeds, _NONE), *made[3:])

@@ -216,17 +216,16 @@ class UnitBatch(NamedTuple):
 @dataclass(frozen=True)
 class UnitDraws(Sampler[list[Rows]]):
     """The rows of drawn units: a batch sampler whose items are units, each a tuple of those of its
-    rows that ``random_bytes`` chooses, afresh in each draw."""
+    rows that the sampler's source of randomness chooses, afresh in each draw."""
 
     sampler: LogicalSampler
     table: UnitTable
     users: Users
-    random_bytes: RandomBytes
 
     def __iter__(self) -> Iterator[list[Rows]]:
-        most = self.users.max_rows
+        most, secret = self.users.max_rows, self.sampler.random_bytes
         for drawn in self.sampler:
-            yield [self.table.chosen(unit, most, self.random_bytes) for unit in drawn]
+            yield [self.table.chosen(unit, most, secret) for unit in drawn]
 
     def __len__(self) -> int:
         return len(self.sampler)

@@ -18,8 +18,8 @@ from hf_dp.statement.durable import sync_folder, sync_tree
 
 # Names that start with "_" are never pushed to the Hub, and no tool takes them for a checkpoint.
 SAVING = "_saving"
-_REPLACED, _DELETED = "replaced-", "deleted-"
-_OURS = re.compile(rf"({_REPLACED}|{_DELETED})?(checkpoint-\d+)")
+_REPLACED = "replaced-"
+_OURS = re.compile(rf"({_REPLACED})?(checkpoint-\d+)")
 
 
 def checkpoint_of(resume_from_checkpoint: str | bool, folder: Path) -> Path:
@@ -93,7 +93,7 @@ def rotate(folder: Path, keep: int | None, best: str | None) -> None:
     surplus = len(ordered) - max(keep, len(set(protected)))
     for path in [path for path in ordered if path not in protected][: max(0, surplus)]:
         (folder / SAVING).mkdir(exist_ok=True)
-        os.rename(path, folder / SAVING / f"{_DELETED}{path.name}")
+        os.rename(path, folder / SAVING / path.name)
     tidy(folder)
 
 
@@ -107,7 +107,7 @@ def tidy(folder: Path) -> None:
         match = _OURS.fullmatch(path.name)
         if match is None or not path.is_dir():
             continue
-        if match[1] == _REPLACED and not (folder / match[2]).exists():
+        if match[1] and not (folder / match[2]).exists():
             os.rename(path, folder / match[2])
             sync_folder(folder)
         else:

@@ -1,4 +1,4 @@
-"""What earlier private runs on the same rows released, and what they leave unprotected.
+"""Earlier private runs on the same rows: what is recorded of them, and whose each row was.
 
 Where users are protected, each step protects what was one user's rows in that step. If a resume, or
 a later run that counts this one, groups the rows in another way, the rows of a user of the first
@@ -16,15 +16,13 @@ from pathlib import Path
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_dp._validate import invalid
-from hf_dp.accounting import EARLIER, LedgerEntry
 from hf_dp.accounting.knows import NO_BOUND
 from hf_dp.batches.units import UnitTable
 from hf_dp.errors import LedgerError
 from hf_dp.run.ledger_file import LEDGER
 from hf_dp.run.witnesses import read_run
 from hf_dp.statement.durable import replace_file
-from hf_dp.statement.evidence import Evidence, earlier_runs, file_of
-from hf_dp.statement.facts import EarlierRun, each_once
+from hf_dp.statement.evidence import Evidence, file_of
 
 # A digest of which rows belong together, which is private, and the secret that it is keyed with,
 # without which nobody can try groupings. Names that begin with "_" are never published.
@@ -36,20 +34,20 @@ _APART = (
 )
 
 
-def earlier_entries(
+def earlier_evidence(
     paths: Iterable[str],
     num_examples: int,
     privacy_unit: str,
     neighboring_relation: str,
     units: UnitTable | None = None,
-) -> list[LedgerEntry]:
-    """Return what the runs in these folders released of the same rows.
+) -> list[Evidence]:
+    """Return what is recorded of the runs in these folders, which were on the same rows.
 
     Raises: LedgerError for a file that cannot be read, or that went back; InvalidArgumentError for
         a run on other rows, with another unit or relation, or with other users: its claim and this
         one's have nothing in common.
     """
-    entries = []
+    found = []
     for path in paths:
         evidence = _whole_run(path)
         plan = evidence.plan
@@ -68,8 +66,8 @@ def earlier_entries(
                 )
         if plan.users is not None:
             _refuse_other_users(path, plan.users.column, evidence.run_id, units)
-        entries += [LedgerEntry(entry.event, EARLIER) for entry in evidence.ledger.entries]
-    return entries
+        found.append(evidence)
+    return found
 
 
 def _refuse_other_users(path: str, column: str, run_id: str, units: UnitTable | None) -> None:
@@ -91,14 +89,6 @@ def _refuse_other_users(path: str, column: str, run_id: str, units: UnitTable | 
         "One user here may be several users of that run. Name its output_dir, with these files and "
         f"the rows as then, or {_APART}",
     )
-
-
-def earlier_claims(paths: Iterable[str]) -> tuple[EarlierRun, ...]:
-    """Return what these runs, and the runs that they name in turn, leave unprotected.
-
-    Raises: LedgerError for a file that cannot be read, or that went back.
-    """
-    return each_once(claim for path in paths for claim in earlier_runs(_whole_run(path)))
 
 
 def _whole_run(path: str) -> Evidence:

@@ -71,7 +71,8 @@ class EngineCheck:
             padded, alone = self.batches()
             self.made_up, self.alone = padded, not self._have_neighbors
             logger.info("Clipping strategy: %s.", run.strategy())
-            longest = self._on_main_of_shards(lambda: self._longest_beside(alone[0]))
+            data = run.training_data()
+            longest = self._on_main_of_shards(lambda: data.longest_beside(alone[0], run.model))
             precision = run.precision()
             if precision.is_rounded:
                 with in_full_precision(run.model), untouched_generators():
@@ -101,9 +102,6 @@ class EngineCheck:
         )
         if not run.has_own_loss:
             refuse_another_loss(run.model, run.loss_of, alone[0], rounded=rtol is not None)
-
-    def _longest_beside(self, made_up: Example) -> Example:
-        return self.run.training_data().longest_beside(made_up, self.run.model)
 
     def _compare_beside(self, longest: Example, short: Example) -> None:
         run = self.run

@@ -147,7 +147,8 @@ class Release:
     @torch.no_grad()
     def _add_up(self, sums: list[Tensor], part: str) -> None:
         self._once(part)
-        add_up_with_noise(sums, lambda total: self._noise(total, part), self._processes())
+        processes = Processes() if self._ledger is None else self._ledger.processes
+        add_up_with_noise(sums, lambda total: self._noise(total, part), processes)
 
     def _once(self, part: str) -> None:
         if part in self._out:
@@ -156,9 +157,6 @@ class Release:
 
     def _noise(self, values: Tensor, part: str) -> Tensor:
         return self._source().like(values, part, self.planned.noise_std(part))
-
-    def _processes(self) -> Processes:
-        return Processes() if self._ledger is None else self._ledger.processes
 
     def _source(self) -> IndependentNoise:
         if self._shape is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -35,8 +35,8 @@ from hf_dp.run.shortage import named_disk_errors
 from hf_dp.run.weights_file import put_head, weights_files
 from hf_dp.run.witnesses import refuse_foreign, refuse_leftovers, whole_ledger
 from hf_dp.statement.durable import Beside, Head, replace_file
-from hf_dp.statement.evidence import write
-from hf_dp.statement.facts import EarlierRun, Flags, Weaknesses
+from hf_dp.statement.evidence import Evidence, earlier_runs, write
+from hf_dp.statement.facts import Flags, Weaknesses
 from hf_dp.statement.statement import PrivacyStatement
 
 # What the plan calls it -> what DPTrainer's user calls it; most telling first.
@@ -58,12 +58,12 @@ class RunLedger:
     Args:
         folder: the run's output folder.
         plan: what the run does; a resumed run must have the same plan.
-        earlier: what the earlier runs on the same rows claim.
-        earlier_entries: what they released; nothing else may be recorded before it.
+        earlier: what is recorded of earlier runs on the same rows; the ledger begins with it.
         processes: those of the run. The main one keeps the files, the others a copy in memory.
 
     Attributes:
         lines: those of the ledger; the main process has them on its disk.
+        earlier_entries: what earlier runs released; nothing else may be recorded before it.
         weaknesses: what weakens the claim, which :meth:`weaken` adds to, and the next line notes.
         lost: releases since the checkpoint resumed from.
         paid: steps in the ledger, recorded with those before them, that are yet to come.
@@ -74,13 +74,14 @@ class RunLedger:
         folder: str | os.PathLike[str],
         plan: PrivacyPlan,
         *,
-        earlier: Iterable[EarlierRun] = (),
-        earlier_entries: Sequence[LedgerEntry] = (),
+        earlier: Sequence[Evidence] = (),
         processes: Processes | None = None,
     ):
         self.folder, self.plan = Path(folder), plan
-        self.weaknesses = Weaknesses(earlier=tuple(earlier))
-        self._earlier_entries = tuple(earlier_entries)
+        claims = [claim for each in earlier for claim in earlier_runs(each)]
+        self.weaknesses = Weaknesses(earlier=tuple(claims))
+        entries = [entry for each in earlier for entry in each.ledger.entries]
+        self.earlier_entries = [LedgerEntry(entry.event, EARLIER) for entry in entries]
         self.lines = Lines(uuid.uuid4().hex, plan)
         self.lost = 0
         self.paid = 0
@@ -180,7 +181,7 @@ class RunLedger:
         Raises: LedgerError for a ledger with other earlier runs; BudgetExceededError when they
             alone pass the target.
         """
-        entries = self._earlier_entries
+        entries = self.earlier_entries
         if not len(self.ledger):
             if entries:
                 self.processes.agree(f"{len(entries)} entries of earlier runs begin the ledger")
@@ -211,7 +212,7 @@ class RunLedger:
 
     def _append(self, *entries: LedgerEntry) -> None:
         started = entries[0].purpose == EARLIER or self.ledger.steps(EARLIER)
-        if not self._is_open or (self._earlier_entries and not started):
+        if not self._is_open or (self.earlier_entries and not started):
             raise LedgerError(
                 "This run has not been opened: another process may be at work on it, and its "
                 "ledger does not hold yet what `earlier_runs` released. Open it first: "

@@ -63,16 +63,29 @@ class Lines:
 
     def next(self, entries: Sequence[LedgerEntry], weaknesses: Weaknesses) -> bytes:
         """Return the next line: what is released, and what weakens the claim from here on, if that
-        is new."""
+        is new. Raises: LedgerError for one that could not be read back."""
         values: dict[str, object] = {"after": self.head.digest, **self._start()}
         if not self.weaknesses.includes(weaknesses):
             values["weaknesses"] = weaknesses.to_dict()
         rows = [{"purpose": entry.purpose, **entry.event.to_dict()} for entry in entries]
         text = json.dumps({**values, "entries": rows}, separators=(",", ":"), allow_nan=False)
-        return text.encode() + b"\n"
+        line = text.encode() + b"\n"
+        try:
+            self._said(line)
+        except _WRONG as why:
+            raise LedgerError(f"Nothing is recorded, since the line would be wrong: {why}") from why
+        return line
 
     def take(self, line: bytes) -> None:
         """Add a line. Raises: whatever is wrong with it; nothing of it is added then."""
+        entries, self.weaknesses = self._said(line)
+        for entry in entries:
+            self.ledger.append(entry.event, entry.purpose)
+        self.digests.append(hashlib.sha256(line).hexdigest())
+        self.size += len(line)
+
+    def _said(self, line: bytes) -> tuple[list[LedgerEntry], Weaknesses]:
+        """Return what a line releases, and what weakens the claim after it. Raises: as above."""
         values = loads(line.decode())
         for name, expected in {"after": self.head.digest, **self._start()}.items():
             if values.pop(name) != expected:
@@ -86,11 +99,7 @@ class Lines:
             raise ValueError(f"expected no more keys, got {list(values)}")
         if any(entry.purpose == EARLIER for entry in entries) and not known.earlier:
             raise ValueError("it counts earlier runs and names none")
-        for entry in entries:
-            self.ledger.append(entry.event, entry.purpose)
-        self.weaknesses = known
-        self.digests.append(hashlib.sha256(line).hexdigest())
-        self.size += len(line)
+        return entries, known
 
     def _start(self) -> dict[str, object]:
         """Return what the first line says besides."""

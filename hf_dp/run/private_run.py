@@ -52,7 +52,7 @@ from hf_dp.run.checks import (
     refuse_rows_in_code,
 )
 from hf_dp.run.clock import Clock
-from hf_dp.run.earlier import earlier_claims, earlier_entries, same_users
+from hf_dp.run.earlier import earlier_evidence, same_users
 from hf_dp.run.engine_check import EngineCheck
 from hf_dp.run.gate import Gate, IndependentNoise, NothingReleased, Observer, Release
 from hf_dp.run.ledger import RunLedger
@@ -151,16 +151,10 @@ class PrivateRun:
         self._training_rows = training_rows
         self._training_users = None if units is None else TrainingUsers(units)
         self.processes = Processes.here()
-        self.earlier = earlier_entries(
+        earlier = earlier_evidence(
             earlier_runs, plan.num_examples, plan.privacy_unit, plan.neighboring_relation, units
         )
-        self.book = RunLedger(
-            output_dir,
-            plan,
-            earlier=earlier_claims(earlier_runs),
-            earlier_entries=self.earlier,
-            processes=self.processes,
-        )
+        self.book = RunLedger(output_dir, plan, earlier=earlier, processes=self.processes)
         chunks = self.options.rows_are_chunks
         self.book.weaken(Flags(released=tuple(released), rows_are_chunks=chunks))
         self.other = OtherTraining(self)

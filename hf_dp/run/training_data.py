@@ -175,13 +175,12 @@ class TrainingData:
         Args: watched: makes of the draws what goes through the model; rows alone, not users.
         """
         examples, batches, options = self.examples, self.batches(one_shape), self.options
-        secret = examples.randomness.random_bytes
-        sampler = replace(sampler, random_bytes=secret)
+        sampler = replace(sampler, random_bytes=examples.randomness.random_bytes)
         if self.units is None:
             draws = sampler if watched is None else watched(sampler)
             return private_dataloader(examples, draws, batches, options, len(examples))
         table, users = self.units
-        drawn, whole = UnitDraws(sampler, table, users, secret), UnitBatches(batches, users)
+        drawn, whole = UnitDraws(sampler, table, users), UnitBatches(batches, users)
         return private_dataloader(examples, drawn, whole, options, len(table))
 
     def synthetic_examples(self, model: nn.Module) -> list[Example]:

@@ -350,11 +350,11 @@ def plan_of(
     accountant that cannot describe it is refused here, and not after the training."""
     spent: tuple[Event, ...] = ()
     if args.earlier_runs:
-        from hf_dp.run.earlier import earlier_entries  # which takes torch, as a plan alone does not
+        from hf_dp.run.earlier import earlier_evidence  # which takes torch, as a plan alone does not
 
         unit = args.privacy_unit, args.neighboring_relation
-        earlier = earlier_entries(args.earlier_runs, num_examples, *unit, units)
-        spent = tuple(entry.event for entry in earlier)
+        earlier = earlier_evidence(args.earlier_runs, num_examples, *unit, units)
+        spent = tuple(event for each in earlier for event in each.ledger.events)
     plan = PrivacyPlan.solve(
         num_examples=num_examples,
         expected_batch_size=args.expected_batch_size,

@@ -77,7 +77,7 @@ def test_a_part_of_a_units_rows_is_chosen_uniformly():
 def test_users_are_drawn_alike_however_many_rows_they_have():
     table = UnitTable(["a"] * 50 + ["b"] * 5 + ["c", "d"], "who")
     sampler = PoissonSampler(len(table), 0.3, 4000)
-    draws = UnitDraws(sampler, table, USERS, os.urandom)
+    draws = UnitDraws(sampler, table, USERS)
     users = [[rows[0] for rows in draw] for draw in draws]
     counts = Counter({0: 0}) + Counter(
         {"a" if row < 50 else "bcd"[(row >= 55) + (row == 56)]: 0 for draw in users for row in draw}
@@ -94,7 +94,7 @@ def test_processes_share_users_and_never_split_one():
     drawn = []
     for rank in range(2):
         sampler = PoissonSampler(len(table), 1.0, 1, share=Share(rank, 2))
-        (draw,) = UnitDraws(sampler, table, USERS, os.urandom)
+        (draw,) = UnitDraws(sampler, table, USERS)
         drawn += draw
     assert sorted(drawn) == sorted(tuple(table.rows(unit).tolist()) for unit in range(len(table)))
 

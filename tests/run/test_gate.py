@@ -144,14 +144,13 @@ def test_planted_gates_that_record_late_or_not_at_all_are_seen(book, planted):
     assert not is_durable_before_anything_is_out(gate_of(book, planted), book)
 
 
+def limited(steps: int) -> PrivacyPlan:
+    given = {"num_examples": 1000, "expected_batch_size": 100, "clipping_norm": 1.0}
+    return PrivacyPlan.create(**given, target_epsilon=1.0, accountant="rdp", max_steps=steps)
+
+
 def test_nothing_is_recorded_and_nothing_leaves_beyond_the_target(tmp_path):
-    plan = PrivacyPlan.create(
-        num_examples=1000,
-        expected_batch_size=100,
-        clipping_norm=1.0,
-        target_epsilon=1.0,
-        max_steps=2,
-    )
+    plan = limited(2)
     book = RunLedger(tmp_path, plan)
     book.start(2)
     gate = gate_of(book)
@@ -253,13 +252,7 @@ def test_secret_randomness_cannot_be_copied():
 
 def test_releases_that_the_plan_does_not_make_count_against_the_target(tmp_path):
     """Whatever their purpose: the plan was calibrated without them."""
-    plan = PrivacyPlan.create(
-        num_examples=1000,
-        expected_batch_size=100,
-        clipping_norm=1.0,
-        target_epsilon=1.0,
-        max_steps=8,
-    )
+    plan = limited(8)
     for purpose in ("release", "training"):
         book = RunLedger(tmp_path / purpose, plan)
         book.start(8)
@@ -277,7 +270,7 @@ def test_releases_that_the_plan_does_not_make_count_against_the_target(tmp_path)
         with pytest.raises(BudgetExceededError):
             steps()
         assert 0 < len(taken) < 8
-        assert book.ledger.epsilon(plan.delta).value <= 1.0
+        assert book.ledger.epsilon(plan.delta, plan.accountant).value <= 1.0
         with (
             pytest.raises(BudgetExceededError),
             gate.release(PlannedRelease(Gaussian(0.3, 1), purpose, {"sum": 1.0})),

@@ -17,12 +17,13 @@ import pytest
 import tiny
 import torch
 from loops import plan, run
-from processes import outcomes
+from processes import on_processes
 from transformers import BertConfig, BertForSequenceClassification
 
 from hf_dp import FrostConfig, RgpConfig, mechanism_for
 from hf_dp.errors import (
     DataError,
+    DistributedError,
     DoesNotFitError,
     HfDpError,
     InvalidArgumentError,
@@ -212,13 +213,10 @@ def test_planted_step_that_is_not_undone_is_seen(tmp_path, on_a_gpu, monkeypatch
 # -- several processes --
 
 
-def search_of_this_process(folder, budgets):
-    def run():
-        import torch.distributed as dist
-
+def test_two_processes_use_the_smaller_number_and_stop_together(tmp_path, on_a_gpu):
+    def search(name: str, budgets: tuple[int, int]) -> int:
         rank = int(os.environ["RANK"])
-        dist.init_process_group("gloo")
-        mechanism = mechanism_of(folder / str(rank))
+        mechanism = mechanism_of(tmp_path / name / str(rank))
 
         def rehearse(batches, optimizer):
             if batches[-1]["input_ids"].numel() > budgets[rank]:
@@ -227,19 +225,15 @@ def search_of_this_process(folder, budgets):
         mechanism.rehearse = rehearse
         return mechanism.find_physical_batch(adam(mechanism), length=16)
 
-    return run
+    def ask():
+        found = search("fits", (480, 160))
+        with pytest.raises(HfDpError) as error:
+            search("fails in one", (0, 160))
+        return found, type(error.value)
 
-
-def test_two_processes_use_the_smaller_number(tmp_path, on_a_gpu):
-    ended = outcomes(2, search_of_this_process(tmp_path, (480, 160)))
-    assert not any(each.exit for each in ended), [each.trace for each in ended]
-    one, other = (each.result for each in ended)
+    (one, first), (other, second) = on_processes(2, ask)
     assert one == other and one in (9, 10)
-
-
-def test_a_search_that_fails_in_one_process_stops_both(tmp_path, on_a_gpu):
-    ended = outcomes(2, search_of_this_process(tmp_path, (0, 160)))
-    assert [each.error for each in ended] == ["DoesNotFitError", "DistributedError"]
+    assert (first, second) == (DoesNotFitError, DistributedError)
 
 
 # -- a Trainer --

@@ -159,7 +159,7 @@ def test_rotation_keeps_the_newest_and_not_the_highest(tmp_path):
 
 def test_what_a_killed_save_left_is_removed_and_nothing_else(tmp_path):
     aside = stage(tmp_path)
-    for name in ("checkpoint-7", "deleted-checkpoint-1", "replaced-checkpoint-2", "mine"):
+    for name in ("checkpoint-7", "replaced-checkpoint-2", "mine"):
         (aside / name).mkdir()
         (aside / name / "file").touch()
     (aside / "notes.txt").touch()

@@ -13,10 +13,10 @@ from statements import rewrite
 from hf_dp.accounting import EARLIER
 from hf_dp.errors import InvalidArgumentError, LedgerError
 from hf_dp.plans.units import Users
-from hf_dp.run.earlier import earlier_claims
+from hf_dp.run.earlier import earlier_evidence
 from hf_dp.run.ledger_file import COPY, LEDGER
 from hf_dp.run.witnesses import read_run
-from hf_dp.statement.evidence import FILE_NAME, disagreements, read
+from hf_dp.statement.evidence import FILE_NAME, disagreements, earlier_runs, read
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -88,8 +88,8 @@ def test_a_resume_with_other_earlier_runs_is_refused(after_frozen, frozen, finis
 def test_planted_claims_of_earlier_runs_that_are_not_passed_on_are_seen(
     frozen, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("hf_dp.run.private_run.earlier_claims", lambda args: ())
-    with pytest.raises(ValueError, match="it counts earlier runs and names none"):
+    monkeypatch.setattr("hf_dp.run.ledger.earlier_runs", lambda record: ())
+    with pytest.raises(LedgerError, match="it counts earlier runs and names none"):
         trained(tmp_path, frozen, max_steps=1)
 
 
@@ -110,8 +110,8 @@ def test_a_released_loss_of_an_earlier_run_weakens_the_later_one(tmp_path):
     rewrite(path, lambda data: data["plan"].update(released=[]))
     for lose in (lambda: None, path.unlink):
         lose()
-        args = tiny.arguments(tmp_path / "third", earlier_runs=[str(first)])
-        (claim,) = earlier_claims(args.earlier_runs)
+        (record,) = earlier_evidence([str(first)], 40, "example", "zero_out")
+        (claim,) = earlier_runs(record)
         assert claim.released == ("training_loss",)
 
 
@@ -144,7 +144,7 @@ def test_a_run_with_another_unit_or_relation_is_refused(finished, tmp_path, thei
 def test_a_checkpoint_stands_for_its_whole_run(finished, tmp_path):
     """Steps after the checkpoint saw the rows, too."""
     for name in ("checkpoint-2", f"checkpoint-2/{FILE_NAME}"):
-        (entry,) = after(tmp_path / "later", finished / name).run.earlier
+        (entry,) = after(tmp_path / "later", finished / name).run.book.earlier_entries
         assert (entry.event.steps, entry.purpose) == (4, EARLIER)
     later = trained(tmp_path / "later", finished / "checkpoint-2", max_steps=1)
     assert later.ledger.steps(EARLIER) == 4 and later.ledger.steps() == 5

@@ -345,7 +345,6 @@ def test_an_earlier_run_that_cannot_count_is_refused(finished, tmp_path):
 def test_planted_earlier_run_that_is_not_recorded_is_seen(finished, tmp_path, monkeypatch):
     options = {"target_epsilon": 8.0, "accountant": "rdp", "earlier_runs": [str(finished)]}
     second = tiny.trainer(tmp_path, **options)
-    monkeypatch.setattr(second.run, "earlier", ())
-    monkeypatch.setattr(second.run.book, "_earlier_entries", ())  # which refuses such a ledger
+    monkeypatch.setattr(second.run.book, "earlier_entries", ())  # which refuses such a ledger
     second.train()
     assert second.epsilon().value < 7.9  # what test_an_earlier_run_... would refuse

@@ -7,34 +7,20 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from loops import plan, run, steps
 from peft import LoraConfig, get_peft_model
-from transformers import DataCollatorWithPadding
 
-from hf_dp import DpSgdPlan, PrivacyPlan, PrivateRun, mechanism_for, save_run
-from hf_dp.batches.loader import BatchOptions
+from hf_dp import mechanism_for, save_run
 from hf_dp.cards.verify import verify
 from hf_dp.errors import InvalidArgumentError
 from hf_dp.publishing.publication import Publication
-from hf_dp.run.options import RunOptions
 from hf_dp.trainer import publishing as module
 
 
 def trained(folder: Path, model: torch.nn.Module, **given):
-    plan = PrivacyPlan(40, 8.0, 1, 1 / 80, DpSgdPlan(0.1, 1.0))
-    run = PrivateRun(
-        model,
-        plan,
-        folder,
-        train_dataset=tiny.dataset().rename_column("label", "labels"),
-        data_collator=DataCollatorWithPadding(tiny.tokenizer()),
-        options=RunOptions(batches=BatchOptions(physical_batch_size=4, quiet=True)),
-        **given,
-    )
-    mechanism, optimizer = mechanism_for(run), torch.optim.SGD(model.parameters(), lr=0.1)
-    for batches in mechanism.logical_batches():
-        clipped = mechanism.clip(batches)
-        with run.release_step() as release:
-            mechanism.set_gradients(clipped, release)
+    mechanism = mechanism_for(run(folder, plan(max_steps=1), model=model, **given))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in steps(mechanism):
         optimizer.step()
     return mechanism
 

@@ -315,14 +315,16 @@ def test_a_run_with_rows_grouped_in_another_way_is_not_counted(done, tmp_path, s
 def test_planted_a_look_at_the_name_of_the_column_alone_is_seen(done, tmp_path, monkeypatch):
     monkeypatch.setattr("hf_dp.run.earlier.is_grouping_of", lambda *a: True)
     options = {"earlier_runs": [str(done.folder)]}
-    assert trainer(tmp_path, given={"train_dataset": regrouped()}, **options).run.earlier
+    assert trainer(
+        tmp_path, given={"train_dataset": regrouped()}, **options
+    ).run.book.earlier_entries
 
 
 @pytest.mark.parametrize("place", ["", "privacy.json", "checkpoint-2", "checkpoint-2/privacy.json"])
 def test_the_users_of_an_earlier_run_are_found_from_each_of_its_names(done, tmp_path, place):
     path = str(done.folder / place)
     made = trainer(tmp_path, earlier_runs=[path])
-    assert sum(entry.event.steps for entry in made.run.earlier) == 4
+    assert sum(entry.event.steps for entry in made.run.book.earlier_entries) == 4
     with pytest.raises(InvalidArgumentError, match="grouped the rows as it does now"):
         trainer(tmp_path, given={"train_dataset": regrouped()}, earlier_runs=[path])
 
