@@ -69,10 +69,8 @@ def parts_of(dataset: DataSet) -> list[DataSet]:
 
 
 def _chunks(part: DataSet, most: int, names: Collection[str] = ()) -> Iterator[Columns]:
-    """Yield some rows at a time, as lists by column: all, or those of these names.
-
-    Rows of a ``datasets.Dataset`` are read as they were before any transform of the user's.
-    """
+    """Yield some rows at a time, as lists by column (those of these names), as they were before any
+    transform of the user's."""
     if isinstance(part, datasets.Dataset):
         known = [name for name in part.column_names if not names or name in names]
         for table in part.with_format("arrow", columns=known).iter(most):

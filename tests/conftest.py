@@ -48,5 +48,5 @@ def _keep_what_lives() -> None:
 def quick_word_on_equal_rows(monkeypatch):
     """Many tests train on a few rows that repeat; only tests/run/test_outlook.py reads for what
     epsilon, which takes half a second."""
-    if (outlook := sys.modules.get("hf_dp.run.outlook")) is not None:
+    if (outlook := sys.modules.get("hf_dp.planning")) is not None:
         monkeypatch.setattr(outlook, "_epsilon", lambda events, delta: 0.0)

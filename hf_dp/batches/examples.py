@@ -29,10 +29,7 @@ _CHUNK = 256
 
 
 class Examples(Dataset[Example]):
-    """Example i is what the collator makes of row i alone: tensors of shape (1, ...).
-
-    DataError names the row for which the collator, called with a list of one row, fails.
-    """
+    """Example i is what the collator makes of row i alone: tensors of shape (1, ...)."""
 
     def __init__(self, dataset: Rows, collator: Collator, randomness: SecretRandomness):
         self.randomness = randomness

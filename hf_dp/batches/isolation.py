@@ -58,11 +58,9 @@ _Words = hf.PreTrainedTokenizerBase
 
 
 class Isolated(pickle.Pickler):
-    """A data collator, or a data set (``has_rows``), in which no row leaves a trace.
-
-    ``data`` has the data sets that a collator or transform reaches. Raises DataError for a Trainer,
-    and for what cannot be copied (an open file).
-    """
+    """A data collator, or a data set (``has_rows``), in which no row leaves a trace. ``data`` has
+    the data sets that it reaches. DataError: for a Trainer, and what cannot be copied (an open
+    file)."""
 
     def __init__(self, root: object, has_rows: bool = False, _steps: bool = True):
         super().__init__(file := io.BytesIO())
@@ -111,10 +109,8 @@ class Isolated(pickle.Pickler):
 
     @contextmanager
     def fresh(self) -> Iterator[Any]:
-        """Yield the copy for one row, and put back afterwards what it bound elsewhere.
-
-        Seeds come from Python's global generator, which is private here.
-        """
+        """Yield the copy for one row, with seeds from Python's global generator, which is private
+        here; put back afterwards what it bound elsewhere."""
         before = [(space, dict(_vars(space))) for space in self._spaces.values()]
         sizes = [*map(len, self._tokenizers)]
         undo = [seed_in_place(each, random.getrandbits(63)) for each in self._generators]

@@ -80,8 +80,7 @@ class PhysicalBatches:
     one_shape: bool = False
 
     def __call__(self, drawn: Sequence[Drawn[Example]]) -> list[Batch]:
-        """Return the physical batches, each with the examples in its first dimension. Raises:
-        DataError for one unlike those seen before training, or without tokens to count."""
+        """Return the physical batches, each with the examples in its first dimension."""
         examples, keys = [one.unit for one in drawn], [one.key for one in drawn]
         for example in examples:
             self.layout.check(example)
@@ -161,7 +160,7 @@ class Drawn(NamedTuple, Generic[T]):
 
 class DrawnUnits(Dataset[Drawn[Example]]):
     """What is drawn, each with a key that is fresh in every draw: an example at the place of a row,
-    or a list of examples at those of a user's. Args: count: of what is drawn from."""
+    or a list of examples at those of a user's."""
 
     def __init__(self, examples: Examples, count: int):
         self.examples, self._count = examples, count
@@ -191,11 +190,7 @@ def private_dataloader(
     options: BatchOptions,
     count: int,
 ) -> DataLoader[Drawn[Example]]:
-    """Return a loader of physical batches, without a shuffle or a sampler of its own.
-
-    Args: draws: from the run's secret source. batches: cuts what is drawn into them. count: of
-        rows, or of users, that are drawn from.
-    """
+    """Return a loader of physical batches of ``draws`` from ``count`` rows or users."""
     return DataLoader(
         DrawnUnits(examples, count),
         batch_sampler=draws,  # type: ignore[arg-type]

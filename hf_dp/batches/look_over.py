@@ -16,21 +16,12 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
+from hf_dp import losses
 from hf_dp.batches.examples import Examples
 from hf_dp.batches.padding import LABELS, Padding
 from hf_dp.batches.structure import Example, Layout, column, leaves
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import DataError
-from hf_dp.losses import (
-    IGNORED_LABEL,
-    SPAN,
-    base_model,
-    known_task,
-    labels_read,
-    takes_attention_mask,
-    targets_of,
-    token_check,
-)
 
 logger = logging.get_logger(__name__)
 
@@ -57,11 +48,7 @@ class LookedOver:
 def look_over(
     examples: Examples, padding: Padding, limits: Limits, *, workers: int = 0, quiet: bool = True
 ) -> LookedOver:
-    """Return the layout of a training set after a look at each of its rows.
-
-    Raises: DataError naming a row that differs from the first in columns or types, holds a value
-        out of range or NaN, or fails to collate; or a column that cannot be padded.
-    """
+    """Return what a look at each row finds, or raise DataError naming a row that cannot be used."""
     found = LookedOver(Layout())
     most = -1
     each = tqdm(
@@ -99,7 +86,7 @@ def _all(examples: Examples, workers: int) -> Iterator[Example]:
 def has_target(example: Example) -> bool:
     """Return whether none of an example's labels is :data:`IGNORED_LABEL` everywhere."""
     labels = [leaf for name, leaf in leaves(example) if name in LABELS and isinstance(leaf, Tensor)]
-    return all(bool((each != IGNORED_LABEL).any()) for each in labels)
+    return all(bool((each != losses.IGNORED_LABEL).any()) for each in labels)
 
 
 def tokens_of(example: Example) -> int:
@@ -142,16 +129,15 @@ class Limits:
 
     @classmethod
     def of(cls, model: nn.Module, own_loss: bool = False, side: str = "right") -> Limits:
-        """Return the limits of a model, and of its labels unless the loss is the user's own. Args:
-        side: on which the tokenizer pads."""
-        base = base_model(model)
+        """Return the limits of a model, and of its labels unless the loss is the user's own."""
+        base = losses.base_model(model)
         config = getattr(base, "config", None)
         below: dict[str, int | None] = {}
         embeddings = _table_of(base, "get_input_embeddings")
         if embeddings is not None:
             below = dict.fromkeys(("input_ids", "decoder_input_ids"), embeddings)
         below["token_type_ids"] = getattr(config, "type_vocab_size", None) or None
-        task = "" if own_loss else known_task(model)
+        task = "" if own_loss else losses.known_task(model)
         outputs = _table_of(base, "get_output_embeddings")
         if task in ("causal_lm", "masked_lm", "seq2seq_lm"):
             below |= dict.fromkeys(LABELS, outputs or getattr(config, "vocab_size", None))
@@ -164,11 +150,13 @@ class Limits:
             known,
             frozenset(LABELS) if task in _TOKEN_LABELS else frozenset(),
             frozenset(_BESIDE_TOKENS + (LABELS if of_tokens else ())),
-            places=() if own_loss else tuple(n for n in targets_of(model) if n in SPAN),
-            read_labels=partial(labels_read, model) if task else None,
-            any_mask=own_loss or not takes_attention_mask(model),
+            places=()
+            if own_loss
+            else tuple(n for n in losses.targets_of(model) if n in losses.SPAN),
+            read_labels=partial(losses.labels_read, model) if task else None,
+            any_mask=own_loss or not losses.takes_attention_mask(model),
             padded_on_the_left=side == "left",
-            check_tokens=token_check(model),
+            check_tokens=losses.token_check(model),
         )
 
     def check(self, example: Example) -> None:
@@ -228,10 +216,10 @@ class Limits:
     def _check_range(self, name: str, leaf: Tensor, limit: int) -> None:
         low, high = (int(value) for value in leaf.aminmax())
         if low < 0 and column(name) in self.ignorable:
-            leaf = leaf[leaf != IGNORED_LABEL]
+            leaf = leaf[leaf != losses.IGNORED_LABEL]
             low, high = (int(x) for x in leaf.aminmax()) if leaf.numel() else (0, high)
         if low < 0 or high >= limit:
-            ignored = f", or {IGNORED_LABEL} where nothing is predicted"
+            ignored = f", or {losses.IGNORED_LABEL} where nothing is predicted"
             also = ignored if column(name) in self.ignorable else ""
             raise DataError(
                 f"`{name}` holds {low if low < 0 else high}. Expected whole numbers from 0 to "

@@ -53,10 +53,7 @@ class Padding:
         values: Mapping[str, float] | None = None,
         own_loss: bool = False,
     ) -> Padding:
-        """Return the padding of a model and its tokenizer or processor.
-
-        Without either (None), the model's configuration alone decides.
-        """
+        """Return the padding of a model and its tokenizer or processor, if there is one."""
         config = getattr(base_model(model), "config", None)
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
         # Nothing attends to padding (per-example losses require the mask), so any token will do for
@@ -78,8 +75,7 @@ class Padding:
         )
 
     def check(self, layout: Layout) -> None:
-        """Raise DataError for a column of unequal lengths that cannot be padded, and for a declared
-        value whose column does not exist."""
+        """Raise DataError for a column that cannot be padded, or a declared one that is missing."""
         unknown = sorted(self.values.keys() - {column(name) for name in layout.leaves})
         if unknown:
             raise DataError(
@@ -146,11 +142,8 @@ class Padding:
         return [F.pad(value, around(value), value=fill) for value in values]
 
     def _dimension(self, name: str, dimensions: int) -> int:
-        """Return the dimension of a column's length.
-
-        It is the last one, or the first one of an example for boxes and for a column with a
-        declared value.
-        """
+        """Return the dimension of a column's length: the last one, or the first one of an example
+        for boxes and for a column with a declared value."""
         return 1 if column(name) in {*self.values, *_NESTED} else dimensions - 1
 
     def _side(self, name: str) -> str:

@@ -1,7 +1,4 @@
-"""The leaves of what a data collator returns, by name, and what those of all examples share.
-
-It returns nested mappings, tuples and lists of tensors, and plain values.
-"""
+"""The leaves of what a data collator returns, by name, and what those of all examples share."""
 
 from __future__ import annotations
 
@@ -42,11 +39,8 @@ def is_picture(value: object) -> bool:
 
 
 def own(collated: object, name: str = "") -> Example:
-    """Return the collated value with plain containers and arrays as tensors.
-
-    A list of plain values (texts, numbers, None) stays a list: one value for each example.
-    Raises: DataError naming a value of any other type.
-    """
+    """Return the collated value with plain containers, and arrays as tensors, or raise DataError. A
+    list of plain values (texts, numbers, None) stays a list: one value for each example."""
     if isinstance(collated, Tensor):
         return collated.detach()
     if isinstance(collated, np.ndarray) and collated.dtype != object:
@@ -135,10 +129,7 @@ class Leaf:
 
 @dataclass
 class Layout:
-    """The leaves by dotted name.
-
-    :meth:`add` fills it, and :meth:`check` compares sampled examples with it.
-    """
+    """The leaves by dotted name, which :meth:`add` fills and :meth:`check` compares with."""
 
     leaves: dict[str, Leaf] = field(default_factory=dict)
 
@@ -148,11 +139,7 @@ class Layout:
         return any(leaf.varying for leaf in self.leaves.values())
 
     def add(self, example: Example) -> None:
-        """Take an example into account.
-
-        Raises:
-            DataError: it differs from the first one in more than lengths.
-        """
+        """Take an example into account. DataError: it differs in more than lengths."""
         found = {name: _leaf(value) for name, value in leaves(example)}
         if not self.leaves:
             self.leaves = found

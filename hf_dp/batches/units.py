@@ -26,12 +26,7 @@ Rows = tuple[int, ...]  # indices of the rows of one drawn unit
 
 
 class UnitTable:
-    """Which rows belong to which unit.
-
-    Args: values: the unit of each row, as text or whole numbers. column: where they come from.
-
-    Raises: DataError for another value, or fewer than two units.
-    """
+    """Which rows belong to which unit, by the text or whole number of each row in a column."""
 
     def __init__(self, values: Sequence[Value], column: str):
         self.column, self.num_rows = column, len(values)
@@ -70,17 +65,12 @@ class UnitTable:
         return np.sort(np.concatenate([_scattered(rows, most) for rows in self._rows]))
 
     def digest(self, key: str = "") -> str:
-        """Return a digest of which rows belong together, whatever their users' names.
-
-        Args: key: a secret, for a digest that is kept.
-        """
+        """Return a digest of which rows belong together, whatever their users' names; one that is
+        kept has a secret key."""
         return hmac.digest(key.encode(), self._unit_of, "sha256").hex()
 
     def shared(self, values: Sequence[Value]) -> np.ndarray:
-        """Return which of these rows, by index, belong to one of the units. Not private.
-
-        Values are compared as text: another data set may hold numbers as text.
-        """
+        """Return which of these values, compared as text, are of one of the units. Not private."""
         return np.flatnonzero([str(value) in self._names for value in values])
 
     def chosen(self, unit: int, most: int, random_bytes: RandomBytes) -> Rows:
@@ -118,10 +108,7 @@ def _checked(value: object, column: str) -> int | str:
 
 def split_off_units(dataset: DataSet, column: str) -> tuple[UnitTable, DataSet]:
     """Return whose the rows are, and the data set without the column that says so, which no
-    collator, model, log or card sees.
-
-    Raises: DataError for a data set that has no such column, and as :class:`UnitTable`.
-    """
+    collator, model, log or card sees."""
     values = unit_values(dataset, column)
     if values is None:
         has = list(dataset.column_names) if isinstance(dataset, datasets.Dataset) else "another"
@@ -199,13 +186,8 @@ def check_units(units: UnitTable | None, users: Users | None, num_examples: int)
 
 
 class UnitBatch(NamedTuple):
-    """A physical batch of units that have equally many rows in it.
-
-    Attributes:
-        inputs: the padded rows, ``rows`` of the first unit, then those of the next one.
-        scale: by which each row's loss is multiplied: 1, or 1 / the rows of the unit.
-        continues: whether it holds a part of one unit whose other rows follow.
-    """
+    """A physical batch of units with ``rows`` rows each, those of one together; losses are summed
+    times ``scale``, 1 or 1 / its rows. It ``continues`` if others of its one unit follow."""
 
     inputs: Batch
     rows: int
@@ -215,8 +197,8 @@ class UnitBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitDraws(Sampler[list[Rows]]):
-    """The rows of drawn units: a batch sampler whose items are units, each a tuple of those of its
-    rows that the sampler's source of randomness chooses, afresh in each draw."""
+    """The rows of drawn units: batches of units, each a tuple of those of its rows that the
+    sampler's source of randomness chooses, afresh in each draw."""
 
     sampler: LogicalSampler
     table: UnitTable

@@ -36,7 +36,7 @@ from hf_dp.losses import base_model, per_example_loss
 from hf_dp.mechanisms.last_layer import find_last_layer, noising
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans.dp_sgd import STRATEGIES
-from hf_dp.run.shortage import is_out_of_memory
+from hf_dp.run.physical_size import is_out_of_memory
 
 CLIPPING_NORM = 0.1  # the library's default; its value changes no operation
 NON_PRIVATE, FORWARD = "non_private", "dp_fp"

@@ -26,8 +26,7 @@ from hf_dp.cards.card import privacy_head, render_card, render_head
 from hf_dp.cards.details import KEY, CardDetails, front_matter
 from hf_dp.errors import HfDpError, LedgerError
 from hf_dp.run.ledger_file import LEDGER, read_own
-from hf_dp.run.weights_file import head_in, weights_files
-from hf_dp.run.witnesses import refuse_foreign
+from hf_dp.run.witnesses import head_in, refuse_foreign, weights_files
 from hf_dp.statement.durable import Beside, digest_of_file, digest_of_text, replace_file
 from hf_dp.statement.evidence import FILE_NAME, Evidence, disagreements, read
 from hf_dp.statement.statement import PrivacyStatement

@@ -153,7 +153,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     print(plan_text(found))
     if found.most_signal is not None and options.parameters is not None:
-        from hf_dp.run.outlook import drowned
+        from hf_dp.planning import drowned
 
         for doubt in drowned(plan, options.parameters):
             print(f"\n{doubt}")

@@ -148,7 +148,7 @@ def _suggestion(
 def _text(found: Suggestion, ahead: Forecast, recipe: dict[str, Any]) -> str:
     """Return the suggestion as YAML: what it means in comments, then each setting below its
     reason."""
-    from hf_dp.run.outlook import doubts
+    from hf_dp.planning import doubts
 
     plan = found.plan
     what = "users" if plan.users is not None else "examples"

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 
 from hf_dp.clipping.rounding import accumulation_dtype, zero_sum
 from hf_dp.clipping.sharding import placed_as
-from hf_dp.distributed.sums import bucket_numbers, reduce_scatter
+from hf_dp.distributed.processes import bucket_numbers, reduce_scatter
 
 
 def scattered(parameter: DTensor, total: Tensor) -> DTensor:

@@ -21,8 +21,8 @@ from hf_dp.distributed.processes import Processes
 from hf_dp.errors import LedgerError, UnaccountedGradientError
 from hf_dp.features.base import Feature, Inside, Seen, register
 from hf_dp.mechanisms import Mechanism
+from hf_dp.planning import doubts
 from hf_dp.run.other_training import note_steps_before_own
-from hf_dp.run.outlook import doubts
 from hf_dp.statement.facts import (
     CLIPPED_GRADIENT_NORM,
     NO_EPSILON,

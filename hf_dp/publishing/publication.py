@@ -17,7 +17,7 @@ from hf_dp.errors import LedgerError, PublishError
 from hf_dp.publishing.allowed import refuse_others, sort_files, why_goes
 from hf_dp.publishing.scan import Scan
 from hf_dp.run.ledger_file import LEDGER
-from hf_dp.run.weights_file import head_in, weights_files
+from hf_dp.run.witnesses import head_in, weights_files
 from hf_dp.statement.evidence import FILE_NAME, Evidence, read
 from hf_dp.statement.wording import NOT_PRIVATE, STATUSES, delta_text
 

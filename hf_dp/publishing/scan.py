@@ -18,7 +18,7 @@ from huggingface_hub import get_token
 
 from hf_dp.cards.details import is_repository
 from hf_dp.errors import LedgerError
-from hf_dp.run.weights_file import HEAD_KEY, head_in, read_metadata
+from hf_dp.run.witnesses import HEAD_KEY, head_in, read_metadata
 
 _TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")
 _ABSOLUTE = re.compile(r"/[^/\s]+/|~[\w.-]*/|[A-Za-z]:[\\/]|\\\\[^\\]|file:")

@@ -21,10 +21,7 @@ from hf_dp.plans.privacy import PrivacyPlan
 
 
 class Budget:
-    """The budget of one run.
-
-    Args: plan: of the run. ledger: what it has released so far; read, never changed.
-    """
+    """What one run may still spend, by its plan and its ledger, which is read and never changed."""
 
     def __init__(self, plan: PrivacyPlan, ledger: Ledger):
         self.plan, self.ledger = plan, ledger
@@ -33,10 +30,8 @@ class Budget:
         self._goal: int | None = None  # training steps in the ledger when this process is done
 
     def start(self, planned_steps: int, planned_releases: int = 0) -> None:
-        """Plan ``planned_steps`` training steps, and that many releases of selections between them.
-
-        Raises: BudgetExceededError when not one further step fits under the target.
-        """
+        """Plan further training steps, and releases of selections between them, or raise
+        BudgetExceededError when not one step fits under the target."""
         done = self.ledger.steps(TRAINING)
         self._reserved = planned_releases
         self._goal = done + planned_steps
@@ -50,8 +45,7 @@ class Budget:
             )
 
     def allowed_steps(self, planned_steps: int) -> float:
-        """Return the largest number of training steps in the ledger that stays within the target,
-        infinity when none was set."""
+        """Return the most training steps in the ledger that stay within the target, or infinity."""
         plan, done = self.plan, self.ledger.steps(TRAINING)
         if plan.target_epsilon is None or not plan.releases_each_step:
             return math.inf
@@ -93,8 +87,7 @@ class Budget:
         return max(0, self._allowed - self.ledger.steps(TRAINING))
 
     def check(self, *entries: LedgerEntry) -> None:
-        """Raise BudgetExceededError when releasing all these would pass the target; LedgerError for
-        a step before :meth:`start`."""
+        """Raise BudgetExceededError when releasing all these would pass the target."""
         is_step = any(map(self._is_step, entries))
         if is_step and self._goal is None:
             raise LedgerError(
@@ -119,12 +112,8 @@ class Budget:
         return entry.purpose == TRAINING and self.plan.makes(entry)
 
     def _is_as_planned(self, others: tuple[Event, ...], steps: int) -> bool:
-        """Return whether the plan's steps fit: it was calibrated to meet the target at exactly
-        these.
-
-        What the plan does not make (of earlier runs, say) may have been left out when it was
-        calibrated, so then it is computed.
-        """
+        """Return whether the plan's steps fit, as it was calibrated. What the plan does not make
+        (of earlier runs, say) may have been left out then, so with that it is computed."""
         plan = self.plan
         planned = 0 if plan.selection is None else plan.selection.iterations
         if self.ledger.steps(SELECTION) + self._reserved > planned:

@@ -9,9 +9,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from hf_dp.errors import LedgerError
+from safetensors import SafetensorError
+
+from hf_dp.errors import LedgerError, OutputError
 from hf_dp.run.ledger_file import LEDGER
 from hf_dp.run.witnesses import checkpoints
 from hf_dp.statement.durable import sync_folder, sync_tree
@@ -23,11 +27,8 @@ _OURS = re.compile(rf"({_REPLACED})?(checkpoint-\d+)")
 
 
 def checkpoint_of(resume_from_checkpoint: str | bool, folder: Path) -> Path:
-    """Return the checkpoint that Trainer's argument means: a path, or the last one for True.
-
-    Raises: LedgerError where there is none, and for a checkpoint without an optimizer's state, from
-        which Trainer would go on with a new one.
-    """
+    """Return the checkpoint that Trainer's argument means, or raise LedgerError, also for one
+    without an optimizer's state, from which Trainer would go on with a new one."""
     last = next(iter(checkpoints(folder)), None)
     chosen = last if resume_from_checkpoint is True else Path(str(resume_from_checkpoint))
     new = (
@@ -59,11 +60,8 @@ def stage(folder: Path) -> Path:
 
 
 def publish(folder: Path, name: str) -> Path:
-    """Let ``_saving/checkpoint-N`` appear as ``checkpoint-N``, durably.
-
-    One of that name is replaced: after a kill, or an OSError, :func:`tidy` puts it back if the new
-    one is not there.
-    """
+    """Let ``_saving/checkpoint-N`` appear as ``checkpoint-N``, durably. If one of that name was
+    moved away and the new one is not there after a kill, :func:`tidy` puts it back."""
     saving, final = folder / SAVING, folder / name
     sync_tree(saving / name)
     if final.exists():
@@ -80,10 +78,8 @@ def publish(folder: Path, name: str) -> Path:
 
 
 def rotate(folder: Path, keep: int | None, best: str | None) -> None:
-    """Delete the oldest checkpoints until ``keep`` are left, as Trainer's ``save_total_limit``.
-
-    The newest and ``best`` stay. Each leaves by a rename first, so that no half of one is left.
-    """
+    """Delete the oldest checkpoints but ``keep``, the newest and ``best``, as Trainer's
+    ``save_total_limit``. Each leaves by a rename first, so that no half of one is left."""
     if not keep or keep < 0:
         return
     # Not by step: a branch that went on from an earlier checkpoint has the lower number.
@@ -98,8 +94,7 @@ def rotate(folder: Path, keep: int | None, best: str | None) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Remove what a killed save left in ``_saving``, and nothing else; put back a checkpoint that
-    was being replaced."""
+    """Remove what a killed save left in ``_saving``, and put back a replaced checkpoint."""
     saving = folder / SAVING
     if not saving.is_dir() or saving.is_symlink():
         return
@@ -114,3 +109,20 @@ def tidy(folder: Path) -> None:
             shutil.rmtree(path)
     if not any(saving.iterdir()):
         saving.rmdir()
+
+
+@contextmanager
+def named_disk_errors(what: str, folder: str | os.PathLike[str], next_move: str) -> Iterator[None]:
+    """Raise OutputError where a folder cannot be written to, with what to do but making room."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        of_torch = any(name in str(error) for name in ("PytorchStreamWriter", "inline_container"))
+        if isinstance(error, RuntimeError) and not of_torch:  # torch.save has no error class
+            raise
+        cause = error.__cause__ if isinstance(error, OutputError) else error  # said more exactly
+        why = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
+        raise OutputError(
+            f"{what} could not be written to {os.fspath(folder)!r} ({why}). Make room, or make the "
+            f"folder writable. {next_move}"
+        ) from error

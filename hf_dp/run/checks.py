@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from hashlib import blake2b
+from importlib import metadata
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import datasets
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 from transformers.utils import logging
 
+from hf_dp.batches.structure import Rows
 from hf_dp.batches.units import UnitTable
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import (
@@ -23,8 +31,10 @@ from hf_dp.errors import (
     UnsupportedModelError,
 )
 from hf_dp.losses import base_model
-from hf_dp.overlap import TrainingRows
+from hf_dp.overlap import UNSTEADY, TrainingRows, columns_of, digests, parts_of
 from hf_dp.plans.units import Users
+from hf_dp.run.options import Run
+from hf_dp.run.precision import PACKAGES
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -43,10 +53,7 @@ _USER_IDS = re.compile(rf"({_WHO})(_?(hash|id|key|name|no|number|uuid))?", re.IG
 
 
 def check_train_dataset(dataset: object) -> int:
-    """Return the number of examples N of a training set.
-
-    Raises: DataError for a data set without a length, or with fewer than two rows.
-    """
+    """Return the number of rows of a training set, or raise DataError for less than two."""
     if dataset is None:
         raise DataError(
             "Private training needs a `train_dataset`, got None. Pass one to DPTrainer."
@@ -115,8 +122,7 @@ def check_collator(collator: object) -> None:
 
 
 def refuse_rows_in_code(reached: Collection[object], training: TrainingRows) -> None:
-    """Raise DataError when a collator or transform reaches training rows, which could enter other
-    examples."""
+    """Raise DataError when a collator or transform reaches rows that could enter other examples."""
     parts = [each.values() if isinstance(each, Mapping) else [each] for each in reached]
     sets = [each for each in chain(*parts) if isinstance(each, (datasets.Dataset, Dataset))]
     if any(training.compare(each).equal.size for each in sets):
@@ -135,11 +141,8 @@ _DATA_FREE = (
 
 
 def refuse_data_in_adapters(model: nn.Module, own: Collection[object] | None = ()) -> None:
-    """Raise UnsupportedModelError for an adapter whose initial weights may come from data, as those
-    of EVA, CorDA and LoRA-GA do, or that trains what another run than ``own`` selected from rows.
-
-    Args: own: selections of this run; None: any will do.
-    """
+    """Raise UnsupportedModelError for an adapter whose initial weights may come from data (EVA,
+    CorDA, LoRA-GA), or that trains a selection not among this run's ``own`` (None: any will do)."""
     for name, config in _adapters(model):
         for option in ("init_lora_weights", "init_weights"):
             init = getattr(config, option, None)
@@ -171,8 +174,7 @@ def _adapters(model: nn.Module) -> Iterator[tuple[str, PeftConfig]]:
 
 
 def check_optimizer(optimizer: Optimizer | None, model: nn.Module) -> None:
-    """Raise UnaccountedGradientError when the optimizer trains a parameter outside the model, or
-    is not there yet and could train any."""
+    """Raise UnaccountedGradientError unless an optimizer is there and trains the model alone."""
     if optimizer is None:
         raise UnaccountedGradientError(
             "There is no optimizer before the first step, so what it will train cannot be checked. "
@@ -190,8 +192,7 @@ def check_optimizer(optimizer: Optimizer | None, model: nn.Module) -> None:
 
 
 def check_head_is_trainable(model: nn.Module) -> None:
-    """Raise UnsupportedModelError when nothing trains, or when the head of a classifier, which is
-    random, is frozen under an adapter."""
+    """Raise UnsupportedModelError when nothing trains, or a classifier's random head does not."""
     if not any(p.requires_grad for p in model.parameters()):
         raise UnsupportedModelError(
             f"{type(model).__name__} has no trainable parameter. Call requires_grad_(True) on what "
@@ -203,10 +204,7 @@ def check_head_is_trainable(model: nn.Module) -> None:
 
 
 def head_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the parts of a transformers model beside its backbone that have parameters.
-
-    Raises: UnsupportedModelError where nothing says which part is the backbone.
-    """
+    """Return the parts with parameters of a transformers model beside its backbone."""
     backbone = getattr(model, "base_model_prefix", "")
     parts = {
         name: child
@@ -242,10 +240,8 @@ def refuse_frozen_heads(model: nn.Module, trained: Collection[nn.Parameter]) -> 
 
 
 def check_launch(processes: Processes, accelerator: Accelerator | None) -> None:
-    """Raise UnsupportedArgumentError where processes do not know of each other.
-
-    Each would take itself for the only one, and release a model of its own from one budget.
-    """
+    """Raise UnsupportedArgumentError where processes do not know of each other: each would release
+    a model of its own from one budget."""
     launched = os.environ.get("WORLD_SIZE") or "1"
     prepared = processes.count if accelerator is None else accelerator.num_processes
     known = Processes.here().count  # now, and not when the run was made
@@ -258,3 +254,87 @@ def check_launch(processes: Processes, accelerator: Accelerator | None) -> None:
         "accelerators, pass use_cpu=True (or set ACCELERATE_USE_CPU=true); in a loop of your own, "
         "call torch.distributed.init_process_group() before PrivateRun."
     )
+
+
+# -- what processes compare before the first draw, and what they share --
+
+
+def meet(run: Run) -> None:
+    """Take over the main process's weights, or raise DistributedError naming what differs between
+    processes, or when two random sources are the same."""
+    processes = run.processes
+    if processes.alone:
+        return
+    processes.refuse_differences(_in_common(run))
+    processes.refuse_equal(
+        "source of random numbers",
+        run.randomness.fingerprint(),
+        "Noise that is drawn twice can be subtracted. Create the trainer in each process, not "
+        "before processes are forked.",
+    )
+    for tensor in (*run.model.parameters(), *run.model.buffers()):
+        if not isinstance(tensor, DTensor):  # shards stay
+            processes.from_main(tensor.data)
+
+
+def _in_common(run: Run) -> dict[str, str]:
+    """Return, by name, what all processes of a run must have in common."""
+    options = run.options
+    loud = replace(options, batches=replace(options.batches, quiet=False))  # bars are one's own
+    groups: dict[str, Mapping[str, object]] = {
+        "the privacy plan's": run.plan.to_dict(),
+        "the run's option": vars(loud),
+        "the argument": run.arguments,
+        "what weakens the claim,": vars(run.book.weaknesses),
+    }
+    layout = [
+        (name, list(p.shape), str(p.dtype), p.requires_grad)
+        for name, p in run.model.named_parameters()
+    ]
+    found = {"the code of hf_dp": _digest_of_code()}
+    found |= {f"the version of {package}": metadata.version(package) for package in PACKAGES}
+    for of, values in groups.items():
+        found |= {f"{of} `{name}`": _shown(repr(value)) for name, value in values.items()}
+    return found | {
+        "the number of rows": str(len(run.train_dataset)),
+        "the rows of train_dataset": digest_of_rows(run.train_dataset),
+        "whose each row is": "their own" if run.units is None else run.units.digest(),
+        "the data collator": type(run.data_collator).__qualname__,
+        "the parameters of the model": _digest(json.dumps(layout)),
+    }
+
+
+def digest_of_rows(dataset: Rows) -> str:
+    """Return a digest of all rows in their order, before any transform of the user's, or raise
+    DataError for rows that differ on each reading."""
+    found = blake2b(digest_size=16)
+    for part in parts_of(dataset):
+        columns = columns_of(part)
+        if UNSTEADY in columns.values():
+            raise DataError(
+                "Rows of train_dataset differ each time they are read, so it cannot be seen "
+                "whether all processes have the same rows in the same order. Move what is random "
+                "(augmentation) into the data collator or, for a datasets.Dataset, into "
+                "set_transform; or launch one process."
+            )
+        for name, each in sorted(digests(part, columns, b"").items()):
+            found.update(f"{name} {len(each)}".encode() + each.tobytes())
+    return found.hexdigest()
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}... ({_digest(text)})"
+
+
+@cache
+def _digest_of_code() -> str:
+    """Return a digest of the package's source, which a version alone does not tell."""
+    root = Path(__file__).parent.parent
+    found = blake2b(digest_size=16)
+    for path in sorted(root.rglob("*.py")):
+        found.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()
+
+
+def _digest(text: str) -> str:
+    return blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,8 +1,5 @@
-"""Measure how long the parts of a run take, for whoever asks on this machine.
-
-Times reveal the sizes of draws, so a run withholds them from logs, cards and its folder. The sweep
-that starts a run may name a file of its own in the environment; nothing is written otherwise.
-"""
+"""Measure how long the parts of a run take. Times reveal the sizes of draws, so they are written
+only to a file that the sweep that starts a run may name in the environment."""
 
 from __future__ import annotations
 
@@ -18,10 +15,7 @@ TRAINING, SELECTION = "training", "selection"
 
 
 class Clock:
-    """Adds up wall time and processor time, in seconds, of the parts of a run.
-
-    Processor time is that of this process, all threads together.
-    """
+    """Adds up wall time and this process's processor time, in seconds, of the parts of a run."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, dict[str, float]] = {}

@@ -41,12 +41,8 @@ def earlier_evidence(
     neighboring_relation: str,
     units: UnitTable | None = None,
 ) -> list[Evidence]:
-    """Return what is recorded of the runs in these folders, which were on the same rows.
-
-    Raises: LedgerError for a file that cannot be read, or that went back; InvalidArgumentError for
-        a run on other rows, with another unit or relation, or with other users: its claim and this
-        one's have nothing in common.
-    """
+    """Return what is recorded of the runs in these folders, or raise InvalidArgumentError for one
+    on other rows, or with another unit, relation or users: no bound is known for both."""
     found = []
     for path in paths:
         evidence = _whole_run(path)
@@ -71,8 +67,8 @@ def earlier_evidence(
 
 
 def _refuse_other_users(path: str, column: str, run_id: str, units: UnitTable | None) -> None:
-    """Raise InvalidArgumentError for a run by another column, or one in which other rows were one
-    user's: whoever is one user here may have been two users there."""
+    """Raise InvalidArgumentError for a run whose users were others: whoever is one user here may
+    have been two users there."""
     known = None if units is None else is_grouping_of(_home(path), run_id, units)
     if units is not None and column == units.column and known:
         return
@@ -108,7 +104,7 @@ def _home(path: str) -> Path:
 
 
 def same_users(folder: Path, run_id: str, units: UnitTable, begun: bool) -> None:
-    """Write down which rows belong together, or, where the run has ``begun`` to draw, raise
+    """Write down which rows belong together or, in a run that has ``begun`` to draw, raise
     LedgerError when that is not what was written down."""
     if not begun:
         secret = secrets.token_hex(32)
@@ -132,8 +128,7 @@ def same_users(folder: Path, run_id: str, units: UnitTable, begun: bool) -> None
 
 
 def is_grouping_of(folder: Path, run_id: str, units: UnitTable) -> bool | None:
-    """Return whether these rows were one user's in the run in a folder; None where that is not
-    known."""
+    """Return whether these rows were one user's in the run in a folder; None if not known."""
     secret, known = (_kept(folder, run_id, name) for name in (SECRET_FILE, USERS_FILE))
     if secret is None or known is None:
         return None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from hf_dp import losses
 from hf_dp.batches.padding import Padding
 from hf_dp.batches.structure import Batch, Example, Layout, numbers
 from hf_dp.clipping import self_check
@@ -22,16 +23,6 @@ from hf_dp.clipping.dropout import no_dropout
 from hf_dp.clipping.self_check import AUTOCAST_TOLERANCE, in_training, refuse_notice_of_length
 from hf_dp.clipping.sharding import is_sharded, reshard
 from hf_dp.errors import UnsupportedLossError
-from hf_dp.losses import (
-    IGNORED_LABEL,
-    base_model,
-    counted_labels,
-    labels_read,
-    means_over_rows,
-    targets_of,
-    task_of,
-    with_position_ids,
-)
 from hf_dp.noise import untouched_generators
 from hf_dp.run.options import Run
 from hf_dp.run.precision import computes_in_full, in_full_precision
@@ -47,8 +38,6 @@ _MOST_CLASSES = 8
 class EngineCheck:
     """Compares what the engine of a run computes with single examples.
 
-    Args: synthetic: makes up examples, each a batch of one; None for those of the run.
-
     Attributes:
         has_own_examples: whether these are the user's own.
         alone: whether the last check ran as if no example had a neighbor.
@@ -61,11 +50,8 @@ class EngineCheck:
         self.alone, self.made_up = False, None
 
     def check(self) -> None:
-        """Raise SelfCheckError when the engine disagrees.
-
-        In 16 bits the tolerance is wide. So where the model can compute in float32, it is compared
-        in float32 first, as if it did.
-        """
+        """Raise SelfCheckError when the engine disagrees. In 16 bits the tolerance is wide, so
+        where the model can compute in float32, it is compared in float32 first."""
         run = self.run
         with run.randomness.streams(), run.forward_context():
             padded, alone = self.batches()
@@ -113,8 +99,7 @@ class EngineCheck:
                 refuse_notice_of_length(run.model, run.loss_of, short, beside)
 
     def batches(self) -> tuple[Batch, list[Example]]:
-        """Return the synthetic examples as one padded batch and one by one, on the model's
-        device."""
+        """Return the made-up examples on the model's device: one padded batch, and one by one."""
         run = self.run
         data = run.training_data()  # which all processes look over together
         make = self._synthetic or (lambda: data.synthetic_examples(run.model))
@@ -142,13 +127,8 @@ def refuse_another_loss(
     *,
     rounded: bool,
 ) -> None:
-    """Raise UnsupportedLossError where a made-up example has another loss by the model's own rule;
-    warn of a model that has none.
-
-    Args:
-        example: a batch of one in the format of the training set. Its labels are replaced.
-        rounded: whether the forward computes in less than float32, even if no weight says so.
-    """
+    """Raise UnsupportedLossError where a made-up example, with other labels, has another loss by
+    the model's own rule; warn of a model that has none."""
     if not _takes_labels(model):
         return _say_none(model)
     short = any(parameter.dtype.itemsize < 4 for parameter in model.parameters())
@@ -162,7 +142,7 @@ def refuse_another_loss(
                 return _say_none(model)
             if not _close(own, loss, tolerance):
                 raise _other(model, f"with {_said(model, each)}", own, loss)
-        if means_over_rows(model) and len(labeled) > 1:
+        if losses.means_over_rows(model) and len(labeled) > 1:
             # Weights of classes cancel in a mean over one row.
             together = Padding().together(labeled, Layout())  # all of one shape
             own, mean = _own(model, together), sum(ours) / len(ours)
@@ -174,8 +154,8 @@ def refuse_another_loss(
 
 
 def _takes_labels(model: nn.Module) -> bool:
-    takes = inspect.signature(type(base_model(model)).forward).parameters
-    return set(targets_of(model)) <= takes.keys() or any(
+    takes = inspect.signature(type(losses.base_model(model)).forward).parameters
+    return set(losses.targets_of(model)) <= takes.keys() or any(
         each.kind is each.VAR_KEYWORD for each in takes.values()
     )
 
@@ -184,29 +164,29 @@ def _say_none(model: nn.Module) -> None:
     logger.warning(
         "%s computes no loss of its own from labels, so what trains was not compared with it, and "
         "evaluate() reports no loss.",
-        type(base_model(model)).__name__,
+        type(losses.base_model(model)).__name__,
     )
 
 
 def _labeled(model: nn.Module, example: Example) -> Iterator[Example]:
     """Yield the example with labels as training and evaluation read them, one after the other."""
-    if targets_of(model) != ("labels",):
+    if losses.targets_of(model) != ("labels",):
         yield dict(example)
         return
-    read = {**example, "labels": labels_read(model, example["labels"])}
+    read = {**example, "labels": losses.labels_read(model, example["labels"])}
     for labels in _labels(model, read):
         yield {**read, "labels": labels}
 
 
 def _said(model: nn.Module, example: Example) -> str:
-    values = (f"{name} {example[name].tolist()}" for name in targets_of(model))
+    values = (f"{name} {example[name].tolist()}" for name in losses.targets_of(model))
     return f"the {' and '.join(values)}"
 
 
 def _labels(model: nn.Module, example: Example) -> Iterator[Tensor]:
     """Yield each class; or the example's labels and others: a distribution, none in some places."""
-    labels = counted_labels(model, example)
-    classes = getattr(base_model(model).config, "num_labels", 1)
+    labels = losses.counted_labels(model, example)
+    classes = getattr(losses.base_model(model).config, "num_labels", 1)
     if labels.dim() == 1 and not labels.is_floating_point() and classes > 1:
         for each in range(min(classes, _MOST_CLASSES)):
             yield torch.full_like(labels, each)
@@ -216,19 +196,19 @@ def _labels(model: nn.Module, example: Example) -> Iterator[Tensor]:
         yield torch.rand_like(labels).softmax(1)
     elif labels.dim() == 2 and not labels.is_floating_point():
         places = torch.arange(labels.shape[1], device=labels.device)
-        if task_of(model) == "token_classification":
+        if losses.task_of(model) == "token_classification":
             labels = (places % min(classes, _MOST_CLASSES)).expand_as(labels)
         # Every third of those that count, so that one counts still: the mean over none is NaN.
-        nth = (labels != IGNORED_LABEL).cumsum(1)
-        yield labels.masked_fill(nth % 3 == 0, IGNORED_LABEL)
+        nth = (labels != losses.IGNORED_LABEL).cumsum(1)
+        yield labels.masked_fill(nth % 3 == 0, losses.IGNORED_LABEL)
 
 
 def _own(model: nn.Module, example: Example) -> float | None:
     try:
-        output = model(**with_position_ids(model, dict(example)))
+        output = model(**losses.with_position_ids(model, dict(example)))
     except Exception as problem:
         raise UnsupportedLossError(
-            f"{type(base_model(model)).__name__}'s own loss fails on a made-up example with "
+            f"{type(losses.base_model(model)).__name__}'s own loss fails on a made-up example with "
             f"{_said(model, example)} ({type(problem).__name__}: {problem}), so "
             "evaluate() would fail, too. Give labels that the model takes, or override "
             "DPTrainer.compute_per_example_loss(self, model, inputs) to train a loss of your own."
@@ -242,8 +222,9 @@ def _close(own: float, ours: float, tolerance: float) -> bool:
 
 
 def _other(model: nn.Module, which: str, own: float, ours: float) -> UnsupportedLossError:
+    name = type(losses.base_model(model)).__name__
     return UnsupportedLossError(
-        f"A made-up example {which} has the loss {own:.6g} by {type(base_model(model)).__name__} "
+        f"A made-up example {which} has the loss {own:.6g} by {name} "
         f"itself, which evaluate() reports, and {ours:.6g} by the rule of hf_dp, which would "
         "train: the forward, its loss_function or a setting such as an auxiliary loss has another "
         "rule. To train the former, override DPTrainer.compute_per_example_loss(self, model, "

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_dp.accounting import LOSS, SUM, VECTORS
-from hf_dp.distributed.processes import Processes
-from hf_dp.distributed.sums import add_up_with_noise
+from hf_dp.distributed.processes import Processes, add_up_with_noise
 from hf_dp.errors import LedgerError
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans.mechanism import PlannedRelease
@@ -26,9 +25,7 @@ from hf_dp.run.ledger import RunLedger
 
 
 class Observer:
-    """Stands inside the gate of a run (:attr:`hf_dp.run.private_run.PrivateRun.inside`).
-
-    Each moment does nothing. What an observer shows of these values is not covered by epsilon.
+    """Stands inside the gate of a run. What it shows of these values is not covered by epsilon.
 
     Attributes: adds_rows: whether it put rows of its own among those that are drawn.
     """
@@ -71,8 +68,7 @@ class Gate:
         self._ledger, self._noise = ledger, noise
 
     def pay_ahead(self, planned: PlannedRelease) -> None:
-        """Record ``planned``, durably, before the first of the steps that it pays for; raises as
-        :meth:`release`."""
+        """Record ``planned``, durably, before the first of the steps that it pays for."""
         self._ledger.append(planned.event, planned.purpose)
         self._ledger.paid = planned.event.steps
 
@@ -81,9 +77,6 @@ class Gate:
         """Record ``planned``, durably, and give what lets its values out, inside the ``with`` only.
 
         What is paid ahead is in the ledger already; each step uses up one that it paid for.
-
-        Raises: BudgetExceededError, before anything is recorded, when it would pass the target;
-            LedgerError for a step that was not paid ahead.
         """
         if planned.event.paid_ahead:
             self._ledger.use_paid()
@@ -107,30 +100,19 @@ class Release:
 
     def sum(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add up one sum over the examples of all processes, given as named parts, add noise once,
-        in place, and return it.
-
-        Raises: LedgerError the second time: that would be another release.
-        """
+        in place, and return it. Raises: LedgerError the second time."""
         self._add_up(list(sums.values()), SUM)
         return sums
 
     def loss(self, total: Tensor) -> Tensor:
         """Add up one sum of bounded losses, (), over the examples of all processes, add noise once,
-        in place, and return it.
-
-        Raises: LedgerError the second time; ConfigError when the recorded event covers no loss.
-        """
+        in place, and return it. Raises: LedgerError the second time."""
         self._add_up([total], LOSS)
         return total
 
     def vectors(self, vectors: Tensor) -> Tensor:
-        """Return (b, d) vectors, each of one example alone, with noise in each coordinate.
-
-        Differentiable. Where the event says so (``several_forwards``), a step may call it for
-        several physical batches.
-
-        Raises: LedgerError the second time otherwise: that would be another release.
-        """
+        """Return (b, d) vectors, each of one example alone, with noise; differentiable. A step may
+        call it once, or for several physical batches where the event has ``several_forwards``."""
         self._source()
         if not self.planned.event.several_forwards:
             self._once(VECTORS)

@@ -1,8 +1,4 @@
-"""The ledger of one run, as the run goes on.
-
-A line is durable before the release that it records becomes visible to anyone, and so is the head
-beside it (:mod:`hf_dp.run.ledger_file`).
-"""
+"""The ledger of one run, as the run goes on; :mod:`hf_dp.run.ledger_file` says how it is kept."""
 
 from __future__ import annotations
 
@@ -20,20 +16,17 @@ from hf_dp.accounting import EARLIER, TRAINING, Event, Ledger, LedgerEntry
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import LedgerError
 from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.run import ledger_file
 from hf_dp.run.budget import Budget
-from hf_dp.run.ledger_file import (
-    COPY,
-    LEDGER,
-    Lines,
-    damaged,
-    lock_run,
-    read_copy,
-    write_head,
-    write_line,
+from hf_dp.run.checkpoint import named_disk_errors
+from hf_dp.run.ledger_file import COPY, LEDGER, Lines
+from hf_dp.run.witnesses import (
+    put_head,
+    refuse_foreign,
+    refuse_leftovers,
+    weights_files,
+    whole_ledger,
 )
-from hf_dp.run.shortage import named_disk_errors
-from hf_dp.run.weights_file import put_head, weights_files
-from hf_dp.run.witnesses import refuse_foreign, refuse_leftovers, whole_ledger
 from hf_dp.statement.durable import Beside, Head, replace_file
 from hf_dp.statement.evidence import Evidence, earlier_runs, write
 from hf_dp.statement.facts import Flags, Weaknesses
@@ -55,14 +48,8 @@ _ARGUMENTS = {
 class RunLedger:
     """The append-only ledger of one run, kept in ``output_dir``; checkpoints hold copies.
 
-    Args:
-        folder: the run's output folder.
-        plan: what the run does; a resumed run must have the same plan.
-        earlier: what is recorded of earlier runs on the same rows; the ledger begins with it.
-        processes: those of the run. The main one keeps the files, the others a copy in memory.
-
     Attributes:
-        lines: those of the ledger; the main process has them on its disk.
+        lines: those of the ledger; the main process has them on its disk, the others in memory.
         earlier_entries: what earlier runs released; nothing else may be recorded before it.
         weaknesses: what weakens the claim, which :meth:`weaken` adds to, and the next line notes.
         lost: releases since the checkpoint resumed from.
@@ -106,8 +93,7 @@ class RunLedger:
             self.folder = Path(folder)
 
     def start(self, planned_steps: int, planned_releases: int = 0) -> None:
-        """Begin, or continue, ``planned_steps`` training steps, between which selections will make
-        ``planned_releases`` more. Raises: as :meth:`open` and :meth:`Budget.start`."""
+        """Open the ledger, and begin or continue as :meth:`Budget.start`."""
         self.open()
         self.paid = 0
         self.budget.start(planned_steps, planned_releases)
@@ -115,14 +101,11 @@ class RunLedger:
     def take(self) -> None:
         """Take the lock of the run in the folder, if there is one; :meth:`stop` releases it."""
         if self.folder.is_dir():
-            self._lock = self._lock or lock_run(self.folder)
+            self._lock = self._lock or ledger_file.lock_run(self.folder)
 
     def open(self) -> None:
-        """Take the folder for this run. Nothing may be recorded before.
-
-        Raises: LedgerError when the folder holds another run's ledger, which would be lost, when
-            another process is at work on this run, or when anything knows what the ledger lacks.
-        """
+        """Take the folder for this run, or raise LedgerError when it holds another run's ledger,
+        when another process is at work on it, or when anything knows what the ledger lacks."""
         self.lines.run_id = self.processes.on_main(self._open_folder)
         self._is_open = True
 
@@ -147,7 +130,7 @@ class RunLedger:
             self.stop()
             raise
         if own is not None:  # a kill may have left the head a line behind
-            write_head(self.folder, own.head)
+            ledger_file.write_head(self.folder, own.head)
         return self.run_id
 
     def weaken(self, known: Flags) -> None:
@@ -176,11 +159,7 @@ class RunLedger:
 
     def record_earlier(self) -> None:
         """Begin the ledger with what earlier runs released of the same rows, in one line: a part of
-        it would look like all of it. One that has begun must hold exactly that.
-
-        Raises: LedgerError for a ledger with other earlier runs; BudgetExceededError when they
-            alone pass the target.
-        """
+        it would look like all of it. One that has begun must hold exactly that."""
         entries = self.earlier_entries
         if not len(self.ledger):
             if entries:
@@ -196,12 +175,9 @@ class RunLedger:
     def append(self, event: Event, purpose: str) -> None:
         """Record one release and make it durable: its line, and then the head.
 
-        Outside this class only :class:`hf_dp.run.gate.Gate` calls it, before it lets a value out.
-        Every process records it, and goes on only when it is on the main one's disk.
-
-        Raises: BudgetExceededError before anything is recorded when the target would be passed;
-            LedgerError before :meth:`open`, or without what earlier runs released; DistributedError
-            when the processes' ledgers differ, or when another one failed.
+        Only :class:`hf_dp.run.gate.Gate` calls it, before it lets a value out. Every process
+        records it, and goes on only when it is on the main one's disk. Nothing is recorded when the
+        target would be passed, before :meth:`open`, or when the processes' ledgers differ.
         """
         entry = LedgerEntry(event, purpose)
         self.processes.agree(
@@ -222,14 +198,12 @@ class RunLedger:
         self._write(*entries)
 
     def note(self) -> None:
-        """Give what weakens the claim a line, if none says it yet; a ledger begins with a
-        release."""
+        """Give what weakens the claim a line, once a release has begun the ledger."""
         if self.lines.digests and not self.lines.weaknesses.includes(self.weaknesses):
             self._write()
 
     def _write(self, *entries: LedgerEntry) -> None:
-        """Add a line: in the main process to the file, durably, before anywhere else, and then to
-        the head."""
+        """Add a line: to the file, durably, in the main process; in memory; and to the head."""
         lines = self.lines
         if not self.weaknesses.includes(lines.weaknesses):
             raise LedgerError(
@@ -240,9 +214,9 @@ class RunLedger:
         if not self.processes.is_main:
             return lines.take(line)
         with self._named_errors(self.folder):
-            write_line(self.folder / LEDGER, lines.size, line)
+            ledger_file.write_line(self.folder / LEDGER, lines.size, line)
             lines.take(line)
-            write_head(self.folder, lines.head)
+            ledger_file.write_head(self.folder, lines.head)
 
     @staticmethod
     def _named_errors(folder: Path) -> AbstractContextManager[None]:
@@ -258,8 +232,7 @@ class RunLedger:
         statement: PrivacyStatement,
         beside: Beside | None = None,
     ) -> None:
-        """Write ``privacy.json`` into ``folder``, in the main process. Raises: LedgerError when
-        this ledger does not continue what is stated there."""
+        """Write ``privacy.json`` into a folder, in the main process."""
         if not self.processes.is_main:
             return
         self.note()
@@ -268,26 +241,20 @@ class RunLedger:
             write(folder, evidence.stating(statement, beside or Beside()))
 
     def go_with(self, folder: str | os.PathLike[str]) -> None:
-        """Put the head into the weights in ``folder``, and a copy of the ledger beside them.
-
-        Raises: LedgerError when a file there is of another run, or was saved later in this one.
-        """
+        """Put the head into the weights in a folder, and a copy of the ledger beside them."""
         folder = Path(folder)
         self.note()
         for path in weights_files(folder):
             put_head(path, self.lines.head)
         if self.lines.digests and folder.resolve() != self.folder.resolve():
             with self._named_errors(folder):
-                replace_file(
-                    folder / COPY, [(self.folder / LEDGER).read_bytes()[: self.lines.size]]
-                )
+                whole = (self.folder / LEDGER).read_bytes()[: self.lines.size]
+                replace_file(folder / COPY, [whole])
 
     def resume(self, checkpoint: str | os.PathLike[str]) -> None:
-        """Take over the ledger of the *run*, so that repeated steps and branches all count.
-
-        Raises: LedgerError when checkpoint or run has no ledger, when they are of different runs,
-            when the run's does not contain what anything else knows, or when the plan changed.
-        """
+        """Take over the ledger of the *run*, so that repeated steps and branches all count, or
+        raise LedgerError where it is not the one that went with the checkpoint, or the plan
+        changed."""
         own, copy = self.processes.on_main(lambda: self._ledgers(Path(checkpoint)))
         self.lines = own
         self.budget = Budget(self.plan, own.ledger)
@@ -296,10 +263,10 @@ class RunLedger:
 
     def _ledgers(self, checkpoint: Path) -> tuple[Lines, Lines]:
         """Return (the run's ledger, the checkpoint's copy)."""
-        if (copy := read_copy(checkpoint)) is None:
-            raise damaged(checkpoint / COPY, "it is missing")
+        if (copy := ledger_file.read_copy(checkpoint)) is None:
+            raise ledger_file.damaged(checkpoint / COPY, "it is missing")
         if (own := whole_ledger(self.folder, checkpoint)) is None:
-            raise damaged(self.folder / LEDGER, "it is missing")
+            raise ledger_file.damaged(self.folder / LEDGER, "it is missing")
         _refuse_another_plan(own.plan, self.plan)
         named, begun = self.weaknesses.earlier, own.weaknesses.earlier
         if {each.run_id for each in named} != {each.run_id for each in begun}:

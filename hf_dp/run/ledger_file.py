@@ -62,8 +62,8 @@ class Lines:
         return head.lines == 0 or self.digests[head.lines - 1] == head.digest
 
     def next(self, entries: Sequence[LedgerEntry], weaknesses: Weaknesses) -> bytes:
-        """Return the next line: what is released, and what weakens the claim from here on, if that
-        is new. Raises: LedgerError for one that could not be read back."""
+        """Return the next line: what is released, and what newly weakens the claim. Raises:
+        LedgerError for one that could not be read back."""
         values: dict[str, object] = {"after": self.head.digest, **self._start()}
         if not self.weaknesses.includes(weaknesses):
             values["weaknesses"] = weaknesses.to_dict()
@@ -112,10 +112,7 @@ class Lines:
 
 
 def write_line(path: Path, size: int, line: bytes) -> None:
-    """Put a line behind the first ``size`` bytes of a file, durably; what was torn there is cut.
-
-    Raises: OSError when the disk refuses.
-    """
+    """Put a line behind the first ``size`` bytes of a file, durably; what was torn there is cut."""
     with open(path, "r+b" if path.exists() else "xb") as stream:
         stream.truncate(size)
         stream.seek(size)
@@ -142,11 +139,8 @@ def read_head(folder: Path) -> Head | None:
 
 
 def read_own(folder: Path) -> Lines | None:
-    """Return the ledger of the run in a folder; None where none has begun there.
-
-    A last line that cannot be read is cut where the head does not count it: nothing was released
-    for it. Raises: LedgerError for a damaged or edited one.
-    """
+    """Return the ledger of the run in a folder, or None. A last line that cannot be read is cut
+    where the head does not count it: nothing was released for it."""
     head = read_head(folder)
     return _read(folder / LEDGER, 0 if head is None else head.lines, may_be_torn=True)
 
@@ -192,12 +186,8 @@ def damaged(path: Path, why: str) -> LedgerError:
 
 
 def lock_run(folder: Path) -> FileLock:
-    """Take the lock of the run in a folder, which the system drops when the process dies.
-
-    If two processes resumed one run, each would record its own "step 51", and one would be lost.
-
-    Raises: LedgerError when another process has it.
-    """
+    """Take the lock of the run in a folder, which the system drops when the process dies. If two
+    processes resumed one run, each would record its own "step 51", and one would be lost."""
     lock = FileLock(folder / LOCK)
     try:
         lock.acquire(timeout=0)

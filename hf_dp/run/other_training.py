@@ -38,8 +38,7 @@ from hf_dp.errors import UnsupportedModelError
 from hf_dp.losses import base_model
 from hf_dp.run.ledger_file import LEDGER
 from hf_dp.run.options import Run
-from hf_dp.run.weights_file import add_metadata, head_in, read_metadata, weights_files
-from hf_dp.run.witnesses import read_run
+from hf_dp.run.witnesses import add_metadata, head_in, read_metadata, read_run, weights_files
 from hf_dp.statement.evidence import FILE_NAME
 from hf_dp.statement.facts import Flags
 from hf_dp.statement.wording import STATUSES
@@ -82,8 +81,7 @@ def pay_for_step(model: nn.Module) -> None:
 
 
 def note_steps_before_own(model: nn.Module) -> None:
-    """Note each weight whose step was paid for and made, just before the run's own optimizer makes
-    its step."""
+    """Note each weight whose step was paid for and made before the run's own optimizer steps."""
     for parameter in model.parameters():
         if parameter.requires_grad and parameter not in _paid:
             _unpaid[parameter] = True
@@ -106,18 +104,14 @@ def stamp_without_privacy(folder: str | Path) -> None:
 
 
 class OtherTraining:
-    """Refuses weights of a run that are not the result of what its statement counts, unless the
-    user says what rows that training was on; the statement then repeats it.
-
-    Attributes: resting: the values that the run ended with.
-    """
+    """Refuses weights of a run that its statement does not count, unless the user says what rows
+    that training was on. ``resting`` are the values that the run ended with."""
 
     def __init__(self, run: Run):
         self.run, self.resting = run, RestingWeights()
 
     def refuse(self, *, before_save: bool = False) -> None:
-        """Raise UnsupportedModelError for what trained the weights in memory, or in the files that
-        they come from."""
+        """Raise UnsupportedModelError for what trained the weights in memory, or in their files."""
         run, model = self.run, self.run.model
         # Without a step the ledger holds nothing of earlier runs, either.
         counted = () if before_save and not len(run.ledger) else self._counted
@@ -165,10 +159,8 @@ class OtherTraining:
 
 
 class RestingWeights:
-    """The values of weights that nothing should change: those that a run ended with.
-
-    They may be cast, moved and resized. Of a weight that grew, the first numbers are compared.
-    """
+    """The values of weights that a run ended with, which may be cast, moved and resized: of a
+    weight that grew, the first numbers are compared."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[int, set[int]]] = {}
@@ -195,10 +187,7 @@ class RestingWeights:
 
 
 def trained_in_memory(model: nn.Module, counted: Collection[str]) -> Iterator[str]:
-    """Yield, in words, what else trained a model since it was loaded.
-
-    Args: counted: ids of the runs that the statement counts.
-    """
+    """Yield, in words, what beside the ``counted`` runs trained a model since it was loaded."""
     runs = dict.fromkeys(run for m in model.modules() for run in vars(m).get(_NOTE, ()))
     for run_id, folder in runs:
         if run_id not in counted:
@@ -223,8 +212,7 @@ def _in_files(model: nn.Module, counted: Collection[str]) -> Iterator[str]:
 
 
 def _left_by_trainers(model: nn.Module) -> Path | None:
-    """Return the folder that a model was loaded from, where a Trainer left its files beside
-    weights that say nothing."""
+    """Return the folder of a model's weights that say nothing, where a Trainer left its files."""
     folder = _loaded_from(model)
     if folder is None or not any((folder / name).exists() for name in _LEFT_BY_TRAINERS):
         return None
@@ -257,8 +245,8 @@ def _loaded_from(model: nn.Module) -> Path | None:
 
 
 def _holds_weights_of(path: Path, model: nn.Module) -> bool:
-    """Return whether any weight of a model is that of the file: a new model may have been made
-    from the configuration beside it alone."""
+    """Return whether any weight of a model is that of the file: the model may have been made from
+    the configuration beside it alone."""
     own = {_plain_name(name): part for name, part in _parts(model)}
     with safe_open(path, framework="pt") as stored:
         for name in stored.keys():  # noqa: SIM118 (it is no mapping)

@@ -24,11 +24,15 @@ from hf_dp import _validate
 from hf_dp.batches.loader import length_of
 from hf_dp.batches.structure import Batch, Example, column, combined, numbers, own
 from hf_dp.clipping.self_check import in_training
-from hf_dp.errors import DataError, DoesNotFitError, UnsupportedArgumentError
+from hf_dp.errors import (
+    DataError,
+    DoesNotFitError,
+    MemoryShortError,
+    UnsupportedArgumentError,
+)
 from hf_dp.noise import untouched_generators
 from hf_dp.run.other_training import pay_for_step
 from hf_dp.run.private_run import PrivateRun
-from hf_dp.run.shortage import is_out_of_memory
 from hf_dp.run.synthetic import synthetic_examples
 
 MARGIN = 0.1  # of the memory stays free: for gaps between batches of many shapes, and evaluation
@@ -53,13 +57,8 @@ def largest_physical_batch(
     number, and goes down by a tenth. Rows are looked at only to refuse one that is longer.
 
     Args:
-        rehearse: makes the step, without drawing or releasing.
         optimizer: the run's; its state counts also before its first step.
         length: tokens of the longest row; None for examples without tokens.
-        most_examples: an upper limit.
-
-    Raises: UnsupportedArgumentError where there is no GPU; InvalidArgumentError when ``length`` is
-        missing, or the step fails; DataError for a longer row; DoesNotFitError.
     """
     _kept_free(run.device)
     with untouched_generators():
@@ -175,3 +174,31 @@ def _batch(example: Example, examples: int, length: int | None) -> Batch:
         return leaf.repeat(examples, *[1] * (leaf.dim() - 1))
 
     return combined([example], made)
+
+
+# -- memory that runs out --
+
+
+@contextmanager
+def named_memory_errors() -> Iterator[None]:
+    """Raise MemoryShortError when memory runs out inside, before anything is recorded."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryShortError(
+            "Memory ran out while a logical batch was computed. Its step is neither recorded nor "
+            "released, and costs nothing. Set `auto_physical_batch_size=True` (on a GPU), or lower "
+            "`per_device_train_batch_size` or set `max_tokens_per_physical_batch`: all change "
+            "memory and speed, never the result. Then go on with resume_from_checkpoint=True."
+        ) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocation failed, on the device or on the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    # torch on the CPU, CUDA, cuBLAS and cuDNN
+    signs = ("can't allocate memory", "not enough memory", "out of memory", "alloc_failed")
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in signs)

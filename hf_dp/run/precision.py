@@ -27,13 +27,8 @@ _FULL = ("float32", "float64")
 
 @dataclass(frozen=True)
 class Precision:
-    """The precision that accelerator, surrounding autocast and parameters give, by names of types.
-
-    Args:
-        computed: those shorter than float32 that a forward was seen to compute in.
-        products: what products of float32 matrices round their factors to, by
-            :func:`hf_dp.clipping.rounding.product_precision`.
-    """
+    """The precision that accelerator, surrounding autocast and parameters give, by names of types:
+    ``computed`` are shorter ones seen in a forward, ``products`` what float32 products round to."""
 
     autocast: str | None
     parameters: tuple[str, ...]
@@ -48,8 +43,8 @@ class Precision:
         device: torch.device,
         computed: Iterable[str] = (),
     ) -> Precision:
-        """Return the precision that a forward of this model has now, of which :class:`Watched` saw
-        ``computed``. Raises: UnsupportedArgumentError for other autocast than to bfloat16."""
+        """Return the precision that a forward of this model has now, or raise
+        UnsupportedArgumentError for other autocast than to bfloat16."""
         mixed = str(mixed_precision or "no")
         autocast = {"no": None, "bf16": "bfloat16"}.get(mixed, mixed)
         around = torch.is_autocast_enabled(device.type)
@@ -94,8 +89,7 @@ class Precision:
 
 
 class Watched(TorchDispatchMode):
-    """Notes in ``short``, inside, the types shorter than float32 that numbers are computed in,
-    whatever code switched to them."""
+    """Notes in ``short`` the types shorter than float32 that are computed in, whoever switched."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,17 +1,4 @@
-"""One private run, without a Trainer: model, plan, durable ledger, secret randomness.
-
-In a loop of one's own (:class:`hf_dp.trainer.trainer.DPTrainer` runs the same lines)::
-
-    run = PrivateRun(model, plan, "outputs/run", train_dataset=rows, data_collator=collator)
-    mechanism = mechanism_for(run)
-    for batches in mechanism.logical_batches():
-        clipped = mechanism.clip(batches)
-        with run.release_step() as release:
-            mechanism.set_gradients(clipped, release)
-        optimizer.step()
-        optimizer.zero_grad()
-    print(save_run(mechanism))
-"""
+"""One private run without a Trainer: model, plan, durable ledger, secret randomness."""
 
 from __future__ import annotations
 
@@ -42,24 +29,18 @@ from hf_dp.errors import ConfigError, DataError, LedgerError, UnsupportedArgumen
 from hf_dp.losses import any_number_of_end_tokens, per_example_loss
 from hf_dp.noise import SecretRandomness
 from hf_dp.overlap import TrainingRows, TrainingUsers
+from hf_dp.planning import of_repeated_rows
 from hf_dp.plans.mechanism import PlannedRelease
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.samplers import Sampler, Share
-from hf_dp.run.checks import (
-    check_collator,
-    check_launch,
-    refuse_data_in_adapters,
-    refuse_rows_in_code,
-)
+from hf_dp.run import checks
 from hf_dp.run.clock import Clock
 from hf_dp.run.earlier import earlier_evidence, same_users
 from hf_dp.run.engine_check import EngineCheck
 from hf_dp.run.gate import Gate, IndependentNoise, NothingReleased, Observer, Release
 from hf_dp.run.ledger import RunLedger
-from hf_dp.run.meeting import meet
 from hf_dp.run.options import RunOptions
 from hf_dp.run.other_training import OtherTraining, note_training, pay_for_step
-from hf_dp.run.outlook import of_repeated_rows
 from hf_dp.run.precision import Precision, run_facts
 from hf_dp.run.training_data import TrainingData
 from hf_dp.statement.audited import AuditResult
@@ -163,8 +144,7 @@ class PrivateRun:
     # -- what was released --
 
     def let_inside(self, observer: Observer) -> None:
-        """Let an observer see what is not noised. No epsilon is established for a run with one that
-        is not hf_dp's own."""
+        """Let an observer see what is not noised. With one not ours no epsilon is established."""
         kind = type(observer)
         if kind.__module__.partition(".")[0] != "hf_dp":
             self.book.weaken(Flags(observers=(f"{kind.__module__}.{kind.__qualname__}",)))
@@ -192,25 +172,18 @@ class PrivateRun:
 
     @randomness.setter
     def randomness(self, randomness: SecretRandomness) -> None:
-        """Use another source, for tests. One that can be reproduced makes the run not private, for
-        good."""
+        """Use another source, for tests; one that can be reproduced is not private, for good."""
         self.book.weaken(Flags(insecure_seed=randomness.insecure))
         self._randomness, self._gate = randomness, Gate(self.book, IndependentNoise(randomness))
 
     def release(self, planned: PlannedRelease) -> AbstractContextManager[Release]:
         """Record a release, durably, and give what lets its values out: noise of the planned
-        standard deviation is added on the way.
-
-        Raises: BudgetExceededError, before anything is recorded, when it would pass the target.
-        """
+        standard deviation is added on the way."""
         return self._gate.release(planned)
 
     def release_step(self) -> AbstractContextManager[Release]:
-        """Record one training step, as :meth:`release`; where it releases nothing, nothing leaves.
-
-        Raises: LedgerError a second time for one logical batch: sampled once, it may be released
-            once.
-        """
+        """Record one training step, as :meth:`release`; LedgerError a second time for one logical
+        batch: sampled once, it may be released once. Where it releases nothing, nothing leaves."""
         if not self._step_is_open:
             raise LedgerError(
                 "Expected a logical batch for each step, but there is none, or its step was "
@@ -225,26 +198,20 @@ class PrivateRun:
         return self._gate.release(self.plan.step_release())
 
     def begin_step(self) -> None:
-        """Note that a logical batch was sampled: one step may be released for it.
-
-        Raises: UnsupportedModelError when anything but the steps so far trained the model.
-        """
+        """Note that a logical batch was sampled: one step may be released for it."""
         self.other.refuse_in_memory()
         self._step_is_open = True
 
     def open(self) -> None:
-        """Take the output folder, and record what ``earlier_runs`` released of the same rows.
-
-        Raises: LedgerError, BudgetExceededError; UnsupportedModelError, UnsupportedArgumentError
-            for what cannot be private.
-        """
+        """Take the output folder, record what ``earlier_runs`` released of the same rows, and
+        refuse what cannot be private."""
         refuse_coupling(self.model)
         if not self.options.adapter_init_data_is_public:
-            refuse_data_in_adapters(self.model, self.selections)
+            checks.refuse_data_in_adapters(self.model, self.selections)
         self.other.refuse()
-        check_launch(self.processes, self.accelerator)
+        checks.check_launch(self.processes, self.accelerator)
         self.share(self.plan.sampler())  # refuses what several processes cannot draw
-        meet(self)
+        checks.meet(self)
         self.book.open()
         if (units := self.units) is not None:
             book, begun = self.book, self.ledger.steps() > self.ledger.steps(EARLIER)
@@ -295,8 +262,7 @@ class PrivateRun:
         return rows
 
     def training_data(self) -> TrainingData:
-        """Return the training set, looked over. Raises: DataError for other data than planned, or
-        rows that cannot be trained on."""
+        """Return the training set, looked over, or raise DataError."""
         users, units, rows = self.plan.users, self.units, len(self.train_dataset)
         planned = self.plan.drawn_from
         if units is not None and users is not None and not users.by_row:
@@ -324,7 +290,7 @@ class PrivateRun:
 
     def _looked_over(self) -> TrainingData:
         dataset, collator = self.columns()
-        check_collator(collator)
+        checks.check_collator(collator)
         padding, users = self.padding(), self.plan.users
         limits = Limits.of(self.model, self.has_own_loss, padding.side)
         units = None
@@ -333,7 +299,7 @@ class PrivateRun:
         data = TrainingData(
             dataset, collator, padding, limits, self.randomness, self.options.batches, units
         )
-        refuse_rows_in_code(data.examples.reached, self.training_rows())
+        checks.refuse_rows_in_code(data.examples.reached, self.training_rows())
         data.check(self.model, self.losses, needs_labels=not self.has_own_loss)
         data.warn_of_no_targets()
         if not self.options.rows_are_chunks and limits.ignorable and users is None:
@@ -351,8 +317,7 @@ class PrivateRun:
         return Padding.of(self.model, tokenizer, self.options.padding_values, self.has_own_loss)
 
     def draws(self, sampler: Sampler) -> DataLoader:
-        """Return the sampler's draws from the training set, each a list of padded physical
-        batches."""
+        """Return the sampler's draws from the training set as lists of padded physical batches."""
         data = self.training_data()  # which also sees in what precision the loss computes
         if self.plan.mechanism.draw.steps_released_together(self.plan) > 1:
             # A whole allocation is recorded before it is drawn.
@@ -367,8 +332,7 @@ class PrivateRun:
         return sampler
 
     def share(self, sampler: Sampler) -> Sampler:
-        """Return a sampler of this process's examples; all processes' draws are one together, or
-        UnsupportedArgumentError is raised."""
+        """Return a sampler of this process's examples; all processes' draws are one together."""
         return replace(sampler, share=Share(self.processes.rank, self.processes.count))
 
     # -- losses and their clipped sums --
@@ -415,8 +379,7 @@ class PrivateRun:
         return "two_pass" if checkpoints else "book_keeping"
 
     def check_engine(self) -> None:
-        """Raise SelfCheckError when the engine disagrees, on synthetic examples, with one-by-one
-        gradients."""
+        """Raise SelfCheckError when the engine disagrees, on made-up examples, with single ones."""
         self.engine_check.check()
 
     def feed(

@@ -33,11 +33,8 @@ def synthetic_examples(
     lengths: Sequence[int] = _LENGTHS,
     target_lengths: Sequence[int] = _TARGET_LENGTHS,
 ) -> list[Batch]:
-    """Return batches of one example on the CPU, of the given lengths where there are any.
-
-    Raises: UnsupportedModelError for a model whose inputs are neither token ids nor images, or
-        that does not say how large its images are.
-    """
+    """Return batches of one example on the CPU, of the given lengths where there are any, or raise
+    UnsupportedModelError for a model that does not say what token ids or images it takes."""
     base = base_model(model)
     if takes_tokens(model):
         return _texts(model, base, lengths, target_lengths)
@@ -159,8 +156,6 @@ def made_up_rows(templates: Sequence[Row], examples: Sequence[Mapping[str, Tenso
     A column that the examples have (labels under any of their names) is taken from them. Others are
     zeros, random floats, made-up words or images, of the first template's shape. A column that in
     all templates is as long as the tokens, or else as the labels, is so in the rows.
-
-    Raises: DataError when a value's type cannot be made up.
     """
     aligned = dict.fromkeys(_as_long_as(templates, LABELS), "labels")
     aligned |= dict.fromkeys(_as_long_as(templates, ("input_ids",)), "input_ids")

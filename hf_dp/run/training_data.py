@@ -1,7 +1,4 @@
-"""The training set of a private run.
-
-It is looked over once. Each row is collated alone, and examples are padded together.
-"""
+"""The training set of a private run: looked over once, each row collated alone."""
 
 from __future__ import annotations
 
@@ -36,12 +33,9 @@ _TRIES = 20  # collations of a made-up row, until a masking collator leaves some
 
 
 class TrainingData:
-    """What a private run knows of its rows.
+    """What a private run knows of its rows, without the columns that the model does not take.
 
-    Args:
-        dataset: without the columns that the model does not take.
-        padding, limits: those of the model.
-        units: whose the rows are, and how many of a user's rows take part; None: each by itself.
+    Args: units: whose the rows are, and how many of a user's rows take part; None: each by itself.
 
     Attributes: computed: types shorter than float32 that a forward was seen to compute in.
     """
@@ -75,11 +69,8 @@ class TrainingData:
     def check(
         self, model: nn.Module, losses: Callable[[Batch], Tensor], *, needs_labels: bool
     ) -> None:
-        """Look over the rows, and check that the model takes one as long as the longest of them.
-
-        Raises: DataError as :func:`look_over`, when labels are missing or rows are too long;
-            UnsupportedLossError for a loss that does not give one number per example.
-        """
+        """Look over the rows, and raise DataError or UnsupportedLossError where the model does not
+        take one as long as the longest of them, or gives no loss for each example."""
         if needs_labels:
             self._check_labels(targets_of(model))
         layout, training = self.looked_over.layout, model.training
@@ -120,8 +111,7 @@ class TrainingData:
             )
 
     def _why_it_fails(self, model: nn.Module, problem: Exception) -> str:
-        """Return what to say of a model that fails on a row as large as the largest of each
-        column."""
+        """Return what to say of a model that fails on a row as large as the largest."""
         found, longest = self.looked_over.layout.leaves, self.looked_over.longest
         sizes = {name: leaf.most[1:] for name, leaf in found.items() if leaf.is_tensor}
         config = getattr(base_model(model), "config", None)
@@ -169,11 +159,8 @@ class TrainingData:
     def loader(
         self, sampler: LogicalSampler, one_shape: bool, watched: Watch | None = None
     ) -> DataLoader[Drawn[Example]]:
-        """Return a loader over the sampler's draws, from the run's secret source, each a list of
-        padded physical batches.
-
-        Args: watched: makes of the draws what goes through the model; rows alone, not users.
-        """
+        """Return a loader over the sampler's draws, from the run's secret source, as lists of
+        padded physical batches. ``watched`` makes of draws of rows what goes through the model."""
         examples, batches, options = self.examples, self.batches(one_shape), self.options
         sampler = replace(sampler, random_bytes=examples.randomness.random_bytes)
         if self.units is None:
@@ -185,10 +172,7 @@ class TrainingData:
 
     def synthetic_examples(self, model: nn.Module) -> list[Example]:
         """Return made-up examples that passed through the collator like rows, each a batch of one;
-        where rows cannot be made up in the data set's format, synthetic inputs of the model.
-
-        Raises: UnsupportedModelError for a model whose inputs are not known.
-        """
+        where rows cannot be made up in the data set's format, synthetic inputs of the model."""
         made = [
             _of_the_size_of_rows(example, self.looked_over.layout)
             for example in synthetic_examples(model, *self._lengths())
@@ -277,10 +261,8 @@ def _of_the_size_of_rows(example: dict[str, Tensor], layout: Layout) -> dict[str
 def _as_long_as_the_longest(
     example: Example, layout: Layout, model: nn.Module, at_most: int | None = None
 ) -> Example:
-    """Return a made-up batch of one, in which each column has its greatest length in any row.
-
-    Args: at_most: the greatest length of a column whose length varies.
-    """
+    """Return a made-up batch of one, in which each column has its greatest length in any row, and
+    one whose length varies ``at_most`` so much."""
 
     def made(name: str, values: list[Example]) -> object:
         (value,) = values
@@ -303,11 +285,8 @@ def _as_long_as_the_longest(
 def padded_together(
     examples: list[Example], padding: Padding, of_rows: Layout | None = None
 ) -> tuple[Batch, list[Example]]:
-    """Return (one padded batch, the examples one by one), from batches of one.
-
-    Raises: DataError when they are not two or more batches of one example with the same columns,
-        and those and the types of ``of_rows``.
-    """
+    """Return (one padded batch, the examples one by one) from batches of one, or raise DataError
+    where these have other columns or types than each other or ``of_rows``."""
     if not isinstance(examples, list) or len(examples) < 2:
         kind = type(examples).__name__
         found = f"{len(examples)} of them" if isinstance(examples, list) else f"a {kind}"
@@ -391,10 +370,8 @@ def refuse_ids_beyond_tables(
 
 
 class _Lookups:
-    """Checks lookups and counts them: ``most`` are those of a whole forward.
-
-    Args: whole: whether no forward ends early, since the shards of a model must meet in each.
-    """
+    """Checks lookups and counts them: ``most`` are those of a whole forward. With ``whole`` none
+    ends early, since the shards of a model must meet in each."""
 
     def __init__(self, tables: Mapping[nn.Embedding, str], whole: bool):
         self.tables, self.whole, self.most, self.count = tables, whole, 0, 0

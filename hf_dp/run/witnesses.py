@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from hf_dp.errors import LedgerError
 from hf_dp.run.ledger_file import COPY, HEAD, LEDGER, Lines, damaged, read_copy, read_head, read_own
-from hf_dp.run.weights_file import head_in, weights_files
-from hf_dp.statement.durable import Head
+from hf_dp.statement.durable import Head, loads, replace_file
 from hf_dp.statement.evidence import FILE_NAME, Evidence, file_of, read
 
 _BACKUP = "Restore a backup of the whole folder that is not older; without it, the privacy of this "
@@ -32,10 +33,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def heads_in(folder: Path) -> Iterator[tuple[Path, Head]]:
-    """Yield what the files of one folder know, besides the ledger itself.
-
-    Raises: LedgerError naming a file that cannot be read.
-    """
+    """Yield what the files of one folder know, besides the ledger itself."""
     if (head := read_head(folder)) is not None:
         yield folder / HEAD, head
     if (copy := read_copy(folder)) is not None:
@@ -48,11 +46,8 @@ def heads_in(folder: Path) -> Iterator[tuple[Path, Head]]:
 
 
 def whole_ledger(folder: Path, *others: Path) -> Lines | None:
-    """Return the ledger of the run in a folder; None where none has begun there.
-
-    Raises: LedgerError when anything in the folder, its checkpoints or other folders knows what
-        the ledger does not contain; and when the folder is a copy of a checkpoint.
-    """
+    """Return the ledger of the run in a folder, or None. LedgerError: when anything in the folder,
+    its checkpoints or others knows what it lacks, and when the folder is a copy of a checkpoint."""
     places = dict.fromkeys([folder, *checkpoints(folder), *others])
     known = [found for place in places for found in heads_in(place)]
     own = read_own(folder)  # last: the run may be going on
@@ -92,10 +87,7 @@ def _advice(folder: Path, known: list[tuple[Path, Head]]) -> str:
 
 def read_run(path_or_dir: str | Path) -> Evidence:
     """Return what a run has released: by its own ledger in its output folder, elsewhere by its
-    ``privacy.json``.
-
-    Raises: LedgerError when a file cannot be read, or when the ledger went back.
-    """
+    ``privacy.json``."""
     path = file_of(path_or_dir)
     folder = path.parent
     if path.name != FILE_NAME or not any((folder / name).exists() for name in (LEDGER, HEAD)):
@@ -111,8 +103,7 @@ def read_run(path_or_dir: str | Path) -> Evidence:
 
 
 def refuse_leftovers(folder: Path) -> None:
-    """Raise LedgerError for another run's weights or logs in a folder, which the statement of a new
-    run would seem to cover."""
+    """Raise LedgerError for another run's weights or logs, which would seem to be this run's."""
     patterns = ("*.safetensors", "*.bin", "checkpoint-*", "trainer_state.json")
     found = sorted(path.name for pattern in patterns for path in folder.glob(pattern))
     if found:
@@ -124,8 +115,7 @@ def refuse_leftovers(folder: Path) -> None:
 
 
 def refuse_foreign(folder: Path, run_id: str | None) -> None:
-    """Raise LedgerError when a folder holds what is of a run other than ``run_id``; None means any
-    run."""
+    """Raise LedgerError when a folder holds what is of another run, or of any (run_id None)."""
     for name in (LEDGER, HEAD, COPY, FILE_NAME):
         found = _run_of(folder / name)
         if found is not None and found != run_id:
@@ -149,3 +139,80 @@ def _run_of(path: Path) -> str | None:
         return str(json.loads(line)["run_id"]) if line.endswith("\n") else None
     except (ValueError, KeyError, TypeError) as error:
         raise damaged(path, str(error)) from error
+
+
+# -- the head in the metadata of saved weights, whose tensors stay as they are --
+
+_CHUNK = 1 << 24
+# Files that stand beside weights: masks of what trains (hf_dp.tuners.single_entries).
+NOT_WEIGHTS = ("selection_masks.safetensors",)
+HEAD_KEY = "hf_dp_ledger_head"  # in the metadata
+
+
+def weights_files(folder: Path) -> list[Path]:
+    """List the safetensors files with weights in a folder: a model, its shards or an adapter, which
+    PEFT puts into a folder of its name if it has one."""
+    found = [*folder.glob("*.safetensors"), *folder.glob("*/adapter_model*.safetensors")]
+    return sorted(
+        path
+        for path in found
+        if not path.name.startswith("_")
+        and path.name not in NOT_WEIGHTS
+        and not (path.parent != folder and path.parent.name.startswith(("_", "checkpoint-")))
+    )
+
+
+def head_in(path: Path) -> Head | None:
+    """Return the head that a weights file carries, or None. Raises: LedgerError."""
+    text = read_metadata(path).get(HEAD_KEY)
+    try:
+        return None if text is None else Head.from_dict(loads(text))
+    except (ValueError, RecursionError, LedgerError) as error:
+        raise _unreadable(path, f"its {HEAD_KEY} is not one: {error}") from error
+
+
+def put_head(path: Path, head: Head) -> None:
+    """Let a weights file carry a head, durably; LedgerError for another run's, or a later one."""
+    there = head_in(path)
+    if there is not None and (there.run_id != head.run_id or there.lines > head.lines):
+        raise LedgerError(
+            f"{path} was saved by run {there.run_id} after line {there.lines} of its ledger, and "
+            f"this is run {head.run_id} at line {head.lines}. Save into another folder."
+        )
+    add_metadata(path, {HEAD_KEY: json.dumps(head.to_dict())})
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the metadata of a safetensors file. Raises: LedgerError when it cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as stored:
+            return dict(stored.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(path, str(error)) from error
+
+
+def add_metadata(path: Path, added: Mapping[str, str]) -> None:
+    """Put ``added`` into the metadata of a safetensors file, durably and in one step. Other
+    metadata and the bytes of the tensors stay as they are."""
+    metadata = {**read_metadata(path), **added}
+
+    def changed() -> Iterator[bytes]:
+        # 8 bytes with the length of the header, the header, and tensors at a multiple of 8 bytes.
+        with open(path, "rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+            header["__metadata__"] = metadata
+            text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+            text += b" " * (-len(text) % 8)
+            yield len(text).to_bytes(8, "little") + text
+            while chunk := stream.read(_CHUNK):
+                yield chunk
+
+    replace_file(path, changed())
+
+
+def _unreadable(path: Path, why: str) -> LedgerError:
+    return LedgerError(
+        f"Expected {path} to be a safetensors file, whose metadata may say what was spent for it, "
+        f"but it cannot be read ({why}). Restore it. If a kill interrupted its saving, delete it: "
+        "no model could load it."
+    )

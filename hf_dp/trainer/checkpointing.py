@@ -27,10 +27,17 @@ from transformers.utils import logging
 from hf_dp.batches.structure import Batch
 from hf_dp.clipping.sharding import is_sharded
 from hf_dp.errors import ConfigError, HfDpError, StepError
-from hf_dp.run.checkpoint import SAVING, checkpoint_of, publish, rotate, stage, tidy
+from hf_dp.run.checkpoint import (
+    SAVING,
+    checkpoint_of,
+    named_disk_errors,
+    publish,
+    rotate,
+    stage,
+    tidy,
+)
 from hf_dp.run.ledger_file import read_copy
 from hf_dp.run.private_run import PrivateRun
-from hf_dp.run.shortage import named_disk_errors
 from hf_dp.trainer.logs import ReleasedLogs
 from hf_dp.tuners.base import refuse_other_options
 from hf_dp.tuners.selection import FILE_NAME as SELECTION

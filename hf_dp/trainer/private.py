@@ -26,8 +26,8 @@ from hf_dp.overlap import TrainingRows
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.checks import check_optimizer
 from hf_dp.run.clock import TRAINING as TRAINING_TIME
+from hf_dp.run.physical_size import named_memory_errors
 from hf_dp.run.private_run import PrivateRun
-from hf_dp.run.shortage import named_memory_errors
 from hf_dp.run.witnesses import refuse_foreign
 from hf_dp.statement.facts import EVALUATION_ON_TRAINING_ROWS, Flags
 from hf_dp.statement.statement import PrivacyStatement

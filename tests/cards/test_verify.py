@@ -267,7 +267,7 @@ def forge(folder: Path, change: Callable[[Any], Any]) -> None:
     from safetensors.torch import load_file, save_file
 
     from hf_dp.cards.verify import file_digests
-    from hf_dp.run.weights_file import put_head
+    from hf_dp.run.witnesses import put_head
     from hf_dp.statement.durable import Beside
     from hf_dp.statement.evidence import read
 

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from hf_dp.errors import LedgerError
-from hf_dp.run.weights_file import NOT_WEIGHTS, add_metadata, read_metadata, weights_files
+from hf_dp.run.witnesses import NOT_WEIGHTS, add_metadata, read_metadata, weights_files
 from hf_dp.statement import durable
 from hf_dp.tuners.single_entries import _MASKS
 
@@ -66,7 +66,7 @@ def test_metadata_can_be_put_in_again(weights) -> None:
 
 
 def test_a_file_in_pieces_is_the_same_file(weights, monkeypatch) -> None:
-    monkeypatch.setattr("hf_dp.run.weights_file._CHUNK", 7)
+    monkeypatch.setattr("hf_dp.run.witnesses._CHUNK", 7)
     test_metadata_can_be_put_in_again(weights)
 
 

@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from hf_dp.clipping import ClippingEngine
-from hf_dp.distributed.processes import Processes
-from hf_dp.distributed.sums import add_up_with_noise
+from hf_dp.distributed.processes import Processes, add_up_with_noise
 from hf_dp.losses import per_example_loss
 from hf_dp.noise import SecretRandomness
 from hf_dp.run.private_run import PrivateRun

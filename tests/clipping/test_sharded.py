@@ -43,7 +43,7 @@ from hf_dp.clipping.rounding import Norms
 from hf_dp.clipping.rules import find_rule
 from hf_dp.clipping.sharded_sums import scattered
 from hf_dp.clipping.tape import Tape
-from hf_dp.distributed import sums as distributed_sums
+from hf_dp.distributed import processes as distributed_sums
 from hf_dp.errors import HfDpError, UnsupportedModelError
 
 LENGTHS = (5, 1, 3, 4, 2)

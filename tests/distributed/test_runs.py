@@ -32,7 +32,7 @@ from hf_dp.distributed.processes import Processes
 from hf_dp.errors import HfDpError
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans.samplers import AllocationSampler, PoissonSampler, Share
-from hf_dp.run import meeting, other_training
+from hf_dp.run import checks, other_training
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.witnesses import read_run
 from hf_dp.statement.evidence import disagreements, read
@@ -359,7 +359,7 @@ class Shuffled(torch.utils.data.Dataset):
 def start(folder: Path, source: Any = None, code: str = "", **options: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if code:
-            patch.setattr(meeting, "_digest_of_code", lambda: code)
+            patch.setattr(checks, "_digest_of_code", lambda: code)
         made = tiny.trainer(folder, accountant="rdp", **options)
         made.run.randomness = source or made.run.randomness
         made.train()
@@ -413,7 +413,7 @@ def test_the_order_inside_joined_parts_is_compared():
     halves = ConcatDataset([rows[:20], rows[20:]])
     orders = [list(range(40)), list(range(39, -1, -1))]
     mixed = [ConcatDataset([Subset(halves, order)]) for order in orders]
-    assert meeting.digest_of_rows(mixed[0]) != meeting.digest_of_rows(mixed[1])
+    assert checks.digest_of_rows(mixed[0]) != checks.digest_of_rows(mixed[1])
 
 
 @pytest.mark.parametrize(

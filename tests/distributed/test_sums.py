@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from hf_dp.distributed import sums as module
-from hf_dp.distributed.processes import Processes
-from hf_dp.distributed.sums import add_up_with_noise
+from hf_dp.distributed import processes as module
+from hf_dp.distributed.processes import Processes, add_up_with_noise
 from hf_dp.noise import SecretRandomness
 
 STD = 0.3

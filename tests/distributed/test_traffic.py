@@ -27,7 +27,7 @@ import hf_dp
 from hf_dp import PrivacyPlan, PrivateRun
 from hf_dp.clipping import sharded_sums
 from hf_dp.clipping.sharded_sums import ShardedSums, reduced_each_batch
-from hf_dp.distributed.sums import BUCKET
+from hf_dp.distributed.processes import BUCKET
 from hf_dp.mechanisms.base import mechanism_for
 from hf_dp.plans.dp_sgd import DpSgdPlan
 from hf_dp.run.options import RunOptions

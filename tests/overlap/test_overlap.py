@@ -101,31 +101,21 @@ OF_THE_SET = {
     "other labels": lambda train: train.remove_columns("label").add_column("label", [3] * ROWS),
     "with_format": lambda train: train.with_format("torch"),
     "with_transform": lambda train: train.with_transform(words),
-    "concatenation": lambda train: datasets.concatenate_datasets(
-        [train.select(range(5)), table(100, 20)]
-    ),
+    "concatenation": lambda train: datasets.concatenate_datasets([train.select(range(5)), table(100, 20)]),
     "Subset": lambda train: Subset(train, [3, 8]),
     "nested Subset": lambda train: Subset(Subset(train, range(10, 20)), torch.tensor([3, -1])),
     "Subset of a select": lambda train: Subset(train.select([3, 8]), [1]),
     "ConcatDataset": lambda train: ConcatDataset([table(100, 5), Subset(train, [4])]),
-    "Subset of a ConcatDataset": lambda train: Subset(
-        ConcatDataset([table(100, 200), train]), [0, 203]
-    ),
-}
+    "Subset of a ConcatDataset": lambda train: Subset(ConcatDataset([table(100, 200), train]), [0, 203]),
+}  # fmt: skip
 COPIES = {
     "padded": lambda train, _: padded(train),
-    "map, other column changed": lambda train, _: train.map(
-        lambda row: {"label": 1 - row["label"]}
-    ),
+    "map, other column changed": lambda train, _: train.map(lambda row: {"label": 1 - row["label"]}),
     "renumbered": lambda train, _: renumbered(train),
-    "map, the words only": lambda train, _: train.map(
-        words, batched=True, remove_columns=["input_ids", "label"]
-    ),
+    "map, the words only": lambda train, _: train.map(words, batched=True, remove_columns=["input_ids", "label"]),
     "saved and loaded": lambda train, folder: on_disk(train, folder),
     "parquet": lambda train, folder: through_parquet(train, folder),
-    "cast": lambda train, _: renumbered(
-        train.cast_column("input_ids", datasets.List(datasets.Value("int16")))
-    ),
+    "cast": lambda train, _: renumbered(train.cast_column("input_ids", datasets.List(datasets.Value("int16")))),
     "a list of rows": lambda train, _: [train[i] for i in range(9)],
     "rows as tensors": lambda train, _: list(train.with_format("torch")),
     "with_transform on a copy": lambda train, _: renumbered(train).with_transform(words),
@@ -136,7 +126,7 @@ COPIES = {
     "a stream": lambda train, _: train.to_iterable_dataset(),
     "a torch stream": lambda train, _: Stream(list(train)),
     "ConcatDataset of copies": lambda train, _: ConcatDataset([renumbered(train), list(train)]),
-}
+}  # fmt: skip
 HELD_OUT = {
     "other rows, same ids and labels": lambda train, _: table(100),
     "other rows, shuffled": lambda train, _: table(100).shuffle(seed=1),

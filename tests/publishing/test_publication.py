@@ -18,7 +18,7 @@ from hf_dp.cli.main import main
 from hf_dp.errors import PublishError, UnsupportedModelError
 from hf_dp.publishing.publication import Publication
 from hf_dp.run.ledger_file import read_own, write_line
-from hf_dp.run.weights_file import put_head
+from hf_dp.run.witnesses import put_head
 from hf_dp.statement.durable import Head
 from hf_dp.statement.facts import Weaknesses
 

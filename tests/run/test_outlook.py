@@ -15,15 +15,15 @@ from pages import ROOT
 from scipy.stats import binom
 from torch.utils.data import ConcatDataset, Subset
 
+from hf_dp import planning
 from hf_dp.cli.account import table
 from hf_dp.overlap import TrainingRows
-from hf_dp.planning import LEAST_SIGNAL, most_signal
+from hf_dp.planning import LEAST_SIGNAL, doubts, most_signal, of_repeated_rows
 from hf_dp.plans.privacy import PrivacyPlan
-from hf_dp.run import outlook, private_run
-from hf_dp.run.outlook import doubts, of_repeated_rows
+from hf_dp.run import private_run
 from hf_dp.statement.evidence import read
 
-EXACT = outlook._epsilon
+EXACT = planning._epsilon
 
 
 def plan(**options):
@@ -151,7 +151,7 @@ def test_runs_that_stayed_at_chance_are_warned_and_one_that_learned_is_not(ratio
 
 
 def test_planted_limit_of_before_lets_runs_at_chance_pass(monkeypatch):
-    monkeypatch.setattr(outlook, "LEAST_SIGNAL", 0.1)
+    monkeypatch.setattr(planning, "LEAST_SIGNAL", 0.1)
     made = plan(num_examples=600, expected_batch_size=32)
     assert said(made, parameters=round((most_signal(made, 1) / 0.29) ** 2)) == []
 
@@ -160,7 +160,7 @@ def test_planted_limit_of_before_lets_runs_at_chance_pass(monkeypatch):
 
 
 def test_the_epsilon_of_a_record_in_ten_rows_is_that_of_dp_accountings_mixture(monkeypatch):
-    monkeypatch.setattr(outlook, "_epsilon", EXACT)
+    monkeypatch.setattr(planning, "_epsilon", EXACT)
     made = PrivacyPlan.create(
         num_examples=1000, expected_batch_size=50, max_steps=20, noise_multiplier=1.5,
         target_delta=1e-5, clipping_norm=0.1,
@@ -198,9 +198,7 @@ def rare() -> datasets.Dataset:
 
 COPIED = {
     "select": lambda rows: rows.select([*range(30), *[7] * 9]),
-    "concatenate_datasets": lambda rows: datasets.concatenate_datasets(
-        [rows, *[rows.select([7])] * 9]
-    ),
+    "concatenate_datasets": lambda rows: datasets.concatenate_datasets([rows, *[rows.select([7])] * 9]),
     "Subset": lambda rows: Subset(rows, [*range(30), *[7] * 9]),
     "ConcatDataset": lambda rows: ConcatDataset([rows, *[Subset(rows, [7])] * 9]),
     "other labels and ids": lambda rows: datasets.concatenate_datasets(
@@ -210,10 +208,8 @@ COPIED = {
         ]
     ),
     "a list": lambda rows: [*rows, *[rows[7]] * 9],
-    "indices into rows that differ at each reading": lambda rows: Subset(
-        Noisy(), [*range(30), *[7] * 9]
-    ),
-}
+    "indices into rows that differ at each reading": lambda rows: Subset(Noisy(), [*range(30), *[7] * 9]),
+}  # fmt: skip
 
 
 class Noisy:

@@ -17,11 +17,10 @@ from transformers import AutoModelForSequenceClassification
 
 from hf_dp.errors import LedgerError
 from hf_dp.plans import DpSgdPlan, PrivacyPlan
-from hf_dp.run import ledger as ledger_module
+from hf_dp.run import ledger_file
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.ledger_file import COPY, HEAD, LEDGER, read_copy, read_head, read_own
-from hf_dp.run.weights_file import HEAD_KEY, add_metadata, head_in
-from hf_dp.run.witnesses import read_run, refuse_foreign
+from hf_dp.run.witnesses import HEAD_KEY, add_metadata, head_in, read_run, refuse_foreign
 from hf_dp.statement.evidence import FILE_NAME, read
 from hf_dp.statement.facts import Flags, RunFacts, Weaknesses
 from hf_dp.statement.statement import PrivacyStatement
@@ -162,9 +161,9 @@ def test_planted_head_that_is_not_written_and_line_that_is_not_synced_are_seen(
             stream.write(line)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ledger_module, "write_head", lambda folder, head: None)
+        patch.setattr(ledger_file, "write_head", lambda folder, head: None)
         assert durable_order(tmp_path / "head", monkeypatch) != ORDER
-    monkeypatch.setattr(ledger_module, "write_line", unsynced)
+    monkeypatch.setattr(ledger_file, "write_line", unsynced)
     with pytest.raises((AssertionError, LedgerError)):
         assert durable_order(tmp_path / "line", monkeypatch) == ORDER
 
@@ -177,7 +176,7 @@ def test_a_kill_between_line_and_head_leaves_the_ledger_one_ahead(folder, monkey
     run = resumed(folder)
     run.start(5)
     with monkeypatch.context() as patch:
-        patch.setattr(ledger_module, "write_head", killed)
+        patch.setattr(ledger_file, "write_head", killed)
         with pytest.raises(KeyboardInterrupt):
             step(run)
     run.stop()
@@ -197,7 +196,7 @@ def test_a_step_whose_head_cannot_be_written_is_not_used(folder, monkeypatch):
     def full(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(ledger_module, "write_head", full)
+    monkeypatch.setattr(ledger_file, "write_head", full)
     with pytest.raises(OSError, match="No space"):
         step(run)
     run.stop()
@@ -244,7 +243,7 @@ def test_a_kill_before_the_first_head_leaves_a_run_of_one_release(tmp_path, monk
     run = RunLedger(tmp_path, PLAN)
     run.start(5)
     with monkeypatch.context() as patch:
-        patch.setattr(ledger_module, "write_head", killed)
+        patch.setattr(ledger_file, "write_head", killed)
         with pytest.raises(KeyboardInterrupt):
             step(run)
     run.stop()
