@@ -353,14 +353,14 @@ def callers(package: Path) -> set[tuple[str, str]]:
     for path in package.rglob("*.py"):
         file = path.relative_to(package).as_posix()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr in NOISE:  # called here or passed on
+                found.add((file, "noise"))
             if not isinstance(node, ast.Call):
                 continue
             if isinstance(node.func, ast.Name) and node.func.id == "Release":
                 found.add((file, "release"))
             if not isinstance(node.func, ast.Attribute):
                 continue
-            if node.func.attr in NOISE:
-                found.add((file, "noise"))
             # A list's append takes one argument.
             if node.func.attr == "append" and len(node.args) + len(node.keywords) == 2:
                 found.add((file, "record"))
@@ -378,6 +378,7 @@ def test_only_the_gate_noises_and_records():
     ("source", "what"),
     [
         ("def f(run, total):\n    total += run.randomness.gaussian_like(total, 1.0)", "noise"),
+        ("def f(run):\n    return run.randomness.gaussian_like", "noise"),
         ("def f(run, event):\n    run.book.append(event, 'training')", "record"),
         ("def f(run, event):\n    run.book.append(event, purpose='training')", "record"),
         ("from hf_dp.run.gate import Release\nx = Release(None, None)", "release"),
