@@ -187,7 +187,7 @@ def refuse_unnamed(ledger: Ledger, earlier: tuple[EarlierRun, ...]) -> None:
     if ledger.steps(EARLIER) and not earlier:
         raise LedgerError(
             f"The ledger counts {ledger.steps(EARLIER)} releases of earlier runs; expected "
-            "`earlier` to name these runs, got none. Use `hf_dp.statement.record.earlier_runs`."
+            "`earlier` to name these runs, got none. Use `hf_dp.statement.evidence.earlier_runs`."
         )
 
 

@@ -350,7 +350,9 @@ def plan_of(
     accountant that cannot describe it is refused here, and not after the training."""
     spent: tuple[Event, ...] = ()
     if args.earlier_runs:
-        from hf_dp.run.earlier import earlier_evidence  # which takes torch, as a plan alone does not
+        from hf_dp.run.earlier import (
+            earlier_evidence,  # which takes torch, as a plan alone does not
+        )
 
         unit = args.privacy_unit, args.neighboring_relation
         earlier = earlier_evidence(args.earlier_runs, num_examples, *unit, units)
