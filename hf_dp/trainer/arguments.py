@@ -27,21 +27,10 @@ from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.features import problems_of
 from hf_dp.plans.dp_fp import DP_FP
 from hf_dp.run.options import RunOptions
+from hf_dp.trainer import launch
+from hf_dp.trainer import privacy_arguments as privacy
 from hf_dp.trainer.forward_arguments import ForwardArguments, resolve_forward
 from hf_dp.trainer.inherited import FREE, Refusal, environment_problems, inherited_problems
-from hf_dp.trainer.launch import (
-    launch_problems,
-    processes_without_device,
-    use_cpu_without_accelerator,
-)
-from hf_dp.trainer.privacy_arguments import (
-    MODES,
-    NON_PRIVATE,
-    BudgetArguments,
-    MemoryArguments,
-    ReleaseArguments,
-    StepArguments,
-)
 from hf_dp.trainer.row_arguments import AuditArguments, RowArguments, UnitArguments
 
 # Of the steps of a run. Private runs have few steps, and 500, transformers' default, saves none of
@@ -74,24 +63,24 @@ class OtherDefaults(ArgumentGroup):
 
 
 GROUPS: tuple[type[ArgumentGroup], ...] = (
-    BudgetArguments,
+    privacy.BudgetArguments,
     UnitArguments,
-    StepArguments,
+    privacy.StepArguments,
     RowArguments,
-    ReleaseArguments,
+    privacy.ReleaseArguments,
     AuditArguments,
-    MemoryArguments,
+    privacy.MemoryArguments,
     ForwardArguments,
 )
 _SHARED = {"privacy_mode", "max_grad_norm"}  # which are read without privacy, too
 _OWN = [field.name for group in GROUPS for field in own_fields(group) if field.name not in _SHARED]
 # Read when they are used. All other arguments that transformers does not have are fixed once a
 # trainer was made of them.
-OWN_FREE = frozenset(field.name for field in own_fields(MemoryArguments)) - {"chunked_loss"}
+OWN_FREE = {field.name for field in own_fields(privacy.MemoryArguments)} - {"chunked_loss"}
 _WITHOUT_PRIVACY = Need(
     " ".join(_OWN),
     "privacy_mode",
-    lambda mode: mode != NON_PRIVATE,
+    lambda mode: mode != privacy.NON_PRIVATE,
     "It clips no example and adds no noise, and its batch is `per_device_train_batch_size` times "
     "`gradient_accumulation_steps`. Remove it, or set another privacy_mode.",
 )
@@ -99,13 +88,13 @@ _WITHOUT_PRIVACY = Need(
 
 @dataclass
 class DPTrainingArguments(  # type: ignore[misc]  # learning_rate, max_grad_norm: float
-    BudgetArguments,
+    privacy.BudgetArguments,
     UnitArguments,
-    StepArguments,
+    privacy.StepArguments,
     RowArguments,
-    ReleaseArguments,
+    privacy.ReleaseArguments,
     AuditArguments,
-    MemoryArguments,
+    privacy.MemoryArguments,
     ForwardArguments,
     OtherDefaults,
     TrainingArguments,
@@ -148,7 +137,7 @@ class DPTrainingArguments(  # type: ignore[misc]  # learning_rate, max_grad_norm
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False  # as with use_cpu; torch would warn at every loader
         if self.is_private:
-            launch_problems(self).raise_all()
+            launch.launch_problems(self).raise_all()
 
     def settle(self) -> None:
         """Fill in what is unset and check all settings, before a device or process is touched."""
@@ -165,8 +154,8 @@ class DPTrainingArguments(  # type: ignore[misc]  # learning_rate, max_grad_norm
                 self.accountant = "gdp_clt" if self.is_published_dp_fp else "pld"
         if self.learning_rate is None:
             self.learning_rate = 5e-5
-        use_cpu_without_accelerator(self)
-        if (excess := processes_without_device(self)) is not None:
+        launch.use_cpu_without_accelerator(self)
+        if (excess := launch.processes_without_device(self)) is not None:
             unread["LOCAL_RANK"] = excess
         # Settings first: `super().__post_init__` takes devices, starts process groups, writes
         # environment variables.
@@ -222,7 +211,7 @@ class DPTrainingArguments(  # type: ignore[misc]  # learning_rate, max_grad_norm
         """Repeat all checks, since arguments can be assigned after construction."""
         found = self._setting_problems()
         if self.is_private:
-            found.join(launch_problems(self))
+            found.join(launch.launch_problems(self))
         found.raise_all()
 
     def _setting_problems(self) -> Problems:
@@ -230,7 +219,7 @@ class DPTrainingArguments(  # type: ignore[misc]  # learning_rate, max_grad_norm
         found = Problems(self)
         for name, refusal in self._REFUSED.items():
             refusal.note(name, found, f"with {type(self).__name__}")
-        found.attempt("privacy_mode", one_of, (NON_PRIVATE, *MODES))
+        found.attempt("privacy_mode", one_of, (privacy.NON_PRIVATE, *privacy.MODES))
         if "privacy_mode" in found:  # which checks apply is not known
             return found
         if not self.is_private:

@@ -20,18 +20,9 @@ from hf_dp.batches.structure import Batch, Row
 from hf_dp.errors import DataError
 from hf_dp.losses import IGNORED_LABEL, labels_at_their_tokens, number_of_targets, per_example_loss
 from hf_dp.run.synthetic import synthetic_examples
+from hf_dp.trainer import trl_preparation as trl
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.inherited import Refusal, only
-from hf_dp.trainer.trl_preparation import (
-    TRL_REFUSED,
-    TRL_WORKS,
-    DataSets,
-    DPOConfig,
-    DPOPreparation,
-    Preparation,
-    PreparedByTRL,
-    each_set,
-)
 
 _TOKENS = ("input_ids", "attention_mask", "labels")  # of an answer after its prompt, (b, T) each
 _REFERENCES = ("ref_chosen_logps", "ref_rejected_logps")
@@ -40,13 +31,13 @@ _ENCODED_PAIR = ("prompt_ids", "chosen_ids", "rejected_ids")
 
 # Reference log-probabilities are always computed before training, one row at a time. Others than
 # the first are read only with what is refused, or not at all.
-DPO_WORKS = TRL_WORKS | frozenset(
+DPO_WORKS = trl.TRL_WORKS | frozenset(
     """disable_dropout precompute_ref_log_probs precompute_ref_batch_size
     f_alpha_divergence_coef discopop_tau ref_model_mixup_alpha ref_model_sync_steps""".split()
 )
 _LOSS = "The loss of a pair is -log sigmoid(beta * margin), and none of its variants. Remove it."
 DPO_REFUSED: Mapping[str, Refusal] = {
-    **TRL_REFUSED,
+    **trl.TRL_REFUSED,
     "privacy_mode": only(
         "DP-FP releases representations of texts, not pairs. Without privacy, use trl.DPOTrainer.",
         "dp_sgd",
@@ -67,7 +58,7 @@ DPO_REFUSED: Mapping[str, Refusal] = {
 
 
 @dataclass
-class DPDPOConfig(DPTrainingArguments, DPOConfig):  # type: ignore[misc]  # learning_rate: float
+class DPDPOConfig(DPTrainingArguments, trl.DPOConfig):  # type: ignore[misc]  # learning_rate: float
     r"""
     Configuration of [`DPDPOTrainer`]: the arguments of [`DPTrainingArguments`] and of
     [`~trl.DPOConfig`].
@@ -80,9 +71,9 @@ class DPDPOConfig(DPTrainingArguments, DPOConfig):  # type: ignore[misc]  # lear
     """
 
     _VALID_DICT_FIELDS = list(
-        dict.fromkeys([*DPTrainingArguments._VALID_DICT_FIELDS, *DPOConfig._VALID_DICT_FIELDS])
+        dict.fromkeys([*DPTrainingArguments._VALID_DICT_FIELDS, *trl.DPOConfig._VALID_DICT_FIELDS])
     )
-    _INHERITED: ClassVar[type[TrainingArguments]] = DPOConfig
+    _INHERITED: ClassVar[type[TrainingArguments]] = trl.DPOConfig
     _WORK: ClassVar[frozenset[str]] = DPO_WORKS
     _REFUSED: ClassVar[Mapping[str, Refusal]] = DPO_REFUSED
 
@@ -103,7 +94,7 @@ class PairCollator:
         return batch | {name: both[name] for name in _REFERENCES if name in both}
 
 
-class DPDPOTrainer(PreparedByTRL):
+class DPDPOTrainer(trl.PreparedByTRL):
     """Train privately on preferences: DPTrainer on pairs that :class:`trl.DPOTrainer` prepares.
 
     A pair of a chosen and a rejected answer is one example, and its loss is
@@ -134,7 +125,7 @@ class DPDPOTrainer(PreparedByTRL):
 
     args: DPDPOConfig
     arguments_class: ClassVar[type[DPTrainingArguments]] = DPDPOConfig
-    preparation = DPOPreparation
+    preparation = trl.DPOPreparation
     data_collator: PairCollator
 
     def __init__(
@@ -144,7 +135,7 @@ class DPDPOTrainer(PreparedByTRL):
         args: DPDPOConfig | None = None,
         *,
         train_dataset: Dataset | None = None,
-        eval_dataset: DataSets = None,
+        eval_dataset: trl.DataSets = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         quantization_config: object = None,
         peft_config: PeftConfig | None = None,
@@ -167,7 +158,7 @@ class DPDPOTrainer(PreparedByTRL):
             args, train_dataset, eval_dataset, of_trl, peft_config, **trainer_arguments
         )
 
-    def _complete(self, made: Preparation, args: Any) -> None:
+    def _complete(self, made: trl.Preparation, args: Any) -> None:
         """Add what the reference model says, which is the model itself where none was given."""
         if args.disable_dropout:
             for module in made.model.modules():
@@ -180,7 +171,7 @@ class DPDPOTrainer(PreparedByTRL):
             return add_references(dataset, reference, collator, args)
 
         made.train_dataset = with_references(made.train_dataset, "train")
-        made.eval_dataset = each_set(made.eval_dataset, with_references)
+        made.eval_dataset = trl.each_set(made.eval_dataset, with_references)
         args.padding_values = {
             "rejected_input_ids": made.processing_class.pad_token_id,
             "rejected_labels": IGNORED_LABEL,

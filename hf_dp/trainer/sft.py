@@ -13,16 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 from hf_dp._validate import invalid
 from hf_dp.batches.examples import Collator
 from hf_dp.batches.structure import Row
+from hf_dp.trainer import trl_preparation as trl
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.inherited import Refusal, only
-from hf_dp.trainer.trl_preparation import (
-    TRL_REFUSED,
-    TRL_WORKS,
-    DataSets,
-    PreparedByTRL,
-    SFTConfig,
-    SFTPreparation,
-)
 
 _PACKING = only(
     "It joins several rows in one sequence, so no row could be clipped. Pack texts beforehand, "
@@ -31,12 +24,12 @@ _PACKING = only(
     None,
 )
 # The order of rows changes no draw, and `packing_strategy` is read only with `packing`.
-SFT_WORKS = TRL_WORKS | frozenset(
+SFT_WORKS = trl.TRL_WORKS | frozenset(
     """eos_token dataset_text_field dataset_kwargs completion_only_loss
     assistant_only_loss packing_strategy shuffle_dataset""".split()
 )
 SFT_REFUSED: Mapping[str, Refusal] = {
-    **TRL_REFUSED,
+    **trl.TRL_REFUSED,
     "chat_template_path": Refusal(
         lambda path: path is None or str(path).endswith((".jinja", ".j2")),
         "to be a Jinja file",
@@ -55,7 +48,7 @@ SFT_REFUSED: Mapping[str, Refusal] = {
 
 
 @dataclass
-class DPSFTConfig(DPTrainingArguments, SFTConfig):  # type: ignore[misc]  # learning_rate: float
+class DPSFTConfig(DPTrainingArguments, trl.SFTConfig):  # type: ignore[misc]  # learning_rate: float
     r"""
     Configuration of [`DPSFTTrainer`]: the arguments of [`DPTrainingArguments`] and of
     [`~trl.SFTConfig`].
@@ -69,14 +62,14 @@ class DPSFTConfig(DPTrainingArguments, SFTConfig):  # type: ignore[misc]  # lear
     """
 
     _VALID_DICT_FIELDS = list(
-        dict.fromkeys([*DPTrainingArguments._VALID_DICT_FIELDS, *SFTConfig._VALID_DICT_FIELDS])
+        dict.fromkeys([*DPTrainingArguments._VALID_DICT_FIELDS, *trl.SFTConfig._VALID_DICT_FIELDS])
     )
-    _INHERITED: ClassVar[type[TrainingArguments]] = SFTConfig
+    _INHERITED: ClassVar[type[TrainingArguments]] = trl.SFTConfig
     _WORK: ClassVar[frozenset[str]] = SFT_WORKS
     _REFUSED: ClassVar[Mapping[str, Refusal]] = SFT_REFUSED
 
 
-class DPSFTTrainer(PreparedByTRL):
+class DPSFTTrainer(trl.PreparedByTRL):
     """Fine-tune privately on texts, prompts with completions, or conversations: DPTrainer on what
     :class:`trl.SFTTrainer` prepares.
 
@@ -100,7 +93,7 @@ class DPSFTTrainer(PreparedByTRL):
 
     args: DPSFTConfig
     arguments_class: ClassVar[type[DPTrainingArguments]] = DPSFTConfig
-    preparation = SFTPreparation
+    preparation = trl.SFTPreparation
 
     def __init__(
         self,
@@ -108,7 +101,7 @@ class DPSFTTrainer(PreparedByTRL):
         args: DPSFTConfig | None = None,
         data_collator: Collator | None = None,
         train_dataset: Dataset | None = None,
-        eval_dataset: DataSets = None,
+        eval_dataset: trl.DataSets = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         *,
         quantization_config: object = None,
