@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from peft import PeftConfig
 from torch import Tensor, nn
-from transformers import (
-    BaseImageProcessor,
-    FeatureExtractionMixin,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-    Trainer,
-)
+from transformers import Trainer
 
 from hf_dp._validate import invalid
 from hf_dp.batches.structure import DataSet
@@ -26,10 +19,6 @@ from hf_dp.plans.dp_fp import DP_FP
 from hf_dp.run import checks
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.row_arguments import users_of
-
-ProcessingClass: TypeAlias = (
-    PreTrainedTokenizerBase | BaseImageProcessor | FeatureExtractionMixin | ProcessorMixin
-)
 
 # What a subclass may override, of what DPTrainer and Trainer have. Trainer has a hundred methods,
 # and many of them see a batch: what is not known to be harmless is refused. These are the task

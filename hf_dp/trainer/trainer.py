@@ -27,7 +27,7 @@ from hf_dp.losses import any_number_of_end_tokens, per_example_loss, with_labels
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.trainer.arguments import DPTrainingArguments
-from hf_dp.trainer.given import Given, ProcessingClass
+from hf_dp.trainer.given import Given
 from hf_dp.trainer.launch import without_tied_copies
 from hf_dp.trainer.plain import Prepared, Training, no_plan
 from hf_dp.trainer.private import training_of
@@ -65,7 +65,7 @@ class DPTrainer(Publishing):
         data_collator: DataCollator | None = None,
         train_dataset: DataSet = None,
         eval_dataset: DataSet = None,
-        processing_class: ProcessingClass | None = None,
+        processing_class: Any = None,
         model_init: Callable[..., PreTrainedModel] | None = None,
         compute_loss_func: Callable[..., Tensor] | None = None,
         compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
