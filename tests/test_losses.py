@@ -65,21 +65,25 @@ def test_each_loss_has_a_gradient_at_its_own_example_only(name):
 # -- classification ---
 
 
+SEVERAL = [[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]]
+
+
 @pytest.mark.parametrize(
-    "labels",
-    [torch.tensor([0.5, -1.0, 2.0]), torch.tensor([[0.5], [-1.0], [2.0]])],
-    ids=["b", "b1"],
+    ("options", "labels"),
+    [
+        ({"num_labels": 1}, [0.5, -1.0]),
+        ({"num_labels": 1}, [[0.5], [-1.0]]),
+        ({"num_labels": 2, "problem_type": "regression"}, [[0.3, -2.0], [1.5, 0.1]]),
+        ({}, SEVERAL),
+        ({"problem_type": "multi_label_classification"}, SEVERAL),
+    ],
+    ids=["regression", "regression, (b, 1)", "several targets", "several labels", "declared"],
 )
-def test_regression(labels):
-    model = bert(num_labels=1)
-    batch = {**batch_for(model, (4, 2, 3)), "labels": labels.double()}
+def test_float_labels_have_the_models_own_loss(options, labels):
+    model = bert(**options)
+    batch = {**batch_for(model, (4, 4)), "labels": torch.tensor(labels).double()}
     found = per_example_loss(model, batch)
-    single = [
-        {**alone(batch_for(model, (4, 2, 3)), i), "labels": labels[i : i + 1].double()}
-        for i in range(3)
-    ]
-    expected = torch.stack([model(**inputs).loss for inputs in single])
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(found, own_losses(model, batch), rtol=1e-12, atol=0)
 
 
 def test_regression_takes_integer_targets():
@@ -87,26 +91,6 @@ def test_regression_takes_integer_targets():
     batch = {**batch_for(model, (4, 2)), "labels": torch.tensor([1, 3])}
     expected = (model(**without_labels(batch)).logits[:, 0] - batch["labels"]) ** 2
     torch.testing.assert_close(per_example_loss(model, batch), expected)
-
-
-def test_regression_of_several_targets_is_their_mean():
-    model = bert(num_labels=2, problem_type="regression")
-    batch = {**batch_for(model, (4, 2)), "labels": torch.randn(2, 2).double()}
-    expected = own_losses(model, batch)
-    torch.testing.assert_close(per_example_loss(model, batch), expected, rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("declared", [None, "multi_label_classification"])
-def test_multi_label(declared):
-    model = bert(problem_type=declared)
-    batch = {
-        **batch_for(model, (4, 4)),
-        "labels": torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]]).double(),
-    }
-    found = per_example_loss(model, batch)
-    model.config.problem_type = "multi_label_classification"
-    expected = own_losses(model, batch)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -121,9 +105,8 @@ def test_multi_label(declared):
 def test_problem_type_is_inferred_as_transformers_does(options, labels, kind):
     model = bert(**options)
     assert problem_type(model, labels) == kind
-    assert model.config.problem_type == options.get(
-        "problem_type"
-    )  # looking does not decide for the next batch
+    # Looking does not decide for the next batch.
+    assert model.config.problem_type == options.get("problem_type")
 
 
 def test_unknown_problem_type():
@@ -155,10 +138,8 @@ def test_labels_that_do_not_fit_the_outputs(options):
 
 def own_losses(model: nn.Module, batch: dict) -> torch.Tensor:
     """The model's own loss of each row alone."""
-    count = len(batch["labels"])
-    return torch.stack(
-        [model(**{k: v[i : i + 1] for k, v in batch.items()}).loss for i in range(count)]
-    )
+    rows = ({k: v[i : i + 1] for k, v in batch.items()} for i in range(len(batch["labels"])))
+    return torch.stack([model(**row).loss for row in rows])
 
 
 def without_labels(batch: dict) -> dict:
@@ -186,9 +167,7 @@ def test_a_language_model_averages_over_its_own_tokens_that_count():
     expected = [model(**alone(batch, i)).loss for i in range(2)]
     torch.testing.assert_close(found, torch.stack(expected).to(found.dtype), rtol=1e-5, atol=0)
     batch_mean = model(**batch).loss
-    assert (
-        abs(float((found.mean() - batch_mean).detach())) > 1e-3
-    )  # the two conventions differ here
+    assert abs(float((found.mean() - batch_mean).detach())) > 1e-3  # the conventions differ here
 
 
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)

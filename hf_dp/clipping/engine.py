@@ -28,8 +28,8 @@ from hf_dp.clipping.rounding import SMALLEST_CLIPPING_NORM, zero_sum
 from hf_dp.clipping.rules import find_rule
 from hf_dp.clipping.sharded_sums import ShardedSums
 from hf_dp.clipping.sharding import (
+    held,
     is_sharded,
-    local_bytes,
     prepare_shards,
     refuse_shards_within,
     reset_shards,
@@ -133,7 +133,7 @@ class ClippingEngine:
                 "The model has no trainable parameter. Set requires_grad_(True) on what to train."
             )
         everything, trained = self._everything.values(), self._parameters.values()
-        self._model_bytes = sum(local_bytes(p) for each in (everything, trained) for p in each)
+        self._model_bytes = sum(held(p).nbytes for each in (everything, trained) for p in each)
         self._sums, self._spoiled, self._large = RunningSums(), False, None
         self._shards = ShardedSums(self._parameters.values())
         self._tape = Tape({module: name for name, module in modules.items()}, self._sharded)

@@ -48,11 +48,6 @@ def managed_modules(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
-def local_bytes(parameter: Tensor) -> int:
-    """Return the bytes that this process holds of a parameter, whole or a shard."""
-    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).nbytes
-
-
 def prepare_shards(model: nn.Module) -> None:
     """Let modules hold their sharded parameters, and autograd's gradients reach their ``.grad``."""
     reshard(model)

@@ -10,7 +10,16 @@ import sys
 
 import pytest
 import torch
-from models import TinyTied, batch_for, engine_result, example_norms, loop_oracle, roberta
+from models import (
+    TinyTied,
+    batch_for,
+    clip_losses,
+    engine_result,
+    example_norms,
+    loop_oracle,
+    norm_of,
+    roberta,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -36,17 +45,18 @@ def explicit(use: PerExampleGradient, shape: tuple[int, ...], examples: int) -> 
 
 
 def truth(of_parameters: list[list[PerExampleGradient]], shape: torch.Size) -> Tensor:
-    squares = [
-        sum(use.example_gradient(0, shape) for use in of_parameter).square().sum()
-        for of_parameter in of_parameters
-    ]
-    return torch.stack(squares).sum().sqrt()
+    wholes = [sum(use.example_gradient(0, shape) for use in uses) for uses in of_parameters]
+    return torch.stack(wholes).norm()
 
 
 def measured(of_parameters: list[list[PerExampleGradient]], shape: torch.Size) -> Tensor:
-    return example_norms(
-        {nn.Parameter(torch.zeros(shape)): of_parameter for of_parameter in of_parameters}, 1
-    )[0][0]
+    uses = {nn.Parameter(torch.zeros(shape)): of_parameter for of_parameter in of_parameters}
+    return example_norms(uses, 1)[0][0]
+
+
+def assert_measured(of_parameters: list[list[PerExampleGradient]], shape: torch.Size) -> None:
+    found, exact = measured(of_parameters, shape).double(), truth(of_parameters, shape)
+    torch.testing.assert_close(found, exact, rtol=NORM_RTOL, atol=0)
 
 
 class Source:
@@ -76,11 +86,7 @@ def cancelling(
 @pytest.mark.parametrize("length", [2, 16, 128])
 def test_cancelling_positions_in_one_linear_layer(length, residue):
     for seed in range(5):
-        use = cancelling(Source(seed), length, 64, residue)
-        shape = torch.Size((64, 64))
-        torch.testing.assert_close(
-            measured([[use]], shape).double(), truth([[use]], shape), rtol=NORM_RTOL, atol=0
-        )
+        assert_measured([[cancelling(Source(seed), length, 64, residue)]], torch.Size((64, 64)))
 
 
 def test_planted_trust_in_the_gram_sum_is_seen(monkeypatch):
@@ -98,9 +104,8 @@ def test_cancelling_linear_through_the_engine():
     direction, x = torch.randn(width), torch.randn(4, 1, width).expand(4, 2, width).clone()
     x[:, 1] += torch.tensor([1e-1, 1e-2, 1e-3, 1e-4])[:, None] * torch.randn(4, width)
     truths = direction.double().norm() * (x[:, 0].double() - x[:, 1].double()).norm(dim=1)
-    with ClippingEngine(linear, 1.0) as engine:
-        output = linear(x) @ direction
-        found = engine.backward(output[:, 0] - output[:, 1])
+    losses = lambda: linear(x) @ direction @ torch.tensor([1.0, -1.0])  # noqa: E731
+    found, _ = clip_losses(linear, losses, 1.0)
     torch.testing.assert_close(found.double(), truths, rtol=NORM_RTOL, atol=0)
 
 
@@ -123,10 +128,7 @@ def test_embedding_and_head_that_cancel(length, vocabulary, residue):
     """Terms of 1e6 and more, a result down to 1: the squared norm used to come out negative."""
     for seed in range(4):
         pair = list(tied_uses(Source(seed), length, vocabulary, 32, residue))
-        shape = torch.Size((vocabulary, 32))
-        expected = truth([pair], shape)
-        found = measured([pair], shape).double()
-        torch.testing.assert_close(found, expected, rtol=NORM_RTOL, atol=0)
+        assert_measured([pair], torch.Size((vocabulary, 32)))
 
 
 def test_the_naive_sum_fails_on_these_inputs():
@@ -135,9 +137,8 @@ def test_the_naive_sum_fails_on_these_inputs():
     negative = False
     for seed in range(20):
         outer, lookups = tied_uses(Source(seed), 64, 50, 32, 1e-1)
-        naive = (
-            outer.norms().squared + lookups.norms().squared + 2 * inner_product(outer, lookups)[0]
-        )
+        squares = outer.norms().squared + lookups.norms().squared
+        naive = squares + 2 * inner_product(outer, lookups)[0]
         expected = truth([[outer, lookups]], torch.Size((50, 32)))
         worst = max(worst, abs(float(naive.clamp_min(0).sqrt() / expected) - 1))
         negative = negative or bool(naive < 0)
@@ -177,16 +178,10 @@ def test_a_large_rounding_error_does_not_hide_a_small_one():
     The first one's error makes the total look large. Once it is recomputed the total is small, and the
     second layer, passed over at first, is now the doubtful one.
     """
-    worst = 0.0
-    shape = torch.Size((64, 64))
     for seed in range(100):
         source = Source(seed)
-        pair: list[list[PerExampleGradient]] = [
-            [cancelling(source, 16, 64, 1e-7, scale=1e3)],
-            [cancelling(source, 16, 64, 1e-5)],
-        ]
-        worst = max(worst, abs(float(measured(pair, shape).double() / truth(pair, shape)) - 1))
-    assert worst < NORM_RTOL
+        first = cancelling(source, 16, 64, 1e-7, scale=1e3)
+        assert_measured([[first], [cancelling(source, 16, 64, 1e-5)]], torch.Size((64, 64)))
 
 
 def test_lookups_that_cancel_to_nothing_in_float32_are_not_taken_for_zero():
@@ -212,15 +207,12 @@ def test_contribution_of_a_cancelling_example_to_the_sum(length, residue):
     )
 
     def sums(factor: float) -> Tensor:
-        with ClippingEngine(linear, clipping_norm) as engine:
-            losses = ((linear(x) @ direction) * coefficients).sum(1)
-            engine.backward(losses * torch.tensor([factor, 1.0, 1.0, 1.0]))
-            return engine.collect()["weight"].double()
+        factors = torch.tensor([factor, 1.0, 1.0, 1.0])
+        losses = lambda: ((linear(x) @ direction) * coefficients).sum(1) * factors  # noqa: E731
+        return clip_losses(linear, losses, clipping_norm)[1]["weight"]
 
-    moved = float(
-        (sums(1.0) - sums(torch.nan)).norm()
-    )  # a NaN removes the example and changes nothing else
-    assert moved <= clipping_norm * (1 + 1e-3)
+    # A NaN removes the example and changes nothing else.
+    assert float((sums(1.0) - sums(torch.nan)).norm()) <= clipping_norm * (1 + 1e-3)
 
 
 # -- is the claimed rounding error an upper bound? ---
@@ -249,9 +241,8 @@ def outer_records(kind: str, source: Source, length: int, m: int, n: int) -> Out
             source(2, length, m) * torch.exp(4 * source(2, length, 1)),
             source(2, length, n) * torch.exp(4 * source(2, length, 1)),
         )
-    assert (
-        kind == "constant"
-    )  # equal products round the same way each time: the error grows with n, not its root
+    # Equal products round the same way each time: the error grows with n, not its root.
+    assert kind == "constant"
     return OuterProducts(torch.full((2, length, m), 0.1), torch.full((2, length, n), 0.3))
 
 
@@ -343,9 +334,8 @@ def test_factors_of_bf16_are_squared_in_float32(form):
     else:
         use = Lookups(torch.zeros(1, 64, dtype=torch.long), source(1, 64, 32).bfloat16())
     shape = torch.Size((32, 32))
-    torch.testing.assert_close(
-        measured([[use]], shape).double(), truth([[use]], shape), rtol=1e-5, atol=0
-    )
+    found, exact = measured([[use]], shape).double(), truth([[use]], shape)
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=0)
 
 
 def test_ordinary_gradients_never_need_the_slow_path(monkeypatch):
@@ -381,34 +371,27 @@ def test_a_factor_whose_square_underflows_is_not_taken_for_zero(
     width = 512
     model = nn.Linear(width, width, bias=False)
     of_input, of_gradient = (large, small) if large_is == "input" else (small, large)
-    x, direction = (
-        torch.randn(2, length, width) * of_input,
-        torch.randn(2, length, width) * of_gradient,
-    )
+    x = torch.randn(2, length, width) * of_input
+    direction = torch.randn(2, length, width) * of_gradient
     exact = torch.einsum("btm,btn->bmn", direction.double(), x.double())
     expected = exact.flatten(1).norm(dim=1)
     clipping_norm = float(expected.min()) / 2
-    with ClippingEngine(model, clipping_norm, strategy=strategy) as engine:
-        found = engine.backward((model(x) * direction).sum((1, 2)))
-        total = engine.collect()["weight"]
+    losses = lambda: (model(x) * direction).sum((1, 2))  # noqa: E731
+    found, sums = clip_losses(model, losses, clipping_norm, strategy=strategy)
     kept = torch.isfinite(found)  # where the other square overflows, the example is removed
     torch.testing.assert_close(found[kept].double(), expected[kept], rtol=NORM_RTOL, atol=0)
     weights = torch.where(kept, clipping_norm / expected, 0.0)
-    torch.testing.assert_close(
-        total.double(), torch.einsum("b,bmn->mn", weights, exact), rtol=1e-3, atol=1e-7
-    )
+    clipped = torch.einsum("b,bmn->mn", weights, exact)
+    torch.testing.assert_close(sums["weight"], clipped, rtol=1e-3, atol=1e-7)
     assert kept.all() or large == 1e19
 
 
 def test_an_example_without_a_gradient_is_not_recomputed(monkeypatch):
     """What underflow could have taken is nothing beside a clipping norm, so zeros are believed."""
     monkeypatch.setattr(norms._Group, "settle", lambda *args: pytest.fail("recomputed"))
-    model = nn.Linear(768, 768)
-    with ClippingEngine(model, 1e-9) as engine:
-        found = engine.backward(
-            model(100 * torch.randn(2, 64, 768)).sum((1, 2)) * torch.tensor([0.0, 1.0])
-        )
-    assert found[0] == 0
+    model, x = nn.Linear(768, 768), 100 * torch.randn(2, 64, 768)
+    losses = lambda: model(x).sum((1, 2)) * torch.tensor([0.0, 1.0])  # noqa: E731
+    assert clip_losses(model, losses, 1e-9)[0][0] == 0
 
 
 # -- norms taken together ---
@@ -422,10 +405,8 @@ def test_a_remembered_gram_matrix_is_that_of_the_same_numbers():
     for change in (lambda: None, lambda: None, lambda: right.mul_(2)):
         change()
         left = torch.randn(2, 66, 4, generator=generator)
-        alone, remembered = (
-            OuterProducts(left, right).norms(),
-            OuterProducts(left, right).norms(grams),
-        )
+        alone = OuterProducts(left, right).norms()
+        remembered = OuterProducts(left, right).norms(grams)
         assert torch.equal(alone.squared, remembered.squared)
         assert torch.equal(alone.error, remembered.error)
     other = OuterProducts(left, right.roll(1, 1))
@@ -441,12 +422,8 @@ def test_uses_reduced_together_have_the_norms_they_have_alone(together, monkeypa
     monkeypatch.setattr(products, "_TOGETHER", together)
     generator = torch.Generator().manual_seed(5)
     lengths = (3, 3, 7, 130, 130, 64, 3, 1)
-    every = [
-        OuterProducts(
-            torch.randn(2, t, 6, generator=generator), torch.randn(2, t, 5, generator=generator)
-        )
-        for t in lengths
-    ]
+    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    every = [OuterProducts(draw(2, t, 6), draw(2, t, 5)) for t in lengths]
     for use, found in zip(every, outer_norms((use.left, use.right) for use in every), strict=True):
         exact = explicit(use, (6, 5), 2).square().sum((1, 2))
         torch.testing.assert_close(found.squared.double(), exact, rtol=1e-5, atol=0)
@@ -465,10 +442,8 @@ def test_remembered_products_with_weights_are_those_of_the_same_numbers():
     factor.mul_(3)
     torch.testing.assert_close(weights.scaled(factor, torch.float32), 3 * first)
     assert weights.scaled(factor, torch.float64).dtype == torch.float64
-    torch.testing.assert_close(
-        weights.scaled(factor.roll(1, 0), torch.float32)[1],
-        4 * weights.scaled(factor, torch.float32)[0],
-    )
+    rolled = weights.scaled(factor.roll(1, 0), torch.float32)[1]
+    torch.testing.assert_close(rolled, 4 * weights.scaled(factor, torch.float32)[0])
 
 
 def rounded_by_product(gradient, exact: torch.Tensor) -> float:
@@ -518,9 +493,8 @@ def test_a_row_whose_positions_cancel_enters_with_little_weight():
     x, g = torch.randn(2, 1, 64, 32)
     x, g = torch.cat([x, x], 1), torch.cat([g, -g], 1)
     model = nn.Linear(32, 32, bias=False)
-    with ClippingEngine(model, 1e-3) as engine:
-        engine.backward((model(x) * g).sum((1, 2)))
-        assert float(engine.collect()["weight"].norm()) < 1e-3 * slack_cap(0)
+    _, sums = clip_losses(model, lambda: (model(x) * g).sum((1, 2)), 1e-3)
+    assert norm_of(sums) < 1e-3 * slack_cap(0)
 
 
 @pytest.mark.parametrize("form", ["factors", "lookups", "summed", "summed last"])
