@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.auto import modeling_auto
 
-from hf_dp._borrowed.models import shift_right
+from hf_dp._borrowed import shift_right
 from hf_dp._validate import one_of
 from hf_dp.clipping.chunked_loss import check_head, check_output, chunked_loss, without_logits
 from hf_dp.errors import DataError, UnsupportedLossError, UnsupportedModelError
@@ -87,10 +87,8 @@ def _names(model: nn.Module) -> set[str]:
 
 
 def padding_moves_prompts(model: nn.Module) -> bool:
-    """Return whether padding on the left of a decoder's prompts changes what it writes.
-
-    Prompt tuning puts its virtual tokens before the padding, and passes no position ids on.
-    """
+    """Return whether padding on the left of a decoder's prompts changes what it writes. Prompt
+    tuning puts its virtual tokens before the padding, and passes no position ids on."""
     config = getattr(model, "active_peft_config", None)
     if config is None or not config.is_prompt_learning:
         return False
@@ -116,19 +114,13 @@ def takes_attention_mask(model: nn.Module) -> bool:
 
 
 def register_model_class(model_class: type[nn.Module], task: str) -> None:
-    """Declare that the logits of this class, and of its subclasses, are those of a task.
-
-    Args:
-        task: a key of :func:`task_of`.
-    """
+    """Declare that the logits of this class, and of its subclasses, are those of a task (one of
+    those that :func:`task_of` returns)."""
     _REGISTERED[model_class] = one_of("task", task, _TASKS)
 
 
 def task_of(model: nn.Module) -> str:
-    """Return the model's kind of task: ``"sequence_classification"``, ``"causal_lm"``, ...
-
-    Raises: UnsupportedLossError naming the class, when hf_dp knows no per-example loss for it.
-    """
+    """Return the model's kind of task: ``"sequence_classification"``, ``"causal_lm"``, ..."""
     for known in type(base_model(model)).__mro__:
         if known in _REGISTERED:
             return _REGISTERED[known]
@@ -182,11 +174,9 @@ def token_check(model: nn.Module) -> Callable[[Tensor], None] | None:
 
 @contextmanager
 def any_number_of_end_tokens(model: nn.Module) -> Iterator[None]:
-    """Let classifiers like BART's and T5's take rows with unequal numbers of end tokens.
-
-    They read the state at the last one, and raise where the numbers differ. Inside, a classifier
-    is shown the last one of each row alone, and its backbone is shown all.
-    """
+    """Let classifiers like BART's and T5's take rows with unequal numbers of end tokens. They read
+    the state at the last one, and raise where the numbers differ. Inside, a classifier is shown the
+    last one of each row alone, and its backbone is shown all."""
     if _READ_AT_THE_END.isdisjoint(_names(model)):
         yield
         return
@@ -315,11 +305,9 @@ def _require_inputs(model: nn.Module, inputs: Inputs) -> None:
 
 
 def _span_loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """Return the mean of the cross-entropies of an answer's first and last token, (b,).
-
-    Padding takes no part: an example has more of it the longer its neighbors are, and transformers'
-    own loss counts it among the places where an answer could be.
-    """
+    """Return the mean of the cross-entropies of an answer's first and last token, (b,). Padding
+    takes no part: an example has more of it the longer its neighbors are, and transformers' own
+    loss counts it among the places where an answer could be."""
     mask = inputs.get("attention_mask")
     if mask is not None and not bool(mask[:, 0].all()):
         raise DataError(
@@ -338,14 +326,9 @@ def _span_loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def with_position_ids(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Give left-padded examples of a decoder-only model explicit position ids.
-
-    They count from each example's first token on. Without them, absolute positions count the
-    padding, which is as long as the longest example of the batch needs it.
-
-    Raises: UnsupportedModelError for a left-padded example of a model that takes no position ids;
-        DataError for an example with a hole in its mask beside padding on the left.
-    """
+    """Give left-padded examples of a decoder-only model explicit position ids. They count from each
+    example's first token on. Without them, absolute positions count the padding, which is as long
+    as the longest example of the batch needs it."""
     mask = inputs.get("attention_mask")
     base = base_model(model)
     if mask is None or mask.dim() != 2 or "position_ids" in inputs or bool(mask[:, 0].all()):
@@ -353,18 +336,17 @@ def with_position_ids(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, 
     decoder_only = getattr(getattr(base, "config", None), "model_type", None) in _DECODER_ONLY
     if not decoder_only or "position_ids" not in _forward_parameters(base):
         raise UnsupportedModelError(
-            f"Examples are padded on the left, and {type(base).__name__} would count the padding "
-            "as positions, of which there are as many as an example's neighbors need. Set "
-            "tokenizer.padding_side = 'right'."
+            f"Examples are padded on the left, and {type(base).__name__} would count padding, of "
+            "which there is as much as the neighbors need. Set tokenizer.padding_side = 'right'."
         )
     tokens = mask != 0
     begins = tokens & ~F.pad(tokens[:, :-1], (1, 0))
     if bool((begins.sum(1) > 1).any()):
         # Without position ids, some models count over the hole and some (OPT) count only tokens.
         raise DataError(
-            "Examples are padded on the left, and the attention_mask of one has a hole (0 between "
-            "two 1), so its positions would depend on its neighbors. Set tokenizer.padding_side = "
-            "'right', leave masked tokens out, or let the collator make position_ids."
+            "Examples are padded on the left, and one attention_mask has a hole (0 between two 1), "
+            "so positions would depend on neighbors. Set tokenizer.padding_side = 'right', leave "
+            "masked tokens out, or let the collator make position_ids."
         )
     first = tokens.long().argmax(1, keepdim=True)
     positions = torch.arange(mask.shape[1], device=mask.device) - first
@@ -383,13 +365,8 @@ def problem_type(model: nn.Module, labels: Tensor) -> str:
 
 
 def labels_read(model: nn.Module, labels: Tensor) -> Tensor:
-    """Return labels in the type in which training and evaluation both read them.
-
-    Transformers knows classes only by 32 or 64 bits: true and false, or a byte, it reads as several
-    classes each.
-
-    Raises: UnsupportedLossError; DataError for floats where an example, or token, has one class.
-    """
+    """Return labels in the type in which training and evaluation both read them. Transformers knows
+    classes only by 32 or 64 bits: true and false, or a byte, it reads as several classes each."""
     of_tokens = task_of(model) not in _OF_WHOLE_EXAMPLES
     kind = None if of_tokens else problem_type(model, labels)
     if not labels.is_floating_point():
@@ -472,13 +449,7 @@ def _widened(logits: Tensor) -> Tensor:
 
 
 def classification_loss(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
-    """Return one loss per example, (b,), by the model's problem type.
-
-    Args:
-        logits: (b, K).
-
-    Raises: as per_example_loss.
-    """
+    """Return one loss per example, (b,), by the model's problem type, for logits (b, K)."""
     kind, logits = problem_type(model, labels), _widened(logits)
     if kind == "single_label_classification":
         if labels.shape != logits.shape[:1]:

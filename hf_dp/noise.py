@@ -51,19 +51,14 @@ class SecretRandomness:
         self.__copy__()
 
     def random_bytes(self, count: int) -> bytes:
-        """Return ``count`` random bytes.
-
-        They come from the operating system's cryptographic source, unless ``insecure_seed`` was
-        given.
-        """
+        """Return ``count`` random bytes. They come from the operating system's cryptographic
+        source, unless ``insecure_seed`` was given."""
         return self._numpy.bytes(count) if self.insecure else os.urandom(count)
 
     def fingerprint(self) -> str:
-        """Return what two sources have in common only if they draw the same noise.
-
-        It is a digest of fresh draws, which are used for nothing else. The operating system's bytes
-        are left out: they differ even for copies.
-        """
+        """Return what two sources have in common only if they draw the same noise. It is a digest
+        of fresh draws, which are used for nothing else. The operating system's bytes are left out:
+        they differ even for copies."""
         return sha256(self._numpy.standard_normal(8).tobytes()).hexdigest()
 
     def seed(self) -> int:
@@ -72,9 +67,7 @@ class SecretRandomness:
 
     def gaussian_like(self, tensor: Tensor, std: float) -> Tensor:
         """Return independent normal noise of the tensor's shape and device, in float32 or better.
-
-        ``std`` is its standard deviation.
-        """
+        ``std`` is its standard deviation."""
         if os.getpid() != self._process:
             raise LedgerError(
                 "This process was forked from the one that made the source of its noise, and would "
@@ -107,11 +100,9 @@ class SecretRandomness:
         return generator
 
     def reseed(self, index: int | None = None) -> None:
-        """Reseed the global generators (Python, NumPy, PyTorch's CPU) for example ``index``.
-
-        Call it inside :meth:`streams`, or in a worker process. The index matters only in tests that
-        give each example the same randomness in two runs; see :meth:`example_seed`.
-        """
+        """Reseed the global generators (Python, NumPy, PyTorch's CPU) for example ``index``. Call
+        it inside :meth:`streams`, or in a worker process. The index matters only in tests that give
+        each example the same randomness in two runs; see :meth:`example_seed`."""
         _seed_global_generators(self.example_seed(index))
 
     def example_seed(self, index: int | None) -> int:
@@ -120,10 +111,8 @@ class SecretRandomness:
 
     @contextmanager
     def streams(self) -> Iterator[None]:
-        """Run the global generators on private streams inside.
-
-        Outside, they are as if nothing had been drawn.
-        """
+        """Run the global generators on private streams inside. Outside, they are as if nothing had
+        been drawn."""
         public = _GlobalState()
         if self._streams is None:
             seed = self.seed()

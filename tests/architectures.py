@@ -241,10 +241,7 @@ def assert_equal(
 
 
 def assert_exact(
-    architecture: Architecture,
-    model: nn.Module,
-    examples: Sequence[Batch],
-    *strategies: str,
+    architecture: Architecture, model: nn.Module, examples: Sequence[Batch], *strategies: str
 ) -> None:
     """Engine on the padded batch equals the loop over single, unpadded examples, by each strategy
     (by default book-keeping)."""
@@ -257,12 +254,9 @@ def assert_exact(
 
 @contextmanager
 def without_downcasts() -> Iterator[None]:
-    """Casts of float64 tensors to float32 do nothing.
-
-    transformers computes RMS norms and rotary embeddings in float32 also in a float64 model: a
-    rounding of 1e-7, which depends on the order of operations and hides any error of that size.
-    Engine and oracle both run without it.
-    """
+    """Casts of float64 tensors to float32 do nothing. transformers computes RMS norms and rotary
+    embeddings in float32 also in a float64 model: a rounding of 1e-7, which depends on the order of
+    operations and hides any error of that size. Engine and oracle both run without it."""
     to, softmax = torch.Tensor.to, F.softmax
 
     def kept(value: Tensor, *args: Any, **kwargs: Any) -> Tensor:

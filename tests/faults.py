@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from hf_dp.batches.padding import Padding
-from hf_dp.clipping import clipped_sum, weights
+from hf_dp.clipping import clipped_sum, norms
 from hf_dp.clipping.engine import ClippingEngine
 from hf_dp.mechanisms.dp_sgd import DpSgd
 from hf_dp.noise import SecretRandomness
@@ -110,7 +110,7 @@ def each_layer_clipped_to_c(patch: Any) -> None:
         return _group(self)
 
     patch.setattr(ClippingEngine, "_group", by_layer)
-    patch.setattr(weights, "math", mock.Mock(sqrt=lambda layers: 1.0))
+    patch.setattr(norms, "math", mock.Mock(sqrt=lambda layers: 1.0))
 
 
 def divided_by_what_was_drawn(patch: Any) -> None:

@@ -370,10 +370,7 @@ def assert_net_exact(model: nn.Module, x: Tensor, strategy: str = "book_keeping"
 
 
 def assert_refused(model: nn.Module, x: Any, message: str) -> None:
-    with (
-        ClippingEngine(model, 0.1) as engine,
-        pytest.raises(UnsupportedModelError, match=message),
-    ):
+    with ClippingEngine(model, 0.1) as engine, pytest.raises(UnsupportedModelError, match=message):
         engine.backward(model(x))
 
 

@@ -89,9 +89,7 @@ def worst_difference(
     strategy: str = "book_keeping", chunked: bool = False, bf16: bool = False
 ) -> float:
     """Return how far a norm is, relatively, from that of the one gradient that makes the sum.
-
-    Nothing is clipped. Both are computed by the engine, the second norm in float64.
-    """
+    Nothing is clipped. Both are computed by the engine, the second norm in float64."""
     model = gpt2(dtype=torch.float32)
     batch = batch_for(model, (9, 4, 12))
     worst = 0.0

@@ -34,8 +34,17 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from hf_dp.clipping.gradients import Dense, OuterProducts, PerExampleGradient, Weights, of_units
-from hf_dp.clipping.products import GramPair, Grams, dots, norms_from_grams, outer_sums
-from hf_dp.clipping.rounding import Norms, accumulation_dtype, full_precision, matmul_dtype
+from hf_dp.clipping.rounding import (
+    GramPair,
+    Grams,
+    Norms,
+    accumulation_dtype,
+    dots,
+    full_precision,
+    matmul_dtype,
+    norms_from_grams,
+    outer_sums,
+)
 from hf_dp.clipping.tape import Context, Tape, has_own_forward, tape_of
 from hf_dp.errors import UnsupportedLossError
 
@@ -55,17 +64,11 @@ class _Block:
 
 
 def logits_by_blocks(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    wanted: slice | None = None,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, wanted: slice | None = None
 ) -> Iterator[_Block]:
-    """Yield the logits of one block of tokens after the other; only those with wanted tokens.
-
-    They are the same numbers each time, whatever autocast or TF32 setting surrounds the call: what
-    is added to a sum must be what was measured.
-    """
+    """Yield the logits of one block of tokens after the other; only those with wanted tokens. They
+    are the same numbers each time, whatever autocast or TF32 setting surrounds the call: what is
+    added to a sum must be what was measured."""
     vocabulary = len(weight)
     for start in range(0, vocabulary, _WIDTH):
         rows = slice(start, min(start + _WIDTH, vocabulary))
@@ -166,11 +169,7 @@ class HeadInput:
 
 
 def check_head(model: nn.Module) -> nn.Linear:
-    """Return the head of a language model.
-
-    Raises: UnsupportedLossError for a head that is no plain linear layer, that has hooks or a
-        forward of its own, or that FSDP2 shards.
-    """
+    """Return the head of a language model: a plain linear layer, neither changed nor sharded."""
     find = getattr(model, "get_output_embeddings", None)
     head = None if find is None else find()
     if type(head) is not nn.Linear:
@@ -205,10 +204,7 @@ def without_logits(head: nn.Linear) -> Iterator[HeadInput]:
 
 
 def check_output(model: nn.Module, found: HeadInput, logits: object) -> Tensor:
-    """Return what the head got, (b, T, d).
-
-    Raises: UnsupportedLossError if the model does more with its logits than to return them.
-    """
+    """Return what the head got, (b, T, d); the model must return its logits as they are."""
     hidden = found.hidden
     passed_on = isinstance(logits, Tensor) and hidden is not None
     if passed_on and logits is not hidden:  # accelerate returns 16 bits as 32
@@ -224,11 +220,7 @@ def check_output(model: nn.Module, found: HeadInput, logits: object) -> Tensor:
 
 def chunked_loss(head: nn.Linear, hidden: Tensor, labels: Tensor, ignored: int) -> Tensor:
     """Return each example's mean cross-entropy over its labeled positions, (b,); 0 without any.
-
-    Args:
-        hidden: the head's inputs, (b, T, d).
-        labels: (b, T); ``ignored`` where nothing is predicted.
-    """
+    The head's inputs are (b, T, d) and labels (b, T), ``ignored`` where nothing is predicted."""
     tape = tape_of(head)
     if tape is not None:
         tape.note_forward(head, "weight", "bias")

@@ -26,14 +26,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from hf_dp.clipping.dropout import random_state, set_random_state
+from hf_dp.clipping.draws import random_state, set_random_state
 from hf_dp.clipping.forms import Bundle, RunningSums, Uses, bundled, held_bytes, make_explicit
 from hf_dp.clipping.gradients import Dense, PerExampleGradient, Weights
-from hf_dp.clipping.norms import ExampleNorms, gathered
+from hf_dp.clipping.norms import ExampleNorms, clipping_weights, gathered
 from hf_dp.clipping.rounding import accumulation_dtype, full_precision, zero_sum
-from hf_dp.clipping.sharded_sums import ShardedSums
+from hf_dp.clipping.sharding import ShardedSums
 from hf_dp.clipping.tape import Sink, Tape
-from hf_dp.clipping.weights import clipping_weights
 from hf_dp.errors import UnsupportedModelError
 
 Captured = dict[nn.Parameter, list[PerExampleGradient]]
@@ -75,23 +74,19 @@ class ClippedSum:
 
     def spare(self, activations: int) -> float:
         """Return the bytes that explicit gradients may take beyond the factors they replace.
-
         Non-private training holds its weights, its gradients and at least these bytes of
-        activations.
-        """
+        activations."""
         return (self.memory_ratio - 1) * (self.model_bytes + activations)
 
     def backward(self, losses: Tensor, sink: Sink, retain_graph: bool = False) -> None:
-        """Run one backward pass from all losses; hand each use of a parameter to ``sink``.
-
-        The losses are those of different examples, so their unweighted sum keeps the examples'
-        gradients apart.
-        """
+        """Run one backward pass from all losses; hand each use of a parameter to ``sink``. The
+        losses are those of different examples, so their unweighted sum keeps the examples'
+        gradients apart."""
         with self.tape.capturing(len(losses), sink, self.rows_per_unit):
             torch.autograd.backward(losses, torch.ones_like(losses), retain_graph=retain_graph)
             with self.tape.originals(), torch.no_grad(), full_precision():
-                for call in self.tape.calls:
-                    call.differentiate()
+                for differentiate in self.tape.after.values():
+                    differentiate()
         self.check()
 
     def capture(self, losses: Tensor) -> Captured:
@@ -104,14 +99,11 @@ class ClippedSum:
 
     @torch.no_grad()
     def decide(self, table: ExampleNorms, uses: Uses) -> Decision:
-        """Turn norms into weights.
-
-        An example whose norm is not finite is not used, and none of a batch that does not count.
-        Doubtful norms are computed again from ``uses``.
-        """
+        """Turn norms into weights. An example whose norm is not finite is not used, and none of a
+        batch that does not count. Doubtful norms are computed again from ``uses``."""
         weights, norms, keep = self._weights(table)
         # One number is read, since a device must finish for each: 1 if all are kept, 2 for doubts.
-        doubts = ~table.certain(uses).to(keep.device)
+        doubts = table.in_doubt(uses).to(keep.device)
         read = int(keep.all() + 2 * doubts)
         if read >= 2:
             table.settle(uses)
@@ -133,10 +125,8 @@ class ClippedSum:
     @torch.no_grad()
     @full_precision()
     def add(self, uses: Captured, decision: Decision, bundles: Sequence[Bundle] = ()) -> None:
-        """Add the weighted gradients of all parameters of a batch to their sums.
-
-        Consumes ``uses``.
-        """
+        """Add the weighted gradients of all parameters of a batch to their sums. Consumes
+        ``uses``."""
         scattered = {p: uses.pop(p) for p in list(uses) if p in self.shards}
         for parameter in list(uses):
             self._add_one(parameter, uses.pop(parameter), decision)
@@ -202,20 +192,16 @@ def _hold(uses: Captured, parameter: nn.Parameter, use: PerExampleGradient) -> N
 
 
 def book_keeping(clipped: ClippedSum, losses: Tensor) -> Tensor:
-    """Add the clipped gradients to the sums; return the examples' norms (b,).
-
-    Holds everything that the backward pass captured at once.
-    """
+    """Add the clipped gradients to the sums; return the examples' norms (b,). Holds everything that
+    the backward pass captured at once."""
     uses = clipped.capture(losses)
     make_explicit(uses, clipped.spare(held_bytes(uses)))
     return clip_and_add(clipped, uses, clipped.units(losses))
 
 
 def clip_and_add(clipped: ClippedSum, uses: Captured, examples: int) -> Tensor:
-    """Take norms, turn them into weights and add the weighted sums; return the norms (b,).
-
-    Consumes ``uses``.
-    """
+    """Take norms, turn them into weights and add the weighted sums; return the norms (b,). Consumes
+    ``uses``."""
     bundles = bundled(uses, clipped.groups, clipped.shards)
     table = ExampleNorms(clipped.groups, examples)
     for bundle in bundles:  # under one name for all its parameters: a dense norm needs no settling
@@ -231,11 +217,8 @@ _REPEATABLE = 1e-4
 
 
 def two_pass(clipped: ClippedSum, losses: Tensor) -> Tensor:
-    """Add the clipped gradients to the sums; return the examples' norms (b,).
-
-    Only parameters that the forward used more than once (tied, reused) are held until all their
-    uses are known.
-    """
+    """Add the clipped gradients to the sums; return the examples' norms (b,). Only parameters that
+    the forward used more than once (tied, reused) are held until all their uses are known."""
     device = losses.device
     before = random_state(device)
     table, fingerprints = _first_pass(clipped, losses)
@@ -263,7 +246,7 @@ def _first_pass(
     def finish(parameter: nn.Parameter) -> None:
         uses = {parameter: waiting.pop(parameter)}
         table.add(uses)
-        if not bool(table.certain(uses)):
+        if bool(table.in_doubt(uses)):
             table.settle(uses)
 
     def measure(parameter: nn.Parameter, use: PerExampleGradient) -> None:
@@ -345,10 +328,8 @@ class LargeUnit:
         self._sizes[parameter] = size if known is None else known + size
 
     def uses(self) -> Captured:
-        """Return the sums as the gradients of one example.
-
-        The norm is then taken of the very numbers that are added, so their rounding adds nothing.
-        """
+        """Return the sums as the gradients of one example. The norm is then taken of the very
+        numbers that are added, so their rounding adds nothing."""
         return {
             parameter: [Dense(total[None], owned=True, of_terms=self._sizes[parameter])]
             for parameter, total in self._totals.items()

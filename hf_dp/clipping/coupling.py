@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from hf_dp.clipping.sharding import refuse_parallelism
+from hf_dp.clipping.sharding import managed_modules, module_of
 from hf_dp.errors import UnsupportedModelError
 
 
 def refuse_coupling(model: nn.Module) -> None:
-    """Raise for anything known to couple the examples of a batch, or to spread one of them.
-
-    Raises:
-        UnsupportedModelError: names the module, why it couples examples and what to use instead.
-    """
+    """Raise for anything known to couple the examples of a batch, or to spread one of them."""
     refuse_parallelism(model)
     for name, module in model.named_modules():
         tracks = isinstance(module, _InstanceNorm) and module.track_running_stats
         if tracks or isinstance(module, _BatchNorm):
             raise UnsupportedModelError(
-                f"`{name}` is a {type(module).__name__}: in training it normalizes each example "
-                "with statistics of the whole batch (and stores them), so one example's gradient "
-                "depends on the others and clipping it bounds nothing. Replace it by nn.GroupNorm "
-                "or nn.LayerNorm before creating the trainer."
+                f"`{name}` is a {type(module).__name__}: it uses statistics of the whole batch, so "
+                "one example's gradient depends on the others. Replace it by nn.GroupNorm or "
+                "nn.LayerNorm before creating the trainer."
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             for option in ("max_norm", "scale_grad_by_freq", "sparse"):
                 if getattr(module, option):
                     raise UnsupportedModelError(
                         f"`{name}` is a {type(module).__name__} with "
-                        f"{option}={getattr(module, option)!r}: it changes weights or reads counts "
-                        "that examples share, or makes gradients sparse. Build the model without "
-                        "it."
+                        f"{option}={getattr(module, option)!r}: it changes weights, reads counts "
+                        "that examples share, or makes gradients sparse. Build it without."
                     )
         if _is_a(module, "NllbMoeTop2Router"):
             raise UnsupportedModelError(
@@ -45,9 +41,8 @@ def refuse_coupling(model: nn.Module) -> None:
         threshold = getattr(getattr(module, "state", None), "threshold", 0.0)
         if _is_a(module, "Linear8bitLt") and threshold > 0:
             raise UnsupportedModelError(
-                f"`{name}` is a Linear8bitLt with threshold {threshold}: which features it "
-                "computes in 8 bits depends on the largest activation of all examples of the "
-                "batch, so one changes the gradients of the others. Load the model with "
+                f"`{name}` is a Linear8bitLt with threshold {threshold}: which features are in 8 "
+                "bits depends on the largest activation of all examples. Load the model with "
                 "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or in 4 bits."
             )
     config = getattr(model, "config", None)
@@ -70,8 +65,7 @@ def _refuse_config(config: object) -> None:
     if quantization is not None and method != "bitsandbytes":
         raise UnsupportedModelError(
             f"The base model is quantized by {method!r}, which has not been shown to leave "
-            "activations unchanged: rounding them by the range of the whole batch would let one "
-            "example change the gradients of the others. Quantize it with bitsandbytes "
+            "activations unchanged whatever stands beside them. Quantize it with bitsandbytes "
             "(load_in_4bit=True, or load_in_8bit=True with llm_int8_threshold=0.0), or load it "
             "dequantized."
         )
@@ -100,3 +94,65 @@ def _refuse_config(config: object) -> None:
             "The config sets output_router_logits=True: the load-balancing loss of a mixture of "
             "experts averages over the batch and couples examples. Set it to False."
         )
+
+
+def refuse_parallelism(model: nn.Module) -> None:
+    """Raise for parameters spread over processes in any way but FSDP2's, which it names."""
+    managed = {id(p) for outer in managed_modules(model) for p in module_of(outer).parameters()}
+    seen: set[type] = set()
+    meshes: dict[object, str] = {}
+    for name, module in model.named_modules():
+        if type(module) not in seen:  # once for each class: every step asks
+            seen.add(type(module))
+            bases = {base.__name__ for base in type(module).__mro__}
+            for wrapper, why in _WRAPPERS.items():
+                if wrapper in bases:
+                    raise _refusal(f"`{name}`" if name else "The model", why)
+        for key, parameter in module._parameters.items():
+            whole = f"{name}.{key}" if name else key
+            if hasattr(parameter, "ds_id"):
+                raise _refusal(repr(whole), _WRAPPERS["DeepSpeedEngine"])
+            if isinstance(parameter, DTensor):
+                _refuse_placement(whole, parameter, managed=id(parameter) in managed)
+                meshes.setdefault(parameter.device_mesh, whole)
+    if len(meshes) > 1:
+        first, second, *_ = meshes.values()
+        raise _refusal(
+            f"{first!r} and {second!r}",
+            "are sharded over different meshes (expert parallelism?), so their processes see "
+            "different examples",
+        )
+
+
+_WRAPPERS = {
+    "FullyShardedDataParallel": "is wrapped in FullyShardedDataParallel (FSDP1), which joins "
+    "parameters of many layers in one flat tensor, so no layer sees its own",
+    "DeepSpeedEngine": "belongs to DeepSpeed, whose own backward reduces gradients over processes "
+    "before any example's is clipped",
+}
+
+
+def _refusal(what: str, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{what} {why}. Use FSDP2 alone, which shards as ZeRO-3 does: "
+        "torch.distributed.fsdp.fully_shard, or fsdp_version: 2 in accelerate's configuration, "
+        "with one mesh over all processes, or one of two dimensions (replicate, shard)."
+    )
+
+
+def _refuse_placement(name: str, parameter: DTensor, managed: bool) -> None:
+    mesh, (*before, last) = parameter.device_mesh, parameter.placements
+    # FSDP2 has one dimension that shards, after one that replicates (HSDP). A second one that
+    # shards, or a strided shard, is tensor parallelism.
+    of_fsdp = type(last) is Shard and all(each.is_replicate() for each in before)
+    if not (managed and of_fsdp):
+        why = (
+            f"is a DTensor placed as {parameter.placements} on a mesh of shape "
+            f"{tuple(mesh.shape)}, which is not how fully_shard places data-parallel parameters: "
+            "with tensor, sequence, expert or pipeline parallelism a process sees only a part of "
+            "each example's gradient, so its norm is not known"
+        )
+        raise _refusal(repr(name), why)
+    if mesh.size() != dist.get_world_size():
+        over = f"over {mesh.size()} of {dist.get_world_size()} processes"
+        raise _refusal(repr(name), f"is sharded {over}, so no sum over all processes is formed")

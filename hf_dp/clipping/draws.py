@@ -1,8 +1,17 @@
-"""Find random numbers that the examples of a batch share: a dropout mask for all, a skipped layer.
+"""Random numbers of forwards: dropout under control, and draws that examples share.
 
-Such a draw couples examples. Which of them stand together in a physical batch depends on all of a
-draw's lengths, so one more example changes whose gradients move together. Comparing gradients
-cannot show this, since dropout is off there.
+**Dropout** is switched off, or uses masks that are drawn once and reused. For the self-check
+dropout and stochastic depth are identities.
+
+In a module that is run again, the masks are drawn for the batch, kept, and given to the second run.
+The functions intercept ``torch.nn.functional.dropout``, which ``nn.Dropout`` also calls.
+Interception is entered inside the module's forward and not around the whole model, because it does
+not reach the forwards that checkpointing runs again.
+
+**Shared draws**: a dropout mask for all, a skipped layer. Such a draw couples examples. Which of
+them stand together in a physical batch depends on all of a draw's lengths, so one more example
+changes whose gradients move together. Comparing gradients cannot show this, since dropout is off
+there.
 
 What every example draws for itself is twice as much for a batch that is repeated once. That is what
 is asked of every draw, so no list of models or layers is needed.
@@ -19,12 +28,160 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook as register_hook
 from torch.nn.modules.module import register_module_forward_pre_hook as register_pre_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_dp.clipping.dropout import no_dropout
 from hf_dp.errors import SelfCheckError
+
+# By name: over how many of the first dimensions numbers are drawn, where examples are in the first;
+# None: one for each number.
+_DROPOUTS = {
+    "dropout": None,
+    "alpha_dropout": None,
+    "dropout1d": (3, 2),
+    "dropout2d": (4, 2),
+    "dropout3d": (5, 2),
+    "feature_alpha_dropout": (2, 2),
+}
+
+
+@contextmanager
+def no_dropout(note: Callable[[str, int], None] | None = None) -> Iterator[None]:
+    """Turn every dropout into an identity inside; no layer is skipped (stochastic depth).
+
+    The functions are replaced and not intercepted: an interceptor (TorchFunctionMode) is off during
+    backward, where gradient checkpointing runs forwards again. ``note`` is called with the name of
+    each function that would draw, and how many numbers it would.
+    """
+    originals = {name: getattr(F, name) for name in (*_DROPOUTS, "scaled_dot_product_attention")}
+    rand = torch.rand
+    make: Callable[..., Tensor] = torch.ones
+
+    def identity(name: str) -> Callable[..., Tensor]:
+        def unchanged(
+            input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+        ) -> Tensor:
+            if note is not None and training and p > 0:
+                note(name, _drawn(name, input))
+            return input
+
+        return unchanged
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        *args: object,
+        **kwargs: object,
+    ) -> Tensor:
+        if note is not None and dropout_p > 0:
+            note("attention", query.numel())
+        original = originals["scaled_dot_product_attention"]
+        return original(query, key, value, attn_mask, 0.0, *args, **kwargs)
+
+    def ones(*size: object, generator: object = None, **options: object) -> Tensor:
+        made = make(*size, **options)
+        if note is not None:
+            note("rand", made.numel())
+        return made
+
+    try:
+        for name in _DROPOUTS:
+            setattr(F, name, identity(name))
+        F.scaled_dot_product_attention = attention
+        torch.rand = ones  # type: ignore[assignment]
+        yield
+    finally:
+        torch.rand = rand
+        for name, function in originals.items():
+            setattr(F, name, function)
+
+
+def _drawn(name: str, input: Tensor) -> int:
+    """Return how many numbers a dropout draws: one for each number, or for each channel."""
+    channels = _DROPOUTS[name]
+    if channels is None:
+        return input.numel()
+    dimensions, first = channels
+    return input.shape[: first if input.dim() >= dimensions else 1].numel()
+
+
+def random_state(device: torch.device) -> list[Tensor]:
+    """Return the state of torch's generators that a forward on this device draws from."""
+    return [torch.get_rng_state()] + (
+        [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    )
+
+
+def set_random_state(device: torch.device, state: Sequence[Tensor]) -> None:
+    """Restore what :func:`random_state` returned."""
+    torch.set_rng_state(state[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[1], device)
+
+
+class GivenMasks(TorchFunctionMode):
+    """A context in which dropout multiplies by given masks of 0 and 1 / (1 - p), in order."""
+
+    def __init__(self, masks: Sequence[Tensor] = ()):
+        super().__init__()
+        self._masks: Iterator[Tensor] = iter(masks)
+
+    def mask(self, input: Tensor, p: float) -> Tensor:
+        """Return the mask for one call, shaped like ``input``."""
+        return next(self._masks)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        function: Callable[..., object] = self._masked if func is F.dropout else func
+        return function(*args, **(kwargs or {}))
+
+    def _masked(
+        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        return input * self.mask(input, p) if training and p != 0 else input
+
+
+class DrawnMasks(GivenMasks):
+    """Masks drawn as torch draws them."""
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device = device
+        self.drawn: list[Tensor] = []  # the masks, in order
+        self.other_draws = False  # whether anything else drew numbers, as fused attention may
+
+    def __enter__(self) -> DrawnMasks:
+        self._last = random_state(self.device)
+        return super().__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        self._look()
+
+    def mask(self, input: Tensor, p: float) -> Tensor:
+        self._look()
+        mask = torch.zeros_like(input)
+        if p != 1:
+            mask.bernoulli_(1 - p).div_(1 - p)
+        self._last = random_state(self.device)
+        self.drawn.append(mask)
+        return mask
+
+    def _look(self) -> None:
+        now = random_state(self.device)
+        self.other_draws |= any(not torch.equal(x, y) for x, y in zip(self._last, now, strict=True))
+
 
 Batch = Any  # a mapping of inputs, or what else the loss takes
 PerExampleLoss = Callable[[nn.Module, Batch], Tensor]  # returns (b,)
@@ -46,10 +203,8 @@ class Draw(NamedTuple):
 def refuse_shared_draws(
     model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch, count: int
 ) -> None:
-    """Raise SelfCheckError where a training forward draws anything that its examples share.
-
-    The tensors of ``batch`` have its ``count`` made-up examples in their first dimension.
-    """
+    """Raise SelfCheckError where a training forward draws anything that its examples share. The
+    tensors of ``batch`` have its ``count`` made-up examples in their first dimension."""
     outside = _state_outside_torch()
     once = _draws_of(model, per_example_loss, batch, count)
     twice = _draws_of(model, per_example_loss, _repeated(batch, count), 2 * count)
@@ -98,11 +253,9 @@ def _draws_of(
 
 
 class _Noted(TorchDispatchMode):
-    """A context that notes what every random operator draws, and puts 1 for each number.
-
-    With fixed numbers both batches take the same path, through the experts of a mixture, say. A
-    probability of 1 keeps a layer, and a factor of 1 changes nothing.
-    """
+    """A context that notes what every random operator draws, and puts 1 for each number. With fixed
+    numbers both batches take the same path, through the experts of a mixture, say. A probability of
+    1 keeps a layer, and a factor of 1 changes nothing."""
 
     def __init__(self, note: Callable[[str, int], None]):
         super().__init__()

@@ -15,26 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp import _validate
+from hf_dp.clipping import sharding
 from hf_dp.clipping.clipped_sum import ClippedSum, LargeUnit, book_keeping, two_pass
 from hf_dp.clipping.coupling import refuse_coupling
-from hf_dp.clipping.fallback import (
-    Method,
-    fallback_forward,
-    find_shared_method,
-    own_parameters,
-)
+from hf_dp.clipping.fallback import Method, fallback_forward, find_shared_method, own_parameters
 from hf_dp.clipping.forms import RunningSums
 from hf_dp.clipping.rounding import SMALLEST_CLIPPING_NORM, zero_sum
 from hf_dp.clipping.rules import find_rule
-from hf_dp.clipping.sharded_sums import ShardedSums
-from hf_dp.clipping.sharding import (
-    held,
-    is_sharded,
-    prepare_shards,
-    refuse_shards_within,
-    reset_shards,
-    reshard,
-)
 from hf_dp.clipping.tape import Tape
 from hf_dp.errors import UnaccountedGradientError, UnsupportedLossError, UnsupportedModelError
 from hf_dp.plans.dp_sgd import CLIPPINGS, MEMORY_RATIO, STRATEGIES, check_memory_ratio
@@ -50,7 +37,7 @@ class ClippingEngine:
         clipping_norm: C, the largest L2 norm of one example's contribution to a sum.
         clipping: ``"flat"``, one norm over all parameters; ``"automatic"`` (AUTO-S);
             ``"per_layer"``, one norm C / sqrt(K) for each of the K modules that own trainable
-            parameters. See :mod:`hf_dp.clipping.weights`.
+            parameters. See :mod:`hf_dp.clipping.norms`.
         strategy: how to compute the same sums. ``"book_keeping"``: one backward pass, everything it
             captures held until its end. ``"two_pass"``: two passes over one graph, each gradient
             held only while it is needed; for gradient checkpointing and models that fill the
@@ -108,7 +95,7 @@ class ClippingEngine:
         self._sums = RunningSums()
         self._model_bytes = 0  # of weights and gradients
         self._sharded = False
-        self._shards = ShardedSums(())
+        self._shards = sharding.ShardedSums(())
         self._spoiled = False
         self._large: LargeUnit | None = None
 
@@ -121,10 +108,10 @@ class ClippingEngine:
             raise UnaccountedGradientError(
                 "This model is already inside a ClippingEngine; leave that one first."
             )
-        self._sharded = is_sharded(self.model)
+        self._sharded = sharding.is_sharded(self.model)
         if self._sharded:
             self._refuse_whole_parameters()
-            prepare_shards(self.model)
+            sharding.prepare_shards(self.model)
         refuse_coupling(self.model)
         self._everything = dict(self.model.named_parameters())
         self._parameters = {name: p for name, p in self._everything.items() if p.requires_grad}
@@ -133,9 +120,11 @@ class ClippingEngine:
                 "The model has no trainable parameter. Set requires_grad_(True) on what to train."
             )
         everything, trained = self._everything.values(), self._parameters.values()
-        self._model_bytes = sum(held(p).nbytes for each in (everything, trained) for p in each)
+        self._model_bytes = sum(
+            sharding.held(p).nbytes for each in (everything, trained) for p in each
+        )
         self._sums, self._spoiled, self._large = RunningSums(), False, None
-        self._shards = ShardedSums(self._parameters.values())
+        self._shards = sharding.ShardedSums(self._parameters.values())
         self._tape = Tape({module: name for name, module in modules.items()}, self._sharded)
         self._groups = self._group()
         try:
@@ -149,7 +138,9 @@ class ClippingEngine:
                     self._tape.know(module, method.parameters)
                     if self._sharded:
                         described = self._tape.describe(module)
-                        refuse_shards_within(module, described, method.parameters, only_own=True)
+                        sharding.refuse_shards_within(
+                            module, described, method.parameters, only_own=True
+                        )
                     shared = tuple(method.parameters)
                     run = partial(fallback_forward, self._tape, method.call, shared)
                     self._replace(module, method.name, run)
@@ -166,9 +157,9 @@ class ClippingEngine:
         while self._restore:
             self._restore.pop()()
         if self._sharded and any(exception) and self._tape.examples is not None:
-            reset_shards(self.model)  # a forward began that may not have ended
+            sharding.reset_shards(self.model)  # a forward began that may not have ended
         elif self._sharded:
-            reshard(self.model)
+            sharding.reshard(self.model)
         self._tape = Tape()
 
     @property
@@ -213,9 +204,8 @@ class ClippingEngine:
         self._check_units(len(losses), rows_per_unit, unit_continues)
         if self._sharded and len(losses) == 0:
             raise UnsupportedLossError(
-                "engine.backward() got no losses, but this model is sharded: in forward and "
-                "backward the other processes wait for this one. Run the model on made-up examples "
-                "and pass their losses with counted=False."
+                "engine.backward() got no losses, but this model is sharded and the other "
+                "processes wait for this one. Pass losses of made-up examples with counted=False."
             )
         if not self._sharded and not counted:  # nothing here waits for this process
             self._tape.forget_forward()
@@ -351,10 +341,9 @@ class ClippingEngine:
         """Raise for a subclass that sums something else: it needs each parameter whole."""
         if type(self)._take is not ClippingEngine._take:
             raise UnsupportedModelError(
-                f"{type(self).__name__} needs each parameter whole in every process (masks, "
-                "carriers or magnitudes of its size), but fully_shard spread this model's "
-                "parameters over processes. Use DP-SGD or LoRA with FSDP2, or run this method on "
-                "one process or with data parallelism (DDP)."
+                f"{type(self).__name__} needs each parameter whole in every process, but "
+                "fully_shard spread this model's over processes. Use DP-SGD or LoRA with FSDP2, or "
+                "run this method on one process or with data parallelism (DDP)."
             )
 
     def _install(self, module: nn.Module, own: dict[str, nn.Parameter]) -> None:
@@ -364,7 +353,7 @@ class ClippingEngine:
         rule = None if self.strategy == "per_example" else find_rule(module)
         if rule is None:
             if self._sharded:
-                refuse_shards_within(module, self._tape.describe(module), own)
+                sharding.refuse_shards_within(module, self._tape.describe(module), own)
             run = partial(fallback_forward, self._tape, _original(previous), ())
         else:
             run = partial(rule, self._tape)

@@ -35,7 +35,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
-from hf_dp.clipping.dropout import DrawnMasks, GivenMasks
+from hf_dp.clipping.draws import DrawnMasks, GivenMasks
 from hf_dp.clipping.sharding import passed_on
 from hf_dp.clipping.tape import Tape, seen_in_backward
 from hf_dp.errors import UnsupportedModelError
@@ -45,10 +45,8 @@ _TENSOR = object()
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters that ``module`` owns, by dotted name.
-
-    These are its own and those of its parameter containers.
-    """
+    """Return the trainable parameters that ``module`` owns, by dotted name. These are its own and
+    those of its parameter containers."""
     own = {}
     if module._parameters:  # most modules have none, and each is asked at every step
         own = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
@@ -113,9 +111,7 @@ def _trainable(module: nn.Module, prefix: str) -> dict[str, nn.Parameter]:
 
 class _Method(nn.Module):
     """A module's method as a module, to which ``torch.func.functional_call`` can give parameters.
-
-    Calling the module itself would apply its forward hooks a second time.
-    """
+    Calling the module itself would apply its forward hooks a second time."""
 
     def __init__(self, module: nn.Module, method: Method):
         super().__init__()
@@ -142,9 +138,8 @@ class FallbackCall:
     expanded: bool = False  # whether something that all examples share was expanded to the batch
     # Other parameters that it reads, where they are not in the module any more.
     constants: dict[str, Tensor] = field(default_factory=dict)
-    # The output leaves that received gradients, by position, and these gradients.
-    outputs: dict[int, Tensor] = field(default_factory=dict)
-    output_grads: dict[int, Tensor] = field(default_factory=dict)
+    # The output leaves that received gradients, by position, with these gradients.
+    met: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def run(
         self, parameters: Mapping[str, Tensor], leaves: Sequence[object], masks: Sequence[Tensor]
@@ -165,20 +160,15 @@ class FallbackCall:
         """Note the gradient of an output leaf, and the tensors that were kept."""
         output, *tensors = (tensor.detach() for tensor in saved)
         self.tape.by_example(self.module, grad)
-        if self.tape.sharded:
-            self.keep_values()
-        self.tensors = tuple(tensors)
-        self.outputs[position], self.output_grads[position] = output, grad
-        if self not in self.tape.calls:
-            self.tape.calls.append(self)
+        if self not in self.tape.after:  # the first gradient of this pass
+            self.met, self.tape.after[self] = {}, self.differentiate
+            if self.tape.sharded:
+                self.keep_values()
+        self.tensors, self.met[position] = tuple(tensors), (output, grad)
 
     def differentiate(self) -> None:
-        """Capture the gradients of the module's own parameters; free what the call kept.
-
-        Raises: UnsupportedModelError when the module mixes examples, or an input's first dimension
-            is neither the number of examples nor 1.
-        """
-        tape, positions = self.tape, sorted(self.output_grads)
+        """Capture the gradients of the module's own parameters; free what the call kept."""
+        tape, positions = self.tape, sorted(self.met)
         examples = tape.expected_examples()
 
         def singles(tensor: Tensor) -> Tensor:
@@ -186,12 +176,12 @@ class FallbackCall:
             split = tape.by_example(self.module, tensor)
             return split[:, None] if split.shape == tensor.shape else split
 
-        grads = [singles(self.output_grads[position]) for position in positions]
+        grads = [singles(self.met[position][1]) for position in positions]
         tensors = iter(self.tensors)
         leaves: list[Any] = [next(tensors) if x is _TENSOR else x for x in self.arguments]
         count = len(leaves)
         leaves += tensors  # the masks
-        flattened = any(self.output_grads[position].shape[0] != examples for position in positions)
+        flattened = any(grad.shape[0] != examples for _, grad in self.met.values())
         # Those with an example dimension lie in a dictionary, by their place among all leaves.
         mapped = {
             place: singles(leaf)
@@ -206,15 +196,13 @@ class FallbackCall:
 
         gradients, outputs = _for_each_example(run, mapped, grads, self)
         for position, alone in zip(positions, outputs, strict=True):
-            _compare(alone, singles(self.outputs[position]), self)
-        self.tensors, self.outputs, self.output_grads, self.constants = (), {}, {}, {}
+            _compare(alone, singles(self.met[position][0]), self)
+        self.tensors, self.met, self.constants = (), {}, {}
         for name in self.parameters:
             tape.capture(self.module, name.removeprefix("module."), gradients[name])
 
     def keep_values(self) -> None:
         """Copy the parameters that a sharded module has while its backward runs, and only then."""
-        if self.outputs:
-            return  # copied with the first output
         every = dict(self.function.named_parameters(remove_duplicate=False))
         if self.of_parameters:
             every = {name: every[name] for name in self.parameters}
@@ -245,10 +233,8 @@ def fallback_forward(
     *args: object,
     **kwargs: object,
 ) -> object:
-    """Run a module without a rule; its own parameters' gradients follow after backward.
-
-    ``method`` is its own forward, or its shared method, which reads the parameters ``shared``.
-    """
+    """Run a module without a rule; its own parameters' gradients follow after backward. ``method``
+    is its own forward, or its shared method, which reads the parameters ``shared``."""
     with tape.originals() if shared else nullcontext():
         own = {name: module.get_parameter(name) for name in shared} or own_parameters(module)
         # A module around it may have a container of parameters in common with it (Uni-LoRA).
@@ -298,11 +284,9 @@ def _captured(
     tensors: Sequence[Tensor],
     masks: Sequence[Tensor],
 ) -> object:
-    """Return the output, wrapped so that backward notes its gradients.
-
-    What is computed from parameters and indices alone, with a first dimension of 1, is shared by
-    all examples and is expanded to the batch.
-    """
+    """Return the output, wrapped so that backward notes its gradients. What is computed from
+    parameters and indices alone, with a first dimension of 1, is shared by all examples and is
+    expanded to the batch."""
     outputs, output_spec = pytree.tree_flatten(output)
     for leaf in (*outputs, *call.parameters.values()):
         if isinstance(leaf, Tensor) and leaf.is_complex():
@@ -403,5 +387,5 @@ def _compare(alone: Tensor, together: Tensor, call: FallbackCall) -> None:
             return
     raise call.refusal(
         "and produces a different output for an example alone than in a batch: it mixes examples, "
-        "or its inputs do not have the examples in their first dimension",
+        "or its inputs do not have the examples in their first dimension"
     )

@@ -31,8 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp.clipping.gradients import Dense, OuterProducts, PerExampleGradient, Weights
-from hf_dp.clipping.products import outer_sums
-from hf_dp.clipping.rounding import accumulation_dtype, full_precision, zero_sum
+from hf_dp.clipping.rounding import accumulation_dtype, full_precision, outer_sums, zero_sum
 
 Uses = Mapping[nn.Parameter, Sequence[PerExampleGradient]]
 
@@ -64,10 +63,8 @@ class Weight:
 
 
 def compact(uses: Sequence[PerExampleGradient], shape: torch.Size) -> list[PerExampleGradient]:
-    """Return the gradients of one parameter's uses, explicit where that takes less memory.
-
-    A parameter used once is decided as soon as it is seen, by the same function.
-    """
+    """Return the gradients of one parameter's uses, explicit where that takes less memory. A
+    parameter used once is decided as soon as it is seen, by the same function."""
     outer = _outer(uses)
     if outer and _weight(outer).smaller:
         return made_explicit(uses, shape)
@@ -77,10 +74,8 @@ def compact(uses: Sequence[PerExampleGradient], shape: torch.Size) -> list[PerEx
 def make_explicit(
     uses: MutableMapping[nn.Parameter, list[PerExampleGradient]], spare: float
 ) -> None:
-    """Form gradients explicitly where that saves time, in place, as far as memory allows.
-
-    Explicit gradients may take ``spare`` bytes beyond the factors that they replace.
-    """
+    """Form gradients explicitly where that saves time, in place, as far as memory allows. Explicit
+    gradients may take ``spare`` bytes beyond the factors that they replace."""
     for parameter in worth_it(uses, spare):
         uses[parameter] = made_explicit(uses[parameter], parameter.shape)
 
@@ -118,10 +113,8 @@ def _factors(uses: Sequence[PerExampleGradient]) -> Iterator[Tensor]:
 
 
 def _weight(outer: Sequence[OuterProducts], owners: Mapping[int, int] | None = None) -> Weight:
-    """Return what the outer products of one weight take.
-
-    ``owners`` says how many weights share a factor, by its address; by default none is shared.
-    """
+    """Return what the outer products of one weight take. ``owners`` says how many weights share a
+    factor, by its address; by default none is shared."""
     (examples, _, height), width = outer[0].left.shape, outer[0].right.shape[2]
     factors = sum(
         each.numel() / (1 if owners is None else owners[each.data_ptr()])
@@ -166,9 +159,7 @@ def bundled(
     apart: Container[nn.Parameter],
 ) -> list[Bundle]:
     """Take every parameter with one small dense gradient out of ``uses``, except those ``apart``.
-
-    Return a bundle for each group, dtype and device.
-    """
+    Return a bundle for each group, dtype and device."""
     members: dict[tuple[int, torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter, (first, *others) in uses.items():
         small = not others and parameter.numel() <= _LARGEST and parameter not in apart

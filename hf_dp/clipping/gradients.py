@@ -28,8 +28,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_dp.clipping.products import Grams, LastOf, outer_norms
-from hf_dp.clipping.rounding import Norms, accumulation_dtype, squared_norms, unit
+from hf_dp.clipping.rounding import (
+    Grams,
+    LastOf,
+    Norms,
+    accumulation_dtype,
+    outer_norms,
+    squared_norms,
+    unit,
+)
 from hf_dp.errors import UnsupportedModelError
 
 _BLOCK = 2**22  # numbers of a product that are added to a wider total at once
@@ -41,10 +48,8 @@ _TERMS, _THIN, _ADDED = 2**13, 16, 64
 
 
 class Weights:
-    """One weight for each of b examples, ``values`` (b,).
-
-    ``scaled(vectors, dtype)`` returns vectors (b, T, d), each times the weight of its example.
-    """
+    """One weight for each of b examples, ``values`` (b,). ``scaled(vectors, dtype)`` returns
+    vectors (b, T, d), each times the weight of its example."""
 
     def __init__(self, values: Tensor):
         self.values = values
@@ -63,25 +68,19 @@ class PerExampleGradient(ABC):
 
     @abstractmethod
     def norms(self, grams: Grams | None = None) -> Norms:
-        """Return squared norms with their rounding error.
-
-        Gradients whose norms are taken one after the other share ``grams``.
-        """
+        """Return squared norms with their rounding error. Gradients whose norms are taken one after
+        the other share ``grams``."""
 
     @abstractmethod
     def add_weighted_sum(self, total: Tensor, weights: Weights) -> None:
-        """Add ``sum_i weights[i] * G_i`` to a total of the parameter's shape, in place.
-
-        The sum over the b examples is formed in float32 or better, and off by ``sum_i weights[i]
-        slack[i]`` at most, in norm. What adding it to the total rounds depends on the total's type.
-        """
+        """Add ``sum_i weights[i] * G_i`` to a total of the parameter's shape, in place. The sum
+        over the b examples is formed in float32 or better, and off by ``sum_i weights[i] slack[i]``
+        at most, in norm. What adding it to the total rounds depends on the total's type."""
 
     @abstractmethod
     def size(self) -> Tensor:
-        """Return the sum of the norms of the terms that each gradient is a sum of, (b,).
-
-        Padding adds nothing to it, and the form does not change it.
-        """
+        """Return the sum of the norms of the terms that each gradient is a sum of, (b,). Padding
+        adds nothing to it, and the form does not change it."""
 
     def slack(self) -> Tensor:
         """Return what rounds each example's part of the weighted sum (:class:`Norms`), (b,)."""
@@ -90,11 +89,9 @@ class PerExampleGradient(ABC):
 
     @abstractmethod
     def block(self, examples: slice, rows: slice, dtype: torch.dtype) -> Tensor:
-        """Return some rows of some examples' gradients, formed explicitly.
-
-        Both slices have start and stop inside their range. The shape is (examples, rows, n), with n
-        the product of the parameter's trailing dimensions.
-        """
+        """Return some rows of some examples' gradients, formed explicitly. Both slices have start
+        and stop inside their range. The shape is (examples, rows, n), with n the product of the
+        parameter's trailing dimensions."""
 
     def example_gradient(
         self, index: int, shape: torch.Size, dtype: torch.dtype = torch.float64
@@ -111,20 +108,15 @@ class PerExampleGradient(ABC):
         return math.prod(others, start=first)
 
     def keep_only(self, keep: Tensor) -> None:
-        """Set the gradients of examples with ``keep[i]`` False to zero.
-
-        Never by a product: 0 * NaN is NaN.
-        """
+        """Set the gradients of examples with ``keep[i]`` False to zero. Never by a product: 0 * NaN
+        is NaN."""
         for name in self.values:
             value = getattr(self, name)
             removed = ~keep.view(-1, *[1] * (value.dim() - 1))
             setattr(self, name, value.masked_fill(removed, 0))
 
     def of_units(self, rows: int) -> PerExampleGradient:
-        """Return the gradients of units: sums over each ``rows`` examples that follow each other.
-
-        Raises: UnsupportedModelError for a form that cannot be summed so.
-        """
+        """Return the gradients of units: sums over each ``rows`` examples in a row."""
         raise UnsupportedModelError(
             f"{type(self).__name__} cannot be summed over the rows of a unit. Set "
             "chunked_loss=False."
@@ -132,11 +124,9 @@ class PerExampleGradient(ABC):
 
 
 def of_units(values: Tensor, rows: int) -> Tensor:
-    """Return positions (b, T, ...) of examples as positions (b / rows, rows T, ...) of units.
-
-    Sums of outer products and of lookups over positions add up by joining the positions, so a unit
-    of k examples of T positions is one example of k T.
-    """
+    """Return positions (b, T, ...) of examples as positions (b / rows, rows T, ...) of units. Sums
+    of outer products and of lookups over positions add up by joining the positions, so a unit of k
+    examples of T positions is one example of k T."""
     return values.reshape(len(values) // rows, -1, *values.shape[2:])
 
 
@@ -151,10 +141,8 @@ def positions(tensor: Tensor, feature_dims: int = 1) -> Tensor:
 
 
 def summed(terms: Tensor, dtype: torch.dtype, dim: int = 1) -> Dense:
-    """Return per-example gradients that are sums of ``terms`` (b, ...) over one dimension.
-
-    The terms may cancel, and the order in which they are added depends on padding.
-    """
+    """Return per-example gradients that are sums of ``terms`` (b, ...) over one dimension. The
+    terms may cancel, and the order in which they are added depends on padding."""
     total = terms.sum(dim, dtype=dtype)
     if terms.shape[dim] == 1:
         return Dense(total)
@@ -236,12 +224,8 @@ class OuterProducts(PerExampleGradient):
 
 @dataclass
 class Lookups(PerExampleGradient):
-    """``G_i = sum_t onehot(tokens[i, t]) grads[i, t]^T``.
-
-    Args:
-        tokens: integers, (b, T).
-        grads: (b, T, n), zero at padding.
-    """
+    """``G_i = sum_t onehot(tokens[i, t]) grads[i, t]^T``; tokens (b, T), grads (b, T, n), which are
+    zero at padding."""
 
     values = ("grads",)
     tokens: Tensor

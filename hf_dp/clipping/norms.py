@@ -2,11 +2,28 @@
 
 Two uses of one parameter (a reused layer, a tied embedding) add their gradients, so the norm of the
 sum needs the inner product of every pair of uses.
+
+**From norms to clipping weights.** Adding or removing one example moves a weighted sum by at most
+C. Each clipping function gives one weight to each *group* of parameters of each example. With n_k
+the norm of group k and w_k its weight, the example's contribution is the concatenation of the
+``w_k G_k``, of norm ``sqrt(sum_k (w_k n_k)^2)``:
+
+* ``flat``, one group: ``w = min(1, C / n)``, so ``w n <= C`` (Abadi et al. 2016; Li et al.,
+  algorithm 1).
+* ``automatic``, one group: ``w = C / (n + gamma)``, so ``w n = C n / (n + gamma) < C`` (AUTO-S, Bu
+  et al. 2023, section 4). Every example is scaled, small gradients up: the learning rate is not
+  interchangeable with flat clipping's.
+* ``per_layer``, K groups: ``w_k = min(1, (C / sqrt(K)) / n_k)``, so the norm is at most
+  ``sqrt(K (C / sqrt(K))^2) = C`` (McMahan et al. 2018, section 2.3, all layers alike).
+
+A second norm may bound the weights further: the example's ``w_k`` is as if its norm were at least
+that one. :func:`hf_dp.plans.rounding.slack_cap` says why.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,16 +32,22 @@ from torch import Tensor, nn
 from hf_dp.clipping.chunked_loss import HeadGradients
 from hf_dp.clipping.forms import Uses, compact
 from hf_dp.clipping.gradients import Dense, Lookups, OuterProducts, PerExampleGradient
-from hf_dp.clipping.products import Grams, LastOf, dots, gram_blocks, outer_norms
-from hf_dp.clipping.rounding import Norms, accumulation_dtype, full_precision, unit
+from hf_dp.clipping.rounding import (
+    Grams,
+    LastOf,
+    Norms,
+    accumulation_dtype,
+    dots,
+    full_precision,
+    gram_blocks,
+    outer_norms,
+    unit,
+)
 from hf_dp.errors import UnsupportedLossError
 
 
 def inner_product(one: PerExampleGradient, other: PerExampleGradient) -> tuple[Tensor, Tensor]:
-    """Return ``<G_i, H_i>`` of each example, (b,), and a bound on its rounding error, (b,).
-
-    Raises: UnsupportedLossError for a head by blocks beside another linear layer.
-    """
+    """Return ``<G_i, H_i>`` of each example, (b,), and a bound on its rounding error, (b,)."""
     if isinstance(one, Dense) or isinstance(other, Dense):
         dense, factored = (one, other) if isinstance(one, Dense) else (other, one)
         assert isinstance(dense, Dense)
@@ -78,11 +101,8 @@ class ExampleNorms:
     A Gram sum can cancel: a true squared norm of 0.75 has come out as -0.72 in float32, and an
     example mistaken for a small one is left unclipped. So where the rounding error could exceed
     ``_TOLERANCE`` of an example's squared norm, :meth:`settle` computes the parameters responsible
-    again for that example, from its explicit gradient in float64.
-
-    Args:
-        groups: the group, 0..K-1, of each parameter; a group is clipped together.
-        examples: their number, b.
+    again for that example, from its explicit gradient in float64. A group of parameters, of which
+    there are K, is clipped together.
     """
 
     def __init__(self, groups: Mapping[nn.Parameter, int], examples: int):
@@ -114,14 +134,12 @@ class ExampleNorms:
         self._norms[parameter] = norms
 
     @torch.no_grad()
-    def certain(self, uses: Uses) -> Tensor:
-        """Return whether :meth:`settle` has nothing to do, a boolean of shape ().
-
-        An example is in doubt when the error is large relative to its group's norm so far:
-        parameters yet to come only add to the norm.
-        """
+    def in_doubt(self, uses: Uses) -> Tensor:
+        """Return whether :meth:`settle` has something to do, a boolean of shape (). An example is
+        in doubt when the error is large relative to its group's norm so far: parameters yet to come
+        only add to the norm."""
         doubts = [group.doubtful for group in self._groups_of(uses)]
-        return ~torch.cat(doubts).any() if doubts else torch.ones((), dtype=torch.bool)
+        return torch.cat(doubts).any() if doubts else torch.zeros((), dtype=torch.bool)
 
     def _groups_of(self, uses: Uses) -> list[_Group]:
         groups = sorted({self._groups[parameter] for parameter in uses})
@@ -182,10 +200,8 @@ class _Group:
 
     def settle(self, uses: Uses, index: int) -> None:
         """Replace the most doubtful squared norms of one example until the rest's error is small.
-
         One norm is replaced at a time: a large error can make the total look large, and a smaller
-        error harmless beside it.
-        """
+        error harmless beside it."""
         squared, error = self.squared[:, index], self.error[:, index]
         members = list(self.members)
         known = torch.tensor([p in uses for p in members], device=error.device)
@@ -214,9 +230,7 @@ class _Group:
 
 def norms_of(uses: Sequence[PerExampleGradient], grams: Grams | None = None) -> Norms:
     """Return the norms of one parameter's gradient, the sum over its uses.
-
-    ``|sum_u G_u|^2 = sum_u |G_u|^2 + 2 sum_{u<v} <G_u, G_v>``.
-    """
+    ``|sum_u G_u|^2 = sum_u |G_u|^2 + 2 sum_{u<v} <G_u, G_v>``."""
     if len(uses) == 1:
         return uses[0].norms(grams)
     parts = [use.norms(grams) for use in uses]
@@ -244,3 +258,38 @@ def gathered(uses: Sequence[PerExampleGradient], shape: torch.Size) -> list[PerE
         else:
             joined.append(use)
     return joined
+
+
+# AUTO-S's stability constant; its authors' default (Bu et al. 2023, section 4.2).
+AUTOMATIC_GAMMA = 0.01
+
+
+def clipping_weights(
+    clipping: str, norms: Tensor, clipping_norm: float, at_least: Tensor | None = None
+) -> Tensor:
+    """Return the weight of each group of each example, (K, b) as ``norms``.
+
+    Guarantee: for finite norms, ``sqrt(sum_k (weights[k] norms[k])^2) <= clipping_norm``, up to
+    one rounding; and the same of ``at_least``.
+
+    | norm (flat) | weight |
+    |-------------|--------|
+    | 0           | 1      |
+    | <= C        | 1      |
+    | > C         | C/norm |
+    | inf or NaN  | 0 in all groups (the caller also zeroes its gradients: 0 * NaN is NaN) |
+
+    Args:
+        clipping: one of :data:`hf_dp.plans.dp_sgd.CLIPPINGS`.
+        norms: (K, b), float.
+        clipping_norm: C > 0, in the units of the norms.
+        at_least: norms below which none counts, (K, b); None for 0.
+    """
+    if at_least is not None:
+        norms = torch.maximum(norms, at_least)
+    if clipping == "automatic":
+        weights = clipping_norm / (norms + AUTOMATIC_GAMMA)
+    else:
+        bound = clipping_norm / math.sqrt(len(norms))  # one group: C itself
+        weights = bound / norms.clamp_min(bound)
+    return torch.where(torch.isfinite(norms).all(0), weights, torch.zeros_like(weights))

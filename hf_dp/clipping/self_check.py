@@ -17,23 +17,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hf_dp.clipping.draws import Batch, PerExampleLoss, refuse_shared_draws
-from hf_dp.clipping.dropout import no_dropout
+from hf_dp.clipping import sharding
+from hf_dp.clipping.draws import Batch, PerExampleLoss, no_dropout, refuse_shared_draws
 from hf_dp.clipping.engine import ClippingEngine
+from hf_dp.clipping.norms import clipping_weights
 from hf_dp.clipping.rounding import squared_norms
-from hf_dp.clipping.sharding import (
-    averaged_gradients,
-    computing_dtypes,
-    held,
-    is_sharded,
-    of_all_shards,
-    of_one_process,
-    placed_as,
-    prepare_shards,
-    refuse_different_examples,
-    reshard,
-)
-from hf_dp.clipping.weights import clipping_weights
+from hf_dp.clipping.sharding import held
 from hf_dp.errors import HfDpError, SelfCheckError
 
 # For 16-bit forwards, whose products have three digits.
@@ -48,10 +37,8 @@ def per_example_gradients(
 
     This is the oracle: each takes one backward pass of plain autograd, which keeps the graph.
     Unused parameters get zeros. All passes share one graph, so an example that is not finite spoils
-    the others (0 * NaN is NaN): this is not fit for training.
-
-    Args:
-        losses: (b,), of a forward that ran without the engine.
+    the others (0 * NaN is NaN): this is not fit for training. The losses (b,) are of a forward that
+    ran without the engine.
     """
     for loss in losses:
         gradients = torch.autograd.grad(
@@ -92,9 +79,9 @@ def self_check(
         SelfCheckError: says what differed: a loss (it depends on neighbors or padding), a norm, a
             clipped sum, or a buffer that the forward changed; or what the examples draw together.
     """
-    sharded = is_sharded(model)
+    sharded = sharding.is_sharded(model)
     if sharded:
-        prepare_shards(model)
+        sharding.prepare_shards(model)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with _on_copies(per_example_loss) as loss, in_training(model), _moved(model, trainable):
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -114,7 +101,9 @@ def self_check(
                     norms = engine.backward(losses)
                     sums = engine.collect()
                     if sharded:
-                        refuse_different_examples([each.loss for each in singles], losses.device)
+                        sharding.refuse_different_examples(
+                            [each.loss for each in singles], losses.device
+                        )
                     _compare_losses(losses.detach().double(), expected, rtol)
                     _compare_norms(norms.double(), expected, rtol)
                     if batch is padded:
@@ -134,12 +123,8 @@ def refuse_notice_of_length(
     rtol: float | None = None,
 ) -> None:
     """Compare loss and gradient of a short example ``alone`` with those ``beside`` a longer one.
-
     The examples of :func:`self_check` are short, and some models do something else from a length
-    on: Llama 4 scales attention by places in the padded row, from 8,192 on.
-
-    Raises: SelfCheckError when they differ.
-    """
+    on: Llama 4 scales attention by places in the padded row, from 8,192 on."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with (
         _on_copies(per_example_loss) as loss,
@@ -156,18 +141,16 @@ def refuse_notice_of_length(
         raise SelfCheckError(
             f"A short made-up example has the loss {one.loss:.6g} and the gradient norm "
             f"{one.norm:.6g} alone; beside one as long as the longest row the loss is "
-            f"{other.loss:.6g}, and the gradient is {apart:.3g} away. So its gradient depends on "
-            "its neighbors: the model does something else from a length on. Truncate the rows to "
-            "less than that, pad on the right, or set per_device_train_batch_size=1."
+            f"{other.loss:.6g}, and the gradient is {apart:.3g} away: it depends on its neighbors "
+            "from a length on. Truncate the rows to less than that, pad on the right, or set "
+            "per_device_train_batch_size=1."
         )
 
 
 @contextmanager
 def _on_copies(per_example_loss: PerExampleLoss) -> Iterator[PerExampleLoss]:
-    """Let the loss change copies of its batches, and say what fails on which made-up rows.
-
-    A rule may meet a use of its layer that it cannot compute.
-    """
+    """Let the loss change copies of its batches, and say what fails on which made-up rows. A rule
+    may meet a use of its layer that it cannot compute."""
     tried: Mapping[str, object] = {}
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -187,19 +170,16 @@ def _on_copies(per_example_loss: PerExampleLoss) -> Iterator[PerExampleLoss]:
         raise SelfCheckError(
             f"Model, loss or clipping engine fail on made-up examples of shapes {shapes} "
             f"({type(problem).__name__}: {said}). If the model runs with them in eval mode, a "
-            "layer is used in a way that its clipping rule does not cover: the first dimension of "
-            "its input is not the examples, say, but windows of images. Freeze parts of the model "
-            "to find it, set gradient_checkpointing=False, or choose another model. If it runs "
-            "with one of them alone only, it takes rows that have something in common: make the "
-            "rows alike, or choose another model."
+            "layer's input does not have the examples in its first dimension (but windows of "
+            "images, say): freeze parts of the model to find it, or set "
+            "gradient_checkpointing=False. If it runs with one of them alone only, it takes rows "
+            "that have something in common: make the rows alike, or choose another model."
         ) from problem
 
 
 def _arrangements(padded: Batch, count: int) -> Iterator[tuple[Batch, list[int]]]:
-    """Yield the batch as it is, and repeated until it has as many examples as positions.
-
-    In the second, a tensor whose first dimension is the positions looks like one of examples.
-    """
+    """Yield the batch as it is, and repeated until it has as many examples as positions. In the
+    second, a tensor whose first dimension is the positions looks like one of examples."""
     yield padded, list(range(count))
     tokens = padded.get("input_ids") if isinstance(padded, Mapping) else None
     if isinstance(tokens, Tensor) and tokens.dim() == 2 and tokens.shape[1] != count:
@@ -215,10 +195,8 @@ def _arrangements(padded: Batch, count: int) -> Iterator[tuple[Batch, list[int]]
 
 
 def _compare_one(engine: ClippingEngine, losses: Callable[[], Tensor], examples: int) -> None:
-    """Back-propagate one example's loss alone; raise if any other example gets a gradient.
-
-    Not the first: what all share and is mistaken for its own would go unnoticed.
-    """
+    """Back-propagate one example's loss alone; raise if any other example gets a gradient. Not the
+    first: what all share and is mistaken for its own would go unnoticed."""
     for index in sorted({examples // 2, examples - 1} - {0}):
         values = losses()
         norms = engine.backward(values * (torch.arange(examples, device=values.device) == index))
@@ -228,18 +206,15 @@ def _compare_one(engine: ClippingEngine, losses: Callable[[], Tensor], examples:
             raise SelfCheckError(
                 f"The loss of synthetic example {index} alone gave example {other} a gradient norm "
                 f"of {float(norms[other]):.3g} in the clipping engine: the first dimension of a "
-                "layer's input is not the examples in their order (it is sorted, transposed, "
-                "packed or shared by all). Freeze parts of the model to find the layer, or give it "
-                "inputs with the examples in their first dimension."
+                "layer's input is not the examples in their order. Freeze parts of the model to "
+                "find the layer, or give it inputs with the examples in their first dimension."
             )
 
 
 @contextmanager
 def _moved(model: nn.Module, trainable: Mapping[str, nn.Parameter]) -> Iterator[None]:
     """Move trainable parameters a little: zeros (LoRA's B, gates) hide what is behind them.
-
-    Autocast around the check keeps 16-bit copies of them, which would not have moved.
-    """
+    Autocast around the check keeps 16-bit copies of them, which would not have moved."""
     values = {name: held(parameter.detach()).clone() for name, parameter in trainable.items()}
     torch.clear_autocast_cache()
     try:
@@ -247,11 +222,11 @@ def _moved(model: nn.Module, trainable: Mapping[str, nn.Parameter]) -> Iterator[
             for parameter in trainable.values():
                 generator = torch.Generator(parameter.device).manual_seed(0)
                 noise = torch.randn(parameter.shape, generator=generator, device=parameter.device)
-                noise = placed_as(parameter, noise.to(parameter.dtype))
+                noise = sharding.placed_as(parameter, noise.to(parameter.dtype))
                 held(parameter).add_(held(noise), alpha=_MOVE)
         yield
     finally:
-        reshard(model)
+        sharding.reshard(model)
         with torch.no_grad():
             for name, parameter in trainable.items():
                 held(parameter).copy_(values[name])
@@ -277,8 +252,8 @@ def _alone(
 ) -> _Expected:
     loss = per_example_loss(model, example)
     gradients = (
-        averaged_gradients(loss[0], trainable)
-        if is_sharded(model)
+        sharding.averaged_gradients(loss[0], trainable)
+        if sharding.is_sharded(model)
         else next(per_example_gradients(loss, trainable))
     )
     squares = _squared_norms(map(held, gradients.values()), [*gradients.values()])
@@ -295,12 +270,10 @@ def _alone(
 
 
 def _squared_norms(parts: Iterable[Tensor], of: Sequence[Tensor]) -> Tensor:
-    """Return squared norms (n,) in float64, without float64 copies.
-
-    Args: parts: what this process holds of each tensor. of: tensors that are placed as these are.
-    """
+    """Return squared norms (n,) in float64, without float64 copies, of tensors that are placed as
+    ``of`` are, of which this process holds ``parts``."""
     own = [squared_norms(part.reshape(1, -1))[0].double() for part in parts]
-    return of_all_shards(torch.stack(own), of)
+    return sharding.of_all_shards(torch.stack(own), of)
 
 
 def _compare_losses(losses: Tensor, expected: Sequence[_Expected], rtol: float) -> None:
@@ -341,7 +314,7 @@ def _compare_sums(
             for column, example in enumerate(expected):
                 weight = float(weights[groups[name], column])
                 exact.add_(held(example.gradients[name]), alpha=weight)
-            yield held(of_one_process(total)) - exact
+            yield held(sharding.of_one_process(total)) - exact
             yield exact
 
     of = [total for total in sums.values() for _ in ("error", "sum")]
@@ -374,7 +347,7 @@ def _refuse_changes(
 
 
 def _tolerance(model: nn.Module, trainable: Mapping[str, nn.Parameter]) -> float:
-    dtypes = {p.dtype for p in trainable.values()} | computing_dtypes(model)
+    dtypes = {p.dtype for p in trainable.values()} | sharding.computing_dtypes(model)
     autocast = any(torch.is_autocast_enabled(p.device.type) for p in trainable.values())
     if autocast or dtypes & {torch.bfloat16, torch.float16}:
         return AUTOCAST_TOLERANCE

@@ -7,11 +7,27 @@ a parameter by its module and its name, and keys everything by the DTensor.
 In the self-check all processes check the same synthetic examples. FSDP2's own backward then gives
 each process its shard of an example's gradient: the mean over processes, all of which have the
 same.
+
+**Running sums over all processes**, each of which keeps its shard. A weighted sum is formed from
+this process's examples at full size. It is added to those of other processes, and to the running
+sum, in float64 (:func:`hf_dp.clipping.rounding.zero_sum`). Two kinds of parameters differ in when
+it is reduced over the processes:
+
+* *scattered*: after every physical batch, one at a time, so that a process holds one sum of full
+  size;
+* *whole*: once, in :meth:`ShardedSums.collect`, all in one flat tensor. These are the smallest
+  parameters, as many as together are negligible beside what a layer needs anyway.
+
+Every process must take part in every reduction, in the same order. Which parameters a physical
+batch used may depend on its data (experts), so the processes first agree on that.
+
+FSDP2's own function for gradients is not public, and DTensor's copies a tensor whole first. Here it
+travels in pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,6 +43,8 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
+from hf_dp.clipping.rounding import accumulation_dtype, zero_sum
+from hf_dp.distributed.processes import bucket_numbers, reduce_scatter
 from hf_dp.errors import SelfCheckError, UnsupportedModelError
 
 
@@ -56,27 +74,22 @@ def prepare_shards(model: nn.Module) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let modules hold their sharded parameters again.
-
-    A forward without a backward leaves the outermost ones whole, with values that the next
-    optimizer step does not change.
-    """
+    """Let modules hold their sharded parameters again. A forward without a backward leaves the
+    outermost ones whole, with values that the next optimizer step does not change."""
     for module in managed_modules(model):
         module.reshard()
 
 
 def passed_on(output: Tensor, module: nn.Module) -> Tensor:
-    """Return an output of ``module`` for an autograd function to return as its own.
-
-    A view, but of a module that ``fully_shard`` was called on a copy: FSDP2 warns of views there.
-    """
+    """Return an output of ``module`` for an autograd function to return as its own. A view, but of
+    a module that ``fully_shard`` was called on a copy: FSDP2 warns of views there."""
     return output.clone() if isinstance(module, FSDPModule) else output.view_as(output)
 
 
 def reset_shards(model: nn.Module) -> None:
     """Let a model start again after an error within its forward or backward."""
     inner = {
-        each for outer in managed_modules(model) for each in list(_module(outer).modules())[1:]
+        each for outer in managed_modules(model) for each in list(module_of(outer).modules())[1:]
     }
     for module in managed_modules(model):
         if module not in inner and hasattr(module, "reset_iter_state"):  # torch >= 2.13
@@ -84,76 +97,12 @@ def reset_shards(model: nn.Module) -> None:
     reshard(model)
 
 
-def refuse_parallelism(model: nn.Module) -> None:
-    """Raise for parameters spread over processes in any way but FSDP2's, which it names."""
-    managed = {id(p) for outer in managed_modules(model) for p in _module(outer).parameters()}
-    seen: set[type] = set()
-    meshes: dict[object, str] = {}
-    for name, module in model.named_modules():
-        if type(module) not in seen:  # once for each class: every step asks
-            seen.add(type(module))
-            bases = {base.__name__ for base in type(module).__mro__}
-            for wrapper, why in _WRAPPERS.items():
-                if wrapper in bases:
-                    raise _refusal(f"`{name}`" if name else "The model", why)
-        for key, parameter in module._parameters.items():
-            whole = f"{name}.{key}" if name else key
-            if hasattr(parameter, "ds_id"):
-                raise _refusal(repr(whole), _WRAPPERS["DeepSpeedEngine"])
-            if isinstance(parameter, DTensor):
-                _refuse_placement(whole, parameter, managed=id(parameter) in managed)
-                meshes.setdefault(parameter.device_mesh, whole)
-    if len(meshes) > 1:
-        first, second, *_ = meshes.values()
-        raise _refusal(
-            f"{first!r} and {second!r}",
-            "are sharded over different meshes (expert parallelism?), so their processes see "
-            "different examples",
-        )
-
-
-_WRAPPERS = {
-    "FullyShardedDataParallel": "is wrapped in FullyShardedDataParallel (FSDP1), which joins "
-    "parameters of many layers in one flat tensor, so no layer sees its own",
-    "DeepSpeedEngine": "belongs to DeepSpeed, whose own backward reduces gradients over processes "
-    "before any example's is clipped",
-}
-
-
-def _refusal(what: str, why: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{what} {why}. Use FSDP2 alone, which shards as ZeRO-3 does: "
-        "torch.distributed.fsdp.fully_shard, or fsdp_version: 2 in accelerate's configuration, "
-        "with one mesh over all processes, or one of two dimensions (replicate, shard)."
-    )
-
-
-def _refuse_placement(name: str, parameter: DTensor, managed: bool) -> None:
-    mesh, (*before, last) = parameter.device_mesh, parameter.placements
-    # FSDP2 has one dimension that shards, after one that replicates (HSDP). A second one that
-    # shards, or a strided shard, is tensor parallelism.
-    of_fsdp = type(last) is Shard and all(each.is_replicate() for each in before)
-    if not (managed and of_fsdp):
-        why = (
-            f"is a DTensor placed as {parameter.placements} on a mesh of shape "
-            f"{tuple(mesh.shape)}, which is not how fully_shard places data-parallel parameters: "
-            "with tensor, sequence, expert or pipeline parallelism a process sees only a part of "
-            "each example's gradient, so its norm is not known"
-        )
-        raise _refusal(repr(name), why)
-    if mesh.size() != dist.get_world_size():
-        over = f"over {mesh.size()} of {dist.get_world_size()} processes"
-        raise _refusal(repr(name), f"is sharded {over}, so no sum over all processes is formed")
-
-
 def refuse_shards_within(
     module: nn.Module, described: str, own: Collection[str], only_own: bool = False
 ) -> None:
     """Raise for a module to be run again by example that contains modules sharded by themselves.
-
     Each run would gather them, for as many examples as this process happens to have. ``own`` names
-    the trainable parameters in question; ``only_own`` says that the run reads no others.
-    """
+    the trainable parameters in question; ``only_own`` says that the run reads no others."""
     inside = [
         name
         for name, each in module.named_modules()
@@ -169,16 +118,14 @@ def refuse_shards_within(
         )
 
 
-def _module(module: FSDPModule) -> nn.Module:
+def module_of(module: FSDPModule) -> nn.Module:
     assert isinstance(module, nn.Module)
     return module
 
 
 def averaged_gradients(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return the gradient of one loss by a plain backward, sharded as the parameters are.
-
-    No parameter has or keeps a ``.grad``. Unused parameters get zeros.
-    """
+    """Return the gradient of one loss by a plain backward, sharded as the parameters are. No
+    parameter has or keeps a ``.grad``. Unused parameters get zeros."""
     loss.backward()  # type: ignore[no-untyped-call]
     gradients = {}
     for name, parameter in parameters.items():
@@ -224,7 +171,7 @@ def computing_dtypes(model: nn.Module) -> set[torch.dtype]:
     found = set()
     for module in managed_modules(model):
         module.unshard()
-        found |= {p.dtype for p in _module(module).parameters() if not isinstance(p, DTensor)}
+        found |= {p.dtype for p in module_of(module).parameters() if not isinstance(p, DTensor)}
         module.reshard()
     return found
 
@@ -241,3 +188,158 @@ def refuse_different_examples(losses: Sequence[float], device: torch.device) -> 
             f"between {least.tolist()} and {most.tolist()}. Give self_check the same examples in "
             "every process."
         )
+
+
+def scattered(parameter: DTensor, total: Tensor) -> DTensor:
+    """Return the sum of all processes' totals, each of the parameter's full shape, in float64 and
+    placed as the parameter. Of its mesh the last dimension shards."""
+    mesh = parameter.device_mesh
+    (shard,) = (each for each in parameter.placements if isinstance(each, Shard))
+    count = mesh.size(mesh.ndim - 1)
+    rows = _by_owner(total, shard.dim, count)
+    own = total.new_empty(rows.shape[1], dtype=torch.float64)
+    step = max(1, bucket_numbers(own) // count)
+    for part, columns in zip(own.split(step), rows.split(step, 1), strict=True):
+        flat = columns.contiguous().view(-1)
+        reduce_scatter(part, flat, group=mesh.get_group(mesh.ndim - 1))
+    for dimension in range(mesh.ndim - 1):  # replicas exchange shards and not the whole
+        dist.all_reduce(own, group=mesh.get_group(dimension))
+    # Without what the shard was filled up with:
+    shape = parameter.to_local().movedim(shard.dim, 0).shape
+    local = own[: shape.numel()].view(shape).movedim(0, shard.dim).contiguous()
+    return DTensor.from_local(
+        local,
+        mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _by_owner(total: Tensor, dimension: int, count: int) -> Tensor:
+    """Return a row for each of ``count`` shards, those at the end filled up with zeros."""
+    slices = total.movedim(dimension, 0)
+    each = -(-len(slices) // count)
+    if len(slices) < count * each:
+        padding = slices.new_zeros(count * each - len(slices), *slices.shape[1:])
+        slices = torch.cat([slices, padding])
+    return slices.reshape(count, -1)
+
+
+# Numbers that the sums of whole parameters may hold on a process, together: 128 MiB in float32.
+_WHOLE = 2**25
+
+
+class ShardedSums:
+    """The sums of sharded parameters; sums of the others and of whole ones are kept elsewhere."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]):
+        self._sharded = [p for p in parameters if isinstance(p, DTensor)]
+        self._scattered = reduced_each_batch(self._sharded)
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._device: torch.device | None = None  # that of the examples; None before any
+        self._due: dict[nn.Parameter, None] = {}
+        self._held: dict[nn.Parameter, Tensor] = {}
+        self._alike = False
+
+    def __contains__(self, parameter: object) -> bool:
+        """Return whether sums of this parameter are reduced after every physical batch."""
+        return parameter in self._scattered
+
+    def expect(self, used: Collection[nn.Parameter], device: torch.device) -> list[nn.Parameter]:
+        """Agree which scattered parameters any process adds to now; return them, in order."""
+        self._device = device
+        self._due, self._held, self._alike = {}, {}, True
+        if self._scattered:
+            here = torch.tensor([p in used for p in self._scattered], device=device)
+            either = torch.stack([here, ~here]).int()
+            _reduce(either, self._mesh(), dist.ReduceOp.MAX)
+            anywhere, not_everywhere = either.bool().tolist()
+            self._due = {p: None for p, yes in zip(self._scattered, anywhere, strict=True) if yes}
+            pairs = zip(anywhere, not_everywhere, strict=True)
+            self._alike = not any(yes and no for yes, no in pairs)
+        return list(self._due)
+
+    def add(self, parameter: nn.Parameter, total: Tensor | None) -> None:
+        """Reduce this process's weighted sum (None for zeros) over the processes, and add the shard
+        it keeps."""
+        assert isinstance(parameter, DTensor)
+        del self._due[parameter]
+        self._held.pop(parameter, None)
+        if total is None:
+            dtype = accumulation_dtype(parameter.dtype)
+            total = torch.zeros(parameter.shape, dtype=dtype, device=self._device)
+        reduced = scattered(parameter, total)
+        known = self._sums.get(parameter)
+        self._sums[parameter] = reduced if known is None else known.add_(reduced)
+
+    def add_during_backward(self, parameter: nn.Parameter, total: Tensor) -> None:
+        """Do as :meth:`add`, in a backward pass, between collectives of FSDP2 itself. Their order
+        is the same everywhere if all processes use the same parameters. Else the sum is held until
+        :meth:`finish`."""
+        if self._alike:
+            self.add(parameter, total)
+        else:
+            self._held[parameter] = total
+
+    def finish(self) -> None:
+        """Add what is due and was not added yet."""
+        for parameter in list(self._due):
+            self.add(parameter, self._held.get(parameter))
+
+    def collect(self, local: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+        """Return the sums of all sharded parameters as DTensors placed as they are; reset.
+        ``local`` holds this process's sums of whole parameters."""
+        sums, self._sums = self._sums, {}
+        if self._device is not None:  # else no process has run anything
+            whole = [p for p in self._sharded if p not in self._scattered]
+            sums |= self._reduced(whole, local)
+        self._device = None
+        return {p: sums[p].to(p.device) if p in sums else _zeros(p) for p in self._sharded}
+
+    def _reduced(
+        self, parameters: Sequence[nn.Parameter], local: Mapping[nn.Parameter, Tensor]
+    ) -> dict[nn.Parameter, Tensor]:
+        """Return sums of parameters over all processes, by one reduction."""
+        if not parameters:
+            return {}
+        assert self._device is not None
+        flat = zero_sum([sum(p.numel() for p in parameters)], self._device)
+        parts = flat.split([p.numel() for p in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            if parameter in local:
+                part.copy_(local[parameter].flatten())
+        _reduce(flat, self._mesh(), dist.ReduceOp.SUM)
+        return {
+            parameter: placed_as(parameter, part.view(parameter.shape)).clone()
+            for parameter, part in zip(parameters, parts, strict=True)
+        }
+
+    def _mesh(self) -> DeviceMesh:
+        return self._sharded[0].device_mesh  # one for all: refuse_parallelism
+
+
+def reduced_each_batch(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, None]:
+    """Return the *scattered* ones of trainable parameters: all but the smallest, which together
+    have a limited number of numbers."""
+    parameters = list(parameters)
+    ordered = sorted(parameters, key=lambda p: p.numel())
+    left = _WHOLE
+    small = set()
+    for parameter in ordered:
+        left -= parameter.numel()
+        if left < 0:
+            break
+        small.add(parameter)
+    return {parameter: None for parameter in parameters if parameter not in small}
+
+
+def _reduce(tensor: Tensor, mesh: DeviceMesh, operation: dist.ReduceOp.RedOpType) -> None:
+    """Reduce over all processes of a mesh, in place, one dimension of it after the other."""
+    for dimension in range(mesh.ndim):
+        dist.all_reduce(tensor, operation, group=mesh.get_group(dimension))
+
+
+def _zeros(parameter: DTensor) -> Tensor:
+    return torch.zeros_like(parameter.detach(), dtype=torch.float64)

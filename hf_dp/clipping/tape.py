@@ -19,15 +19,6 @@ Sink = Callable[[nn.Parameter, PerExampleGradient], None]
 See = Callable[[Sequence[Tensor], Tensor], None]  # of tensors that were kept, and a gradient
 
 
-class Call(Protocol):
-    """One forward of a module without a rule, differentiated by example after backward."""
-
-    output_grads: dict[int, Tensor]
-
-    def differentiate(self) -> None:
-        """Capture the gradients of the module's own parameters; free what the call kept."""
-
-
 def tape_of(module: nn.Module) -> Tape | None:
     """Return the tape that this module's gradients are handed to; None outside an engine."""
     inside = getattr(module.__dict__.get("forward"), "__func__", None)
@@ -54,7 +45,8 @@ class Tape:
     def __init__(self, names: Mapping[nn.Module, str] | None = None, sharded: bool = False) -> None:
         self.examples: int | None = None  # the batch size that the model's own forward saw
         self.bypassed = False  # while modules run their own forwards
-        self.calls: list[Call] = []  # those that received output gradients
+        # What runs after a backward pass, for each module without a rule that it reached.
+        self.after: dict[object, Callable[[], None]] = {}
         self._forwards: list[nn.Parameter | None] = []  # what the forward used, once for each use
         self._batches: set[tuple[int, int]] = set()  # first dimension and positions it worked on
         self.sharded = sharded
@@ -68,14 +60,12 @@ class Tape:
     @contextmanager
     def capturing(self, examples: int, sink: Sink, rows_per_unit: int = 1) -> Iterator[None]:
         """Hand what a backward pass over ``examples`` per-example losses meets inside to a sink."""
-        self._open_for, self._sink, self.calls = examples, sink, []
+        self._open_for, self._sink, self.after = examples, sink, {}
         self.rows_per_unit = rows_per_unit
         try:
             yield
         finally:
-            for call in self.calls:
-                call.output_grads.clear()
-            self._open_for, self._sink, self.calls = None, None, []
+            self._open_for, self._sink, self.after = None, None, {}
 
     @contextmanager
     def originals(self) -> Iterator[None]:
@@ -99,10 +89,8 @@ class Tape:
         return known
 
     def note_forward(self, module: nn.Module, *names: str) -> None:
-        """Count one use of parameters of ``module`` in a forward.
-
-        Not when checkpointing runs the forward again in backward.
-        """
+        """Count one use of parameters of ``module`` in a forward. Not when checkpointing runs the
+        forward again in backward."""
         if self._open_for is None and torch.is_grad_enabled():
             self._forwards += [self._slots.get((module, name)) for name in names]
 
@@ -126,10 +114,7 @@ class Tape:
         self._batches.clear()
 
     def expected_examples(self) -> int:
-        """Return how many examples this backward pass has.
-
-        Raises: UnaccountedGradientError outside ``engine.backward``.
-        """
+        """Return how many examples this backward pass has; there is none outside the engine's."""
         if self._open_for is None:
             raise UnaccountedGradientError(
                 "backward() was called on a model inside a ClippingEngine, so no gradient was "
@@ -145,8 +130,6 @@ class Tape:
         :func:`~hf_dp.clipping.self_check` finds those that are not. Vectors selected by value, such
         as those of masked tokens, are ordered by example but not equally many for each: T must be a
         number of positions that the forward had.
-
-        Raises: UnsupportedModelError for any other shape.
         """
         examples = self.expected_examples()
         if tensor.dim() >= 1 and tensor.shape[0] == examples:
@@ -168,9 +151,7 @@ class Tape:
 
     def refuse_parameter(self, module: nn.Module, input: Tensor | None) -> None:
         """Raise for a module applied to a parameter: what it computes belongs to no example.
-
-        DeBERTa normalizes its table of relative positions in this way.
-        """
+        DeBERTa normalizes its table of relative positions in this way."""
         if isinstance(input, nn.Parameter):
             raise UnsupportedModelError(
                 f"{self.describe(module)} is applied to a parameter of shape {tuple(input.shape)}, "
@@ -186,12 +167,8 @@ class Tape:
     def capture(
         self, module: nn.Module, name: str, use: PerExampleGradient | Tensor, by_unit: bool = False
     ) -> None:
-        """Hand over what one use by ``module`` gave its parameter of this name.
-
-        Args:
-            use: a tensor is the per-example gradient itself, (b, *parameter.shape).
-            by_unit: whether ``use`` holds one gradient a unit already, and not one an example.
-        """
+        """Hand over what one use by ``module`` gave its parameter of this name: one gradient an
+        example, or (``by_unit``) one a unit already. A tensor is the gradient itself."""
         parameter = self._slots.get((module, name))
         if parameter is None:
             raise UnaccountedGradientError(
@@ -236,12 +213,9 @@ def seen_in_backward(
     see: See,
     *kept: Tensor | None,
 ) -> Tensor:
-    """Return an output whose backward calls ``see`` with ``kept`` and the output's gradient.
-
-    Args:
-        anchor: a parameter of the module, an input so that backward comes here in any case.
-        as_own: returns the output as one that an autograd function may return.
-    """
+    """Return an output whose backward calls ``see`` with ``kept`` and the output's gradient. The
+    ``anchor``, a parameter of the module, is an input so that backward comes here in any case;
+    ``as_own`` returns the output as one that an autograd function may return."""
     seen: Tensor = _Seen.apply(output, anchor, as_own, see, *kept)
     return seen
 

@@ -19,7 +19,7 @@ from hf_dp import losses
 from hf_dp.batches.padding import Padding
 from hf_dp.batches.structure import Batch, Example, Layout, numbers
 from hf_dp.clipping import self_check
-from hf_dp.clipping.dropout import no_dropout
+from hf_dp.clipping.draws import no_dropout
 from hf_dp.clipping.self_check import AUTOCAST_TOLERANCE, in_training, refuse_notice_of_length
 from hf_dp.clipping.sharding import is_sharded, reshard
 from hf_dp.errors import UnsupportedLossError

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_dp._borrowed.models import forward_without_autocast
+from hf_dp._borrowed import forward_without_autocast
 from hf_dp._validate import invalid
 from hf_dp._version import __version__
 from hf_dp.clipping.rounding import full_precision, product_precision

@@ -23,11 +23,10 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 
-from hf_dp._borrowed.models import attention_of
+from hf_dp._borrowed import attention_of
 from hf_dp.clipping import register_rule
 from hf_dp.clipping.gradients import Lookups, positions
-from hf_dp.clipping.products import outer_sums
-from hf_dp.clipping.rounding import accumulation_dtype
+from hf_dp.clipping.rounding import accumulation_dtype, outer_sums
 from hf_dp.clipping.rules.rule import Found, Use
 from hf_dp.errors import DataError, UnsupportedModelError
 from hf_dp.losses import register_model_class

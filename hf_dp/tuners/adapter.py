@@ -16,7 +16,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from hf_dp._borrowed.peft_methods import register_method
+from hf_dp._borrowed import register_method
 from hf_dp._validate import integer, invalid, one_of
 from hf_dp.errors import UnsupportedModelError
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_dp._validate import integer, invalid, positive
-from hf_dp.clipping.low_rank import LEFT, RIGHT, Carriers, LowRankEngine
+from hf_dp.clipping.partial_gradients import LEFT, RIGHT, Carriers, LowRankEngine
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.tuners.base import ConfiguredTuner, Run, describe_training, serves
 from hf_dp.tuners.selection import InPlace, SelectionConfig, register

@@ -29,7 +29,7 @@ from peft.tuners.tuners_utils import BaseTuner
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import Tensor, nn
 
-from hf_dp._borrowed.peft_methods import register_method
+from hf_dp._borrowed import register_method
 from hf_dp._validate import in_unit_interval, invalid
 from hf_dp.errors import ConfigError, UnsupportedModelError
 from hf_dp.plans.selection import SelectionPlan

@@ -21,7 +21,7 @@ from transformers import TrainingArguments
 
 from hf_dp._validate import invalid
 from hf_dp.clipping import ClippingEngine
-from hf_dp.clipping.masked import MaskedEngine
+from hf_dp.clipping.partial_gradients import MaskedEngine
 from hf_dp.plans.selection import SelectionPlan
 from hf_dp.run.clock import SELECTION
 from hf_dp.run.private_run import PrivateRun

@@ -171,10 +171,8 @@ DROPOUT += [(name, False) for name in ("albert", "mpnet", "convnext", "bert_mask
 
 @pytest.mark.parametrize(("name", "checkpointing"), DROPOUT)
 def test_fixed_dropout_masks_give_the_same_sums(name, checkpointing):
-    """Compare with plain autograd on the same masks.
-
-    The masks are those of one forward of the whole batch, so the strategies also equal each other.
-    """
+    """Compare with plain autograd on the same masks. The masks are those of one forward of the
+    whole batch, so the strategies also equal each other."""
     architecture = ARCHITECTURES[name]
     model = architecture.build(dropout=0.5)
     batch = collate(model, architecture.examples(model, (5, 2, 3)))
@@ -227,7 +225,7 @@ def test_float32_norms(name, device):
 
 # One for each rule: Linear, Embedding and LayerNorm; Conv1D and ties; RMSNorm; scaled, shifted, (T,
 # T) look-ups; flattened positions; convolutions; bare parameters; a bias tied to a module without a
-# rule; label words. (The others: test_nonfinite.py.)
+# rule; label words. (The others: test_exactness.py.)
 EACH_RULE = [
     "bert", "gpt2_tied", "llama", "gemma3", "opt", "mpnet", "t5", "bart", "bert_masked_lm", "vit", "dinov2", "convnext",
     "infilling_bert",
@@ -314,11 +312,9 @@ RELATIVE: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
 @pytest.mark.parametrize("shared", [False, True], ids=["own projections", "shared projections"])
 @pytest.mark.parametrize("trains", RELATIVE)
 def test_deberta_with_relative_attention(trains, shared, lengths):
-    """`rel_embeddings.weight` is used outside its module.
-
-    Projections run on (1, 2k, H) rows that belong to no example. With two buckets the table has four
-    rows, as many as one of the batches has examples; only their number says otherwise.
-    """
+    """`rel_embeddings.weight` is used outside its module. Projections run on (1, 2k, H) rows that
+    belong to no example. With two buckets the table has four rows, as many as one of the batches
+    has examples; only their number says otherwise."""
     architecture = Architecture(relative_deberta, "classification")
     frozen, options = RELATIVE[trains]
     model = relative_deberta(share_att_key=shared, **options)

@@ -43,13 +43,7 @@ def lora() -> Any:
     return get_peft_model(llama(), config)
 
 
-MODELS = {
-    "tied": gpt2,
-    "untied": llama,
-    "bias": with_bias,
-    "frozen": frozen_head,
-    "lora": lora,
-}
+MODELS = {"tied": gpt2, "untied": llama, "bias": with_bias, "frozen": frozen_head, "lora": lora}
 
 
 @pytest.fixture(autouse=True)

@@ -7,22 +7,13 @@ import math
 import models
 import pytest
 import torch
-from models import (
-    SHORT,
-    alone,
-    assert_same_sums,
-    batch_for,
-    clip_losses,
-    norm_of,
-    own_loss,
-    rows,
-)
+from models import SHORT, alone, assert_same_sums, batch_for, clip_losses, norm_of, own_loss, rows
 from torch import nn
 
 from hf_dp.clipping import ClippingEngine, self_check
-from hf_dp.clipping import weights as weights_module
+from hf_dp.clipping import norms as norms_module
 from hf_dp.clipping.engine import STRATEGIES
-from hf_dp.clipping.weights import AUTOMATIC_GAMMA, clipping_weights
+from hf_dp.clipping.norms import AUTOMATIC_GAMMA, clipping_weights
 from hf_dp.errors import SelfCheckError
 from hf_dp.losses import per_example_loss
 from hf_dp.plans.dp_sgd import CLIPPINGS
@@ -144,7 +135,7 @@ def test_the_self_check_knows_every_function(clipping, strategy):
 
 def test_planted_layers_clipped_to_the_whole_norm_are_seen(monkeypatch):
     """C for each layer instead of C / sqrt(K): a sensitivity of sqrt(K) C."""
-    monkeypatch.setattr(weights_module.math, "sqrt", lambda x: 1.0)
+    monkeypatch.setattr(norms_module.math, "sqrt", lambda x: 1.0)
     norms = torch.full((9, 1), 5.0)
     assert float((clipping_weights("per_layer", norms, 0.1) * norms).square().sum().sqrt()) > 0.29
 

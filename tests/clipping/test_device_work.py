@@ -32,7 +32,8 @@ WIDE = {"hidden_size": 64, "intermediate_size": 256}
 
 
 def gpt2(layers: int) -> Any:
-    return models.gpt2(dtype=torch.float32, n_layer=layers, n_embd=64, n_inner=256, use_cache=False)
+    sizes = {"n_layer": layers, "n_embd": 64, "n_inner": 256}
+    return models.gpt2(0.1, torch.float32, use_cache=False, **sizes)
 
 
 def gpt2_lora(layers: int) -> Any:
@@ -41,7 +42,7 @@ def gpt2_lora(layers: int) -> Any:
 
 
 MODELS: dict[str, Callable[[int], Any]] = {
-    "bert": lambda layers: models.bert(dtype=torch.float32, num_hidden_layers=layers, **WIDE),
+    "bert": lambda layers: models.bert(0.1, torch.float32, num_hidden_layers=layers, **WIDE),
     "gpt2": gpt2,
     "llama": lambda layers: models.llama(
         dtype=torch.float32, num_hidden_layers=layers, use_cache=False, **WIDE
@@ -155,11 +156,7 @@ def test_engine_and_step_stay_on_the_device(name, strategy, autocast_knows_meta)
 def test_a_step_of_the_trainer_stays_on_the_device(tmp_path, monkeypatch, autocast_knows_meta):
     """Clipping, noise and what the Trainer gets; looking over rows and checking values need a CPU."""
     made = tiny.trainer(
-        tmp_path,
-        max_steps=3,
-        logging_nan_inf_filter=False,
-        save_strategy="no",
-        optim="adamw_torch",
+        tmp_path, max_steps=3, logging_nan_inf_filter=False, save_strategy="no", optim="adamw_torch"
     )
     for shared in (PartialState, AcceleratorState):
         monkeypatch.setitem(shared._shared_state, "device", torch.device("meta"))

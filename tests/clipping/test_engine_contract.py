@@ -367,10 +367,8 @@ def test_time_first_input_is_refused_by_shape():
 @pytest.mark.parametrize("kind", ["hook", "parametrization"])
 @pytest.mark.parametrize("examples", [2, 3])
 def test_weight_norm_is_exact_or_refused(kind, examples):
-    """Its weight is computed again at each forward.
-
-    The plain rule would clip and sum a gradient that belongs to no parameter.
-    """
+    """Its weight is computed again at each forward. The plain rule would clip and sum a gradient
+    that belongs to no parameter."""
     from torch.nn.utils import parametrizations, weight_norm
 
     torch.manual_seed(0)
@@ -394,10 +392,8 @@ def test_weight_norm_is_exact_or_refused(kind, examples):
 
 @pytest.mark.parametrize("name", ["bert", "gpt2_tied", "llama"])
 def test_contributions_under_bf16_autocast(name):
-    """One example moves the sum by at most C.
-
-    Norms are those of the numbers that are summed, and sums are float64.
-    """
+    """One example moves the sum by at most C. Norms are those of the numbers that are summed, and
+    sums are float64."""
     model = BUILDERS[name](dtype=torch.float32)
     batch = batch_for(model, (30, 7, 30, 2))
     clipping_norm = 0.05

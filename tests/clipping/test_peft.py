@@ -23,7 +23,16 @@ from architectures import (
     together,
     token_mean,
 )
-from models import VOCABULARY, Batch, Expected, assert_same_sums, loop, single
+from models import (
+    VOCABULARY,
+    Batch,
+    Expected,
+    Net,
+    assert_net_exact,
+    assert_same_sums,
+    loop,
+    single,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -150,10 +159,8 @@ def batch_loss(model: Any, batch: Batch) -> Tensor:
 
 
 def own_loss(model: Any, example: Batch) -> Tensor:
-    """Return one example's loss, written out for some classes.
-
-    AdaLoRA adds a penalty on its weights to the model's own loss.
-    """
+    """Return one example's loss, written out for some classes. AdaLoRA adds a penalty on its
+    weights to the model's own loss."""
     if example["labels"].dim() == 1:
         inputs = {name: value for name, value in example.items() if name != "labels"}
         return F.cross_entropy(model(**inputs).logits, example["labels"])
@@ -312,10 +319,8 @@ def test_a_frozen_module_has_its_own_forward_inside(strategy):
 
 
 class Int8Linear(nn.Module):
-    """A layer as bitsandbytes' look to the engine.
-
-    Its integer weight is dequantized in the forward and never trained.
-    """
+    """A layer as bitsandbytes' look to the engine. Its integer weight is dequantized in the forward
+    and never trained."""
 
     def __init__(self, inputs: int, outputs: int, as_parameter: bool):
         super().__init__()
@@ -342,32 +347,26 @@ class Adapted(nn.Module):
         return self.base(value) + 2 * self.up(self.down(value))
 
 
-class QuantizedModel(nn.Module):
-    def __init__(self, as_parameter: bool):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 8).requires_grad_(False)
-        self.first, self.second = Adapted(8, 8, as_parameter), Adapted(8, 8, as_parameter)
-        self.norm, self.head = nn.LayerNorm(8).requires_grad_(False), nn.Linear(8, 3)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        value = self.embedding(input_ids)
-        value = value + torch.tanh(self.first(value))
-        value = torch.softmax(value @ value.mT, -1) @ self.second(self.norm(value))
-        return self.head(value).mean(1).square().sum(1)
+def quantized(net: Any, input_ids: Tensor) -> Tensor:
+    value = net.embedding(input_ids)
+    value = value + torch.tanh(net.first(value))
+    value = torch.softmax(value @ value.mT, -1) @ net.second(net.norm(value))
+    return net.head(value).mean(1).square().sum(1)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("as_parameter", [False, True], ids=["buffer", "parameter"])
 def test_adapters_on_a_quantized_base(as_parameter, strategy):
     torch.manual_seed(0)
-    model = QuantizedModel(as_parameter)
+    frozen = {"embedding": nn.Embedding(VOCABULARY, 8), "norm": nn.LayerNorm(8)}
+    for part in frozen.values():
+        part.requires_grad_(False)
+    first, second = Adapted(8, 8, as_parameter), Adapted(8, 8, as_parameter)
+    model = Net(quantized, **frozen, first=first, second=second, head=nn.Linear(8, 3))
     for part in model.modules():
         if not list(part.children()) and not isinstance(part, Int8Linear):
             part.double()  # model.double() leaves integers, but says so for buffers only
-    tokens = torch.randint(0, VOCABULARY, (4, 6))
-    expected = loop(model, tokens.split(1), loss=lambda m, row: m(row)[0])
     before = state(model)
-    found = clipped(model, tokens, expected.clipping_norm, strategy, loss=lambda m, rows: m(rows))
-    assert_equal(*found, expected)
+    assert_net_exact(model, torch.randint(0, VOCABULARY, (4, 6)), strategy)
     assert_untouched(model, before)
     assert model.first.base.weight.dtype == torch.int8

@@ -23,7 +23,7 @@ from models import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_dp.clipping import ClippingEngine, gradients, norms, products
+from hf_dp.clipping import ClippingEngine, gradients, norms, rounding
 from hf_dp.clipping.gradients import (
     Dense,
     Lookups,
@@ -33,7 +33,7 @@ from hf_dp.clipping.gradients import (
     summed,
 )
 from hf_dp.clipping.norms import inner_product
-from hf_dp.clipping.products import LastOf, gram_blocks, outer_norms
+from hf_dp.clipping.rounding import LastOf, gram_blocks, outer_norms
 from hf_dp.plans.rounding import slack_cap
 
 NORM_RTOL = 1e-4  # invariant 2
@@ -70,10 +70,8 @@ class Source:
 def cancelling(
     source: Source, length: int, width: int, residue: float, scale: float = 1.0
 ) -> OuterProducts:
-    """Coefficients of mean zero on nearly equal inputs, as in a key projection.
-
-    The gradient is about ``residue`` of its terms.
-    """
+    """Coefficients of mean zero on nearly equal inputs, as in a key projection. The gradient is
+    about ``residue`` of its terms."""
     coefficients = source(1, length, 1)
     coefficients = coefficients - coefficients.mean(1, keepdim=True)
     return OuterProducts(
@@ -173,11 +171,9 @@ def test_only_the_key_projections_train():
 
 
 def test_a_large_rounding_error_does_not_hide_a_small_one():
-    """Two layers cancel, one after the other.
-
-    The first one's error makes the total look large. Once it is recomputed the total is small, and the
-    second layer, passed over at first, is now the doubtful one.
-    """
+    """Two layers cancel, one after the other. The first one's error makes the total look large.
+    Once it is recomputed the total is small, and the second layer, passed over at first, is now the
+    doubtful one."""
     for seed in range(100):
         source = Source(seed)
         first = cancelling(source, 16, 64, 1e-7, scale=1e3)
@@ -291,10 +287,8 @@ def test_claimed_rounding_error_of_lookups_is_an_upper_bound(length, kind):
 @pytest.mark.parametrize("orthogonal", [False, True])
 @pytest.mark.parametrize("length", [1, 8, 64])
 def test_claimed_rounding_error_of_two_uses_is_an_upper_bound(length, orthogonal):
-    """The bound is one on |G + H|^2 as a whole.
-
-    For orthogonal factors the cross term alone is all rounding, but then the squares dominate.
-    """
+    """The bound is one on |G + H|^2 as a whole. For orthogonal factors the cross term alone is all
+    rounding, but then the squares dominate."""
     for seed in range(3):
         source = Source(seed)
         right, grads = source(2, length, 16), source(2, length, 16)
@@ -339,10 +333,8 @@ def test_factors_of_bf16_are_squared_in_float32(form):
 
 
 def test_ordinary_gradients_never_need_the_slow_path(monkeypatch):
-    """A float64 gradient is formed only in special cases, not on random and real models.
-
-    With only an embedding training, nothing hides its rounding error.
-    """
+    """A float64 gradient is formed only in special cases, not on random and real models. With only
+    an embedding training, nothing hides its rounding error."""
 
     def refuse(self: PerExampleGradient, index: int, shape: torch.Size) -> Tensor:
         raise AssertionError("slow path")
@@ -415,11 +407,9 @@ def test_a_remembered_gram_matrix_is_that_of_the_same_numbers():
 
 @pytest.mark.parametrize("together", [1, 2**18])
 def test_uses_reduced_together_have_the_norms_they_have_alone(together, monkeypatch):
-    """Norms come in order, for any lengths in succession, with halved matrices among them.
-
-    It does not matter how many fit together.
-    """
-    monkeypatch.setattr(products, "_TOGETHER", together)
+    """Norms come in order, for any lengths in succession, with halved matrices among them. It does
+    not matter how many fit together."""
+    monkeypatch.setattr(rounding, "_TOGETHER", together)
     generator = torch.Generator().manual_seed(5)
     lengths = (3, 3, 7, 130, 130, 64, 3, 1)
     draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731

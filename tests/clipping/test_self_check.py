@@ -96,9 +96,9 @@ def test_a_dropped_inner_product_is_refused(monkeypatch):
 
 
 def test_a_wrong_sum_with_right_norms_is_refused(monkeypatch):
-    right = Dense.add_weighted_sum
+    right = Dense.weighted
     monkeypatch.setattr(
-        Dense, "add_weighted_sum", lambda *a: right(*a[:-1], Weights(a[-1].values * 0.5))
+        Dense, "weighted", lambda self, weights: right(self, Weights(weights.values * 0.5))
     )
     with pytest.raises(SelfCheckError, match=r"clipped sum of '.*' differs"):
         check(bert())

@@ -57,10 +57,8 @@ def moved(
     distinct: int = 1,
     aligned: int = ALIGNED,
 ) -> float:
-    """Return ``|sum with - sum without| / C``.
-
-    The example is taken from the front, so all others change their physical batch.
-    """
+    """Return ``|sum with - sum without| / C``. The example is taken from the front, so all others
+    change their physical batch."""
     everyone = list(range(aligned + 1))
     rows, one = torch.tensor(everyone) % distinct, batch_for(model, (12,) * distinct)
     batch = on(model.device, {name: value[rows] for name, value in one.items()})
@@ -70,8 +68,7 @@ def moved(
 
 
 @pytest.mark.parametrize(
-    ("name", "bf16", "distinct"),
-    [("bert", False, 1), ("gpt2_tied", False, 2), ("llama", True, 2)],
+    ("name", "bf16", "distinct"), [("bert", False, 1), ("gpt2_tied", False, 2), ("llama", True, 2)]
 )
 @pytest.mark.parametrize("device", DEVICES)
 def test_one_example_moves_the_sum_of_a_thousand_by_no_more_than_the_noise_is_scaled_to(
@@ -89,10 +86,8 @@ def test_the_other_strategies_move_it_no_further(strategy, device):
 
 
 def test_planted_sums_in_bf16_are_seen(monkeypatch):
-    """Planted: sums in bf16, as autograd's ``.grad`` of a bf16 model.
-
-    Each number jumps by a whole step of the large sum, or not at all.
-    """
+    """Planted: sums in bf16, as autograd's ``.grad`` of a bf16 model. Each number jumps by a whole
+    step of the large sum, or not at all."""
     original = ClippingEngine.collect
     monkeypatch.setattr(
         ClippingEngine,
@@ -103,11 +98,9 @@ def test_planted_sums_in_bf16_are_seen(monkeypatch):
 
 
 def moved_by_a_longer_one(bf16: bool, by_shape: bool, device: str = "cpu") -> float:
-    """Return the same as :func:`moved` for texts of one repeated word.
-
-    The longest joins, so all after it move on by one, and the last of each physical batch comes into
-    the next one, whose examples are all shorter.
-    """
+    """Return the same as :func:`moved` for texts of one repeated word. The longest joins, so all
+    after it move on by one, and the last of each physical batch comes into the next one, whose
+    examples are all shorter."""
     model = models.bert(dtype=torch.float32, hidden_size=64, intermediate_size=256).to(device)
     size = 32
     lengths = [39, *sorted((4 + i // size for i in range(ALIGNED)), reverse=True)]
@@ -147,10 +140,8 @@ def test_planted_padding_to_the_longest_neighbor_in_bf16_is_seen():
 
 def moved_by_small_products(batches: int = 150) -> float:
     """Return the same as :func:`moved` for products that are added to a sum 100,000 times as large.
-
     With the first row each product is just above half a unit in the last place of a float32 sum
-    beyond what that holds; without it, all rows move by one place and it is just below.
-    """
+    beyond what that holds; without it, all rows move by one place and it is just below."""
     width, many = 16, 100_000  # of the matrix, all of whose entries are alike
     size, unit = 0.9 * C / width, 2.0 ** (math.floor(math.log2(90_000 * C / width)) - 23)
     size = (round(4 * size / unit) + 0.52) * unit / 4

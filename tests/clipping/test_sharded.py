@@ -35,13 +35,13 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from hf_dp.clipping import ClippingEngine, self_check, sharded_sums
+from hf_dp.clipping import ClippingEngine, self_check, sharding
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.clipping.gradients import Dense
-from hf_dp.clipping.masked import MaskedEngine
+from hf_dp.clipping.partial_gradients import MaskedEngine
 from hf_dp.clipping.rounding import Norms
 from hf_dp.clipping.rules import find_rule
-from hf_dp.clipping.sharded_sums import scattered
+from hf_dp.clipping.sharding import scattered
 from hf_dp.clipping.tape import Tape
 from hf_dp.distributed import processes as distributed_sums
 from hf_dp.errors import HfDpError, UnsupportedModelError
@@ -153,11 +153,11 @@ def results(
     **options: Any,
 ) -> Iterator[Result]:
     """What all ranks together make of the logical batch, for each strategy and limit of
-    ``sharded_sums``."""
+    ``sharding``."""
 
     def run() -> list[Result]:
         found = []
-        for strategy, sharded_sums._WHOLE in cases:
+        for strategy, sharding._WHOLE in cases:
             model = (build or architecture.build)()
             examples = architecture.examples(base_of(model), LENGTHS)
             spoil(model, examples)
@@ -314,7 +314,7 @@ def test_made_up_examples_add_exactly_nothing(value):
     architecture = small("bert")
 
     def run() -> None:
-        for strategy, sharded_sums._WHOLE in itertools.product(STRATEGIES, (ALL, NONE)):
+        for strategy, sharding._WHOLE in itertools.product(STRATEGIES, (ALL, NONE)):
             model = architecture.build()
             examples = architecture.examples(model, LENGTHS)
             poison(model, examples, 1, value)
@@ -366,7 +366,7 @@ def test_ranks_may_use_different_parameters():
 
     def run() -> list[dict[str, Tensor]]:
         found, rank = [], dist.get_rank()
-        for strategy, sharded_sums._WHOLE in itertools.product(STRATEGIES, (ALL, NONE)):
+        for strategy, sharding._WHOLE in itertools.product(STRATEGIES, (ALL, NONE)):
             model = fully_shard(experts())
             losses = partial(model, (x[rank], rank))
             found.append(whole(clip_losses(model, losses, 0.5, strategy=strategy)[1]))
@@ -411,9 +411,7 @@ def test_bfloat16_with_float32_shards():
 @pytest.mark.parametrize("strategy", ["book_keeping", "two_pass"])
 def test_steps_with_other_forwards_between(strategy, monkeypatch):
     """A forward without a backward leaves the outermost modules whole, also over the next step.
-
-    FSDP2 itself never reduces a gradient.
-    """
+    FSDP2 itself never reduces a gradient."""
     architecture = small("gpt2_tied")
 
     def train(model: Any, shard: bool) -> tuple[dict[str, Tensor], Tensor]:
@@ -449,7 +447,7 @@ def test_steps_with_other_forwards_between(strategy, monkeypatch):
             raise AssertionError("FSDP2 reduced a gradient")
 
         monkeypatch.setattr(_fsdp_param_group, "foreach_reduce", refuse)
-        sharded_sums._WHOLE = VECTORS
+        sharding._WHOLE = VECTORS
         return train(sharded(architecture.build()), True)
 
     for parameters, losses in on_processes(2, run):
@@ -459,13 +457,13 @@ def test_steps_with_other_forwards_between(strategy, monkeypatch):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_sum_of_full_size_at_a_time(strategy, monkeypatch):
-    """What travels, a piece of at most 8 numbers, is a copy."""
-    monkeypatch.setattr(distributed_sums, "BUCKET", 4 * 8)  # a quarter of it between CPUs
+    """What travels, a piece of at most 64 numbers, is a copy."""
+    monkeypatch.setattr(distributed_sums, "BUCKET", 4 * 64)  # a quarter of it between CPUs
+    monkeypatch.setattr(sharding, "_WHOLE", VECTORS)
 
     def run() -> int:
-        sharded_sums._WHOLE = NONE
         alive: list[weakref.ref[Tensor]] = []
-        scatter = sharded_sums.scattered
+        scatter = sharding.scattered
 
         def watched(parameter: DTensor, total: Tensor) -> DTensor:
             assert total.shape == parameter.shape
@@ -473,13 +471,13 @@ def test_one_sum_of_full_size_at_a_time(strategy, monkeypatch):
             alive.append(weakref.ref(total))
             return scatter(parameter, total)
 
-        sharded_sums.scattered = watched
+        sharding.scattered = watched
         model = sharded(architecture.build())
         result(model, architecture.examples(model, LENGTHS), 1.0, strategy=strategy)
         return len(alive)
 
     architecture = small("bert")
-    parameters = len(list(architecture.build().parameters()))
+    parameters = len(sharding.reduced_each_batch(architecture.build().parameters()))
     assert on_processes(2, run) == [2 * parameters] * 2  # physical batches
 
 
@@ -686,9 +684,9 @@ def test_the_self_check_sees():
             check(model, architecture)
 
     def sums(model: Any) -> None:
-        scatter = sharded_sums.scattered
-        twice = patch.object(sharded_sums, "scattered", lambda *given: 2 * scatter(*given))
-        with patch.object(sharded_sums, "_WHOLE", NONE), twice:
+        scatter = sharding.scattered
+        twice = patch.object(sharding, "scattered", lambda *given: 2 * scatter(*given))
+        with patch.object(sharding, "_WHOLE", NONE), twice:
             check(model, architecture)
 
     def coupled(model: Any) -> None:
@@ -713,7 +711,7 @@ def test_a_logical_batch_can_start_again_after_an_error_in_backward(strategy):
     expected = expected_of(architecture)
 
     def run() -> Result:
-        sharded_sums._WHOLE = VECTORS
+        sharding._WHOLE = VECTORS
         model = architecture.build()
         examples = architecture.examples(model, LENGTHS)
         sharded(model)
@@ -748,7 +746,7 @@ def test_shards_kept_on_the_cpu(strategy, monkeypatch):
     try:
         mesh = init_device_mesh("cuda", (1,))
         for numbers in (ALL, NONE):
-            monkeypatch.setattr(sharded_sums, "_WHOLE", numbers)
+            monkeypatch.setattr(sharding, "_WHOLE", numbers)
             model = sharded(architecture.build().cuda(), mesh, offload_policy=CPUOffloadPolicy())
             examples = architecture.examples(model, LENGTHS)
             batch = on("cuda", collate(model, examples))

@@ -21,7 +21,7 @@ from transformers import BlenderbotConfig, BlenderbotForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_dp.batches.padding import Padding
-from hf_dp.clipping import ClippingEngine, products, self_check
+from hf_dp.clipping import ClippingEngine, rounding, self_check
 from hf_dp.clipping.clipped_sum import ClippedSum
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.clipping.gradients import Dense, OuterProducts
@@ -181,7 +181,7 @@ def test_an_inner_product_of_few_positions():
 
 
 def test_planted_float32_for_few_positions_is_seen(monkeypatch):
-    monkeypatch.setattr(products, "_FEW", 0)
+    monkeypatch.setattr(rounding, "_FEW", 0)
     assert max(error_of_claimed(4, length, 256_000) for length in (1, 2, 4, 8, 11)) > 1
 
 
@@ -511,11 +511,9 @@ def test_a_parameter_unfrozen_inside_is_seen():
 def test_a_hole_in_a_mask_is_refused_where_positions_would_depend_on_a_neighbors_length(
     build, padded
 ):
-    """GPT-2 counts positions over holes, OPT only tokens.
-
-    Either changes if one kind of position ids is given only beside a longer row: 16 rows with a hole
-    and one longer row that joined moved GPT-2's clipped sum by 10.3 C.
-    """
+    """GPT-2 counts positions over holes, OPT only tokens. Either changes if one kind of position
+    ids is given only beside a longer row: 16 rows with a hole and one longer row that joined moved
+    GPT-2's clipped sum by 10.3 C."""
     model = build().eval()
     batch = batch_for(model, (8, 8))
     batch["attention_mask"][0, 4] = 0

@@ -16,14 +16,9 @@ from torch import nn
 
 from hf_dp.clipping import ClippingEngine, chunked_loss, gradients
 from hf_dp.clipping.engine import STRATEGIES
-from hf_dp.clipping.low_rank import Carriers, LowRankEngine
-from hf_dp.clipping.masked import MaskedEngine
+from hf_dp.clipping.partial_gradients import Carriers, LowRankEngine, MaskedEngine
 from hf_dp.clipping.rounding import Norms
-from hf_dp.errors import (
-    InvalidArgumentError,
-    UnaccountedGradientError,
-    UnsupportedModelError,
-)
+from hf_dp.errors import InvalidArgumentError, UnaccountedGradientError, UnsupportedModelError
 from hf_dp.losses import per_example_loss
 from hf_dp.tuners.frost.magnitude import MagnitudeEngine
 from hf_dp.tuners.frost.select import partitions

@@ -25,8 +25,8 @@ from transformers import BertConfig, BertForSequenceClassification, default_data
 
 import hf_dp
 from hf_dp import PrivacyPlan, PrivateRun
-from hf_dp.clipping import sharded_sums
-from hf_dp.clipping.sharded_sums import ShardedSums, reduced_each_batch
+from hf_dp.clipping import sharding
+from hf_dp.clipping.sharding import ShardedSums, reduced_each_batch
 from hf_dp.distributed.processes import BUCKET
 from hf_dp.mechanisms.base import mechanism_for
 from hf_dp.plans.dp_sgd import DpSgdPlan
@@ -216,7 +216,7 @@ WAYS = [("ddp", 2**25), ("fsdp2", 2**25), ("fsdp2", 2000), ("fsdp2", 0)]
 def counted_in_all_ways(folder: Path) -> Iterator[Any]:
     for way, at_the_end in WAYS:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sharded_sums, "_WHOLE", at_the_end)
+            patch.setattr(sharding, "_WHOLE", at_the_end)
             yield counted(way, folder / f"{way} {at_the_end}")
 
 

@@ -20,10 +20,8 @@ from hf_dp.clipping.sharding import plain_class
 
 
 def find_rule(module: nn.Module) -> Callable[..., object] | None:
-    """Return the rule for this module.
-
-    Return None if its class is unknown, its forward replaced or a weight parametrized.
-    """
+    """Return the rule for this module. Return None if its class is unknown, its forward replaced or
+    a weight parametrized."""
     if "forward" in module.__dict__ or parametrize.is_parametrized(module):
         return None
     own_class = plain_class(module)

@@ -67,9 +67,7 @@ class _ProductContext(Context, Protocol):
 
 class _Product(torch.autograd.Function):
     """A layer's product under autocast, whose graph holds the weight itself and no cast copy.
-
-    ``transposed`` says that the weight is stored in x out.
-    """
+    ``transposed`` says that the weight is stored in x out."""
 
     @staticmethod
     def forward(

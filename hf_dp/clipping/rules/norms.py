@@ -148,10 +148,8 @@ def is_rms_norm(module_class: type) -> bool:
 
 @functools.cache
 def _body(function: Callable[..., object] | None) -> str:
-    """Return a function's statements without docstring and comments.
-
-    Return an empty string if it has no source, or a decorator.
-    """
+    """Return a function's statements without docstring and comments. Return an empty string if it
+    has no source, or a decorator."""
     if hasattr(function, "__wrapped__"):  # the source would be the wrapped function's
         return ""
     try:

@@ -41,19 +41,15 @@ def keep_input(use: Use, input: Tensor, *args: object, **kwargs: object) -> tupl
 
 def owns_weight(module: nn.Module) -> bool:
     """Return whether the weight is a parameter, and not computed again before each forward.
-
-    ``torch.nn.utils.weight_norm`` does that.
-    """
+    ``torch.nn.utils.weight_norm`` does that."""
     return isinstance(module._parameters.get("weight"), nn.Parameter)
 
 
 @dataclass(frozen=True)
 class Rule:
     """The module runs on detached parameters, so autograd computes the gradients of its inputs.
-
     What the parameters' gradients need is kept, and they are formed in backward. The fields are the
-    arguments of :func:`register_rule`.
-    """
+    arguments of :func:`register_rule`."""
 
     gradients: Gradients
     run: Run = keep_input

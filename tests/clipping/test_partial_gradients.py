@@ -1,4 +1,4 @@
-"""Clipping over the entries that a mask keeps, against a loop over single examples in float64."""
+"""Clipping over the entries that a mask keeps, and through low-rank carriers, against float64 loops."""
 
 from __future__ import annotations
 
@@ -6,18 +6,27 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, INFILLING, assert_equal, collate, together
 from models import clip, single
+from torch.func import functional_call
 
-from hf_dp.clipping import masked
+from hf_dp.clipping import partial_gradients
 from hf_dp.clipping.clipped_sum import ClippedSum
 from hf_dp.clipping.gradients import Dense, Lookups, OuterProducts
-from hf_dp.clipping.masked import MaskedEngine, masked_norms
+from hf_dp.clipping.partial_gradients import (
+    LEFT,
+    RIGHT,
+    Carriers,
+    LowRankEngine,
+    MaskedEngine,
+    masked_norms,
+)
 from hf_dp.errors import InvalidArgumentError
+from hf_dp.tuners.rgp import RgpConfig, carriers, weight_gradients
 
 LENGTHS = (5, 1, 3, 6)
-NAMES = ("bert", "gpt2_tied", "vit", "t5", "infilling")
+MASKED = ("bert", "gpt2_tied", "vit", "t5", "infilling")
 
 
-def built(name):
+def with_masks(name):
     architecture = INFILLING["bert"] if name == "infilling" else ARCHITECTURES[name]
     model = architecture.build()
     generator = torch.Generator().manual_seed(5)
@@ -39,9 +48,9 @@ def expected_of(architecture, model, masks, examples):
     return clip(trainable, found, None)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MASKED)
 def test_equals_the_loop(name):
-    architecture, model, masks, examples = built(name)
+    architecture, model, masks, examples = with_masks(name)
     expected = expected_of(architecture, model, masks, examples)
     with MaskedEngine(model, masks, expected.clipping_norm) as engine, architecture.precision():
         norms = [
@@ -56,7 +65,7 @@ def test_equals_the_loop(name):
 
 def test_norms_are_of_the_kept_entries_alone():
     """Planted: norms of all entries would clip an example harder, and the loop shows it."""
-    architecture, model, masks, examples = built("bert")
+    architecture, model, masks, examples = with_masks("bert")
     expected = expected_of(architecture, model, masks, examples)
     whole = expected_of(architecture, model, {}, examples)
     assert bool((whole.norms > 1.2 * expected.norms).all())
@@ -65,7 +74,7 @@ def test_norms_are_of_the_kept_entries_alone():
 @pytest.mark.parametrize("numbers", [1, 7, 40])
 @pytest.mark.parametrize("name", ["bert", "gpt2_tied"])
 def test_the_size_of_the_blocks_does_not_matter(name, numbers, monkeypatch):
-    monkeypatch.setitem(masked._BLOCK, "cpu", numbers)
+    monkeypatch.setitem(partial_gradients._BLOCK, "cpu", numbers)
     test_equals_the_loop(name)
 
 
@@ -106,10 +115,8 @@ def test_cancelling_uses_are_not_taken_for_small():
 
 
 def test_a_parameter_without_a_mask_is_settled_where_its_gram_sum_cancels():
-    """The loss is v.(W a_1) - v.(W a_2) with nearly equal a.
-
-    Then G = v (a_1 - a_2)^T, and the bias has a small gradient.
-    """
+    """The loss is v.(W a_1) - v.(W a_2) with nearly equal a. Then G = v (a_1 - a_2)^T, and the bias
+    has a small gradient."""
     torch.manual_seed(0)
     width = 256
     linear = torch.nn.Linear(width, width)
@@ -154,7 +161,7 @@ def test_an_infinite_factor_of_an_outer_product_removes_the_example():
 
 
 def test_automatic_clipping():
-    architecture, model, masks, examples = built("bert")
+    architecture, model, masks, examples = with_masks("bert")
     expected = expected_of(architecture, model, masks, examples)
     with MaskedEngine(model, masks, 0.5, clipping="automatic") as engine:
         engine.backward(together(model, collate(model, examples[:1])))
@@ -164,10 +171,131 @@ def test_automatic_clipping():
 
 
 def test_bad_masks_are_refused():
-    _, model, masks, _ = built("bert")
+    _, model, masks, _ = with_masks("bert")
     with pytest.raises(InvalidArgumentError, match="'nothing'"):
         MaskedEngine(model, {"nothing": torch.ones(1)}, 1.0).__enter__()
     with pytest.raises(InvalidArgumentError, match="classifier.weight"):
         MaskedEngine(model, {"classifier.weight": torch.ones(1)}, 1.0).__enter__()
     with pytest.raises(InvalidArgumentError, match="clipping"):
         MaskedEngine(model, masks, 1.0, clipping="per_layer")
+
+
+LOW_RANK = ("bert", "gpt2_classifier", "albert", "t5", "vit")
+
+
+def with_carriers(name, rank=2):
+    architecture = ARCHITECTURES[name]
+    model = architecture.build()
+    weights = RgpConfig(rank=rank, task_type="SEQ_CLS").weights(model)
+    generator = torch.Generator().manual_seed(2)
+
+    def orthonormal(rows):
+        return torch.linalg.qr(torch.randn(rows, rank, generator=generator, dtype=torch.float64)).Q
+
+    by_name = {
+        n: Carriers(orthonormal(len(p)), orthonormal(p.shape[1]).mT) for n, p in weights.items()
+    }
+    for n, p in model.named_parameters():
+        p.requires_grad_(n in weights or "classifier" in n or "score" in n)
+    return architecture, model, by_name, architecture.examples(model, LENGTHS)
+
+
+def by_the_text(architecture, model, by_name, examples):
+    """Return the carriers' gradients by autograd, one example at a time."""
+    own = dict(model.named_parameters())
+    pairs = {
+        n: (each.left.clone().requires_grad_(), each.right.clone().requires_grad_())
+        for n, each in by_name.items()
+    }
+    trainable = {n: p for n, p in own.items() if p.requires_grad and n not in by_name}
+    for n, (left, right) in pairs.items():
+        trainable |= {n + LEFT: left, n + RIGHT: right}
+    rest = {n: own[n].detach() - each.left @ each.right for n, each in by_name.items()}
+    found = []
+    for example in examples:
+        weights = {n: left @ right + rest[n] for n, (left, right) in pairs.items()}
+        with architecture.precision():
+            loss = functional_call(model, weights, (), example).loss
+        found.append(torch.autograd.grad(loss, list(trainable.values()), allow_unused=True))
+    return clip(trainable, found, None)
+
+
+@pytest.mark.parametrize("name", LOW_RANK)
+def test_equals_the_reparametrized_model(name):
+    architecture, model, by_name, examples = with_carriers(name)
+    expected = by_the_text(architecture, model, by_name, examples)
+    with LowRankEngine(model, by_name, expected.clipping_norm) as engine, architecture.precision():
+        norms = [
+            engine.backward(together(model, collate(model, examples[a:b])))
+            for a, b in ((0, 1), (1, 4))
+        ]
+        sums = engine.collect()
+        assert not any(
+            sums_again.any() for sums_again in engine.collect().values()
+        )  # collected once
+    assert set(sums) == set(expected.sums)
+    assert_equal(torch.cat(norms), sums, expected)
+
+
+def test_the_weights_gradient_is_the_projection():
+    generator = torch.Generator().manual_seed(0)
+    gradient = torch.randn(6, 5, generator=generator, dtype=torch.float64)
+    left = torch.linalg.qr(torch.randn(6, 2, generator=generator, dtype=torch.float64)).Q
+    right = torch.linalg.qr(torch.randn(5, 2, generator=generator, dtype=torch.float64)).Q.mT
+    each = Carriers(left, right)
+    found = each.gradient(gradient @ right.mT, left.mT @ gradient)
+    outside_left, outside_right = torch.eye(6) - left @ left.mT, torch.eye(5) - right.mT @ right
+    torch.testing.assert_close(
+        found, gradient - outside_left.double() @ gradient @ outside_right.double()
+    )
+    again = weight_gradients(
+        {"w" + LEFT: gradient @ right.mT, "w" + RIGHT: left.mT @ gradient}, {"w": each}
+    )
+    assert set(again) == {"w"} and torch.equal(again["w"], found)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_weights_gradient_does_not_depend_on_how_its_factors_lie(seed):
+    """Processes with and without examples lay their sums out differently."""
+    generator = torch.Generator().manual_seed(seed)
+    left = torch.linalg.qr(torch.randn(16, 2, generator=generator)).Q
+    right = torch.linalg.qr(torch.randn(16, 2, generator=generator)).Q.mT
+    of_left, of_right = (
+        torch.randn(16, 2, generator=generator),
+        torch.randn(2, 16, generator=generator),
+    )
+    by_columns = [factor.mT.contiguous().mT for factor in (of_left, of_right)]
+    assert by_columns[0].stride() != of_left.stride() and torch.equal(by_columns[0], of_left)
+    each = Carriers(left, right)
+    found = [
+        weight_gradients({"w" + LEFT: a, "w" + RIGHT: b}, {"w": each})["w"]
+        for a, b in ((of_left, of_right), by_columns)
+    ]
+    assert torch.equal(*found)
+
+
+def test_carriers_follow_the_historical_update():
+    torch.manual_seed(0)
+    start = torch.randn(8, 6)
+    column, row = torch.randn(8, 1), torch.randn(1, 6)
+    each = carriers(start + column @ row, start, 1, 2)
+    assert float((each.left.mT @ column).abs() / column.norm()) == pytest.approx(1, abs=1e-4)
+    assert float((each.right @ row.mT).abs() / row.norm()) == pytest.approx(1, abs=1e-4)
+    first = carriers(start, start, 3, 8)  # no update yet: along the weight itself
+    u, _, v = torch.linalg.svd(start)
+    for each_vector, basis in ((first.left[:, 0], u[:, :3]), (first.right[0], v[:3].mT)):
+        assert float((basis.mT @ each_vector).norm()) > 0.9
+    torch.testing.assert_close(first.left.mT @ first.left, torch.eye(3), atol=1e-5, rtol=0)
+
+
+def test_bad_carriers_are_refused():
+    _, model, by_name, _ = with_carriers("bert")
+    name, each = next(iter(by_name.items()))
+    with pytest.raises(InvalidArgumentError, match="carriers.*nothing"):
+        LowRankEngine(model, {"nothing": each}, 1.0).__enter__()
+    with pytest.raises(InvalidArgumentError, match="carriers"):
+        LowRankEngine(model, {name: Carriers(each.left[1:], each.right)}, 1.0).__enter__()
+    with pytest.raises(InvalidArgumentError, match="rank.*at most"):
+        RgpConfig(rank=1000, task_type="SEQ_CLS").weights(model)
+    with pytest.raises(InvalidArgumentError, match="rank"):
+        RgpConfig(rank=0)

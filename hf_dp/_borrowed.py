@@ -1,0 +1,48 @@
+"""What hf_dp uses of other libraries beyond their public API.
+
+The private methods of Trainer that ``hf_dp.trainer`` overrides stay there, and those of TRL in
+``trl_preparation``. A test lists all of them and fails by name where one is gone or has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from peft import PeftConfig
+from peft.mapping import (
+    PEFT_TYPE_TO_CONFIG_MAPPING,
+    PEFT_TYPE_TO_PREFIX_MAPPING,
+    PEFT_TYPE_TO_TUNER_MAPPING,
+)
+from peft.tuners.tuners_utils import BaseTuner
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+
+def attention_of(config: PreTrainedConfig) -> str | None:
+    """Return the implementation of attention that a model was loaded with."""
+    return config._attn_implementation
+
+
+def shift_right(model: nn.Module, ids: Tensor) -> Tensor | None:
+    """Return the decoder's input for these ids, (b, T); None where the model says none.
+
+    T5 makes it so inside a classifier, where the public method is missing.
+    """
+    shift = getattr(model, "_shift_right", None)
+    return None if shift is None else shift(ids)
+
+
+def forward_without_autocast(model: nn.Module) -> Callable[..., object] | None:
+    """Return the forward that accelerate has wrapped in autocast; None for one it has not."""
+    return getattr(model, "_original_forward", None)
+
+
+def register_method(name: str, config: type[PeftConfig], tuner: type[BaseTuner]) -> None:
+    """Let ``get_peft_model`` build ``tuner`` for such a configuration, whose peft_type is ``name``.
+    ``peft.utils.register_peft_method`` takes only methods that are members of PEFT's own enum."""
+    key: Any = name
+    PEFT_TYPE_TO_CONFIG_MAPPING[key] = config
+    PEFT_TYPE_TO_TUNER_MAPPING[key] = tuner
+    PEFT_TYPE_TO_PREFIX_MAPPING[key] = tuner.prefix
