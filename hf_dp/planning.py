@@ -141,7 +141,7 @@ class Suggestion:
     parameters: int | None
 
     @property
-    def settings(self) -> dict[str, object]:
+    def settings(self) -> dict[str, Any]:
         """Return the settings by name, as a recipe has them."""
         return {choice.name: choice.value for choice in self.choices}
 

@@ -11,6 +11,7 @@ import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import PurePosixPath, PureWindowsPath
+from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, ModelCardData
@@ -116,7 +117,7 @@ class CardDetails(Kept):
         """The id of the base model on the Hub; None if its name is none."""
         return self.base_model if is_repository(self.base_model) else None
 
-    def with_given(self, **given: object) -> CardDetails:
+    def with_given(self, **given: Any) -> CardDetails:
         """Return these details with what the user says instead. Raises: InvalidArgumentError."""
         _refuse_unknown(given)
         return replace(self, **given, given=tuple(dict.fromkeys((*self.given, *given))))

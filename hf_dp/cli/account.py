@@ -105,6 +105,7 @@ def _of_a_run(args: argparse.Namespace) -> Found:
         lines = (f"noise multiplier {sigma!r}",)
         return delta, compare(event, delta, (name,)), {"event": event.to_dict()}, lines
     event = accounting.PoissonSampledGaussian(args.noise_multiplier, rate, steps)
+    answers: Sequence[Answer]
     if args.cross_check:
         names = (args.accountant,) if args.accountant else ACCOUNTANTS
         answers = compare(event, delta, names, args.relation)
@@ -136,7 +137,12 @@ def _ledger(args: argparse.Namespace) -> Found:
     names = ACCOUNTANTS if every else [args.accountant or evidence.plan.accountant]
     answers = compare(evidence.ledger.events, evidence.plan.delta, names)
     rows = evidence.ledger.to_list()
-    found = {"status": evidence.status, "verdict": verdict, "ledger": rows, "stated_epsilon": said}
+    found: dict[str, object] = {
+        "status": evidence.status,
+        "verdict": verdict,
+        "ledger": rows,
+        "stated_epsilon": said,
+    }
     lines = [f"run {evidence.run_id}, status: {STATUSES[evidence.status]}"]
     for row in rows:
         fields = (f"{key} {value}" for key, value in row.items() if key not in ("type", "purpose"))

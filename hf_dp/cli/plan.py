@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_dp import accounting
 from hf_dp._arguments import argument, own_fields
@@ -81,7 +81,7 @@ class PlanOptions:
 class Planned:
     """A recipe with the options that replace its values, and what is known beside them."""
 
-    recipe: dict[str, object]
+    recipe: dict[str, Any]
     options: PlanOptions
 
     def forecast(self, plan: PrivacyPlan) -> Forecast:
@@ -91,7 +91,7 @@ class Planned:
         names = accounting.ACCOUNTANTS if self.options.cross_check else None
         return forecast(plan, names, parameters=self.options.parameters)
 
-    def plan(self, changes: Mapping[str, object]) -> tuple[PrivacyPlan, UnitTable | None]:
+    def plan(self, changes: Mapping[str, Any]) -> tuple[PrivacyPlan, UnitTable | None]:
         """Return the plan that a trainer would make with some arguments changed, and whose its rows
         are."""
         changes = dict(changes)
@@ -108,7 +108,7 @@ class Planned:
         return plan_of(args, num_examples, tuner_of(values), classes, units), units
 
 
-def replaced(values: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
+def replaced(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return values with some changed; one of a pair of which either decides takes the other's
     place."""
     gone = {name for pair in _PAIRS for name in pair if changes.keys() & set(pair)}

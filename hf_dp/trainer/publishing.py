@@ -48,7 +48,7 @@ class Publishing(Checkpointing):
     Trainer's business, unless the folder claims privacy. The main process alone talks to the Hub.
     """
 
-    hub_model_id: str | None
+    hub_model_id: Any
     _hub: Hub | None = None
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
@@ -74,7 +74,7 @@ class Publishing(Checkpointing):
         *,
         not_private: bool = False,
         **kwargs: Any,
-    ) -> CommitInfo | None:
+    ) -> Any:
         """Save the model, and make the repository hold it, its card and ``privacy.json``.
 
         The arguments are Trainer's, and ``not_private``: whether to publish a run with
