@@ -44,8 +44,7 @@ _ALLOCATOR = {
 
 
 def _resident(field: str) -> int:
-    """Return a size of /proc/self/status in bytes, or where there is none the largest resident size
-    of this process so far."""
+    """Return a size of /proc/self/status in bytes; without it, the largest resident size so far."""
     with suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as lines:
         for line in lines:
             if line.startswith(f"{field}:"):
@@ -78,8 +77,7 @@ def measure_memory(
     steps: int = 3,
     log: Callable[[str], None] = lambda line: None,
 ) -> Report:
-    """Return the peak of each mode, from the second of ``steps`` on, and its ratio to non-private,
-    as ``--json`` prints it."""
+    """Return the peak of each mode from its second step on, and its ratio to non-private."""
     _validate.integer("steps", steps, 2)
     rows: dict[str, Row] = {}
     for name in modes.check_modes(names):

@@ -100,8 +100,7 @@ class Clipped(NonPrivate):
 
 
 class ForwardNoised(NonPrivate):
-    """DP-FP as published: ordinary training with the representation clipped and noised. Nothing is
-    released: rows are made up."""
+    """DP-FP as published: ordinary training with the representation clipped and noised."""
 
     def __init__(self, model: nn.Module, workload: Workload):
         super().__init__(model, workload)
@@ -193,8 +192,7 @@ def check_modes(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def build_mode(name: str, workload: Workload, shared: nn.Module | None = None) -> NonPrivate:
-    """Return one mode, ready to step, with the shared model; Opacus, which changes its model, gets
-    its own."""
+    """Return one mode with the shared model; Opacus, which changes its model, gets its own."""
     with refusals(name):
         if name in OPACUS:
             return OpacusMode(workload, name)
@@ -315,8 +313,7 @@ def measure_throughput(
 def interleave(
     timers: Timers, rounds: int, log: Log = lambda line: None, repeats: int = 1
 ) -> list[dict[str, float]]:
-    """Return, for each round, the median seconds of every timer over ``repeats`` turns, each of
-    which starts with the next timer."""
+    """Return each round's median seconds of every timer over turns that begin with the next one."""
     names = list(timers)
     results = []
     for r in range(rounds):
@@ -331,8 +328,7 @@ def interleave(
 
 
 def spread(rounds: Sequence[Mapping[str, float]], mode: str, baseline: str) -> tuple[float, float]:
-    """Return median and interquartile range (inclusive quartiles) of ``time of baseline / time of
-    mode``, each of one round."""
+    """Return median and interquartile range of ``time of baseline / time of mode`` in a round."""
     values = [each[baseline] / each[mode] for each in rounds]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return middle, high - low

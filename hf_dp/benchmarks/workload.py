@@ -31,8 +31,7 @@ _DROPOUTS = (
 
 @dataclass(frozen=True)
 class Shape:
-    """One model. Sizes: Radford et al. 2019 (GPT-2), Liu et al. 2019 (RoBERTa), Wang et al. 2020
-    (MiniLM)."""
+    """One model: sizes of Radford et al. 2019, Liu et al. 2019 and Wang et al. 2020 (MiniLM)."""
 
     model: str  # its class in transformers
     positions: int  # the most tokens of an example

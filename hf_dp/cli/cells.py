@@ -86,8 +86,7 @@ def setting(word: str, option: str = "--set") -> tuple[str, Any]:
 def grid(
     words: Sequence[str], seeds: Sequence[int], folder: Path, recipes: Sequence[str] = ()
 ) -> Iterator[Cell]:
-    """Yield all combinations of KEY=A,B, each with each seed; of several recipes, each cell names
-    its own."""
+    """Yield all combinations of KEY=A,B, each with each seed, and of several recipes with each."""
     axes: dict[str, list[object]] = {RECIPE: list(recipes)} if len(recipes) > 1 else {}
     for word in words:
         key, values = setting(word, "--grid")

@@ -101,8 +101,7 @@ def read_yaml(path: str) -> Recipe:
 
 
 class CommandParser(Parser):
-    """A parser of a command's own options. The other words belong to the arguments of a task, which
-    its help lists."""
+    """A parser of a command's own options; the other words are arguments of a task."""
 
     def __init__(self, prog: str, words: str) -> None:
         super().__init__(prog, usage=f"{prog} {words}", add_help=False, conflict_handler="resolve")
@@ -236,8 +235,7 @@ def training_arguments() -> frozenset[str]:
 def check_early(
     values: Recipe, words: Sequence[str], arguments: Iterable[type], training: bool = True
 ) -> None:
-    """Raise ConfigError for keys and options that no argument of a task has, before transformers is
-    imported. Args: training: whether the words may train."""
+    """Raise ConfigError for names that no argument has, before transformers is imported."""
     own = {field.name for cls in arguments for field in dataclasses.fields(cls)}
     known = own | training_arguments()
     check_names(values, {*known, *BLOCKS}, "configuration key")

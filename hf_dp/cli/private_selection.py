@@ -93,8 +93,7 @@ class Search:
 
 @dataclass(frozen=True)
 class Found:
-    """The run that a search released: its folder, settings and score, and what the whole search
-    costs."""
+    """The run that a search released, and what the whole search costs."""
 
     folder: Path
     label: str

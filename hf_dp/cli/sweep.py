@@ -133,8 +133,7 @@ def _read_recipes(paths: Sequence[str], fixed: Recipe) -> dict[str, Recipe]:
 
 
 def _check(args: argparse.Namespace, fixed: Recipe, cells: Sequence[runs.Cell]) -> None:
-    """Raise ConfigError for options that do not go together, and for privacy arguments of a sweep
-    in which no run is private."""
+    """Raise ConfigError for options that do not go together."""
     if Path(args.output_dir).is_file():
         raise ConfigError(f"Expected `--output-dir` to be a folder: {args.output_dir!r} is a file.")
     if args.logs and not args.json:

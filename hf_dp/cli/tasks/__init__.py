@@ -39,8 +39,7 @@ SIGNALS = ("signal_to_noise", "measured_signal_to_noise")
 
 
 class TaskModule(Protocol):
-    """What trains a task: the dataclasses of its own arguments, and a function of the keys of a
-    configuration, among them ``task``, and of command-line words."""
+    """What trains a task, for the keys of a configuration, and command-line words."""
 
     ARGUMENTS: Sequence[type]
 
@@ -146,8 +145,7 @@ class EvalArguments:
 def parse_evaluation(
     kinds: Sequence[type], values: Recipe, words: Sequence[str], prog: str = "hf-dp eval"
 ) -> tuple[Any, ...]:
-    """Return instances of the dataclasses of a command; leave out the keys that only concern
-    training."""
+    """Return instances of dataclasses; leave out the keys that only concern training."""
     ours = {item.name for kind in kinds for item in dataclasses.fields(kind)}
     config.check_names(
         values, {*ours, *config.training_arguments(), *config.BLOCKS}, "configuration key"
@@ -172,8 +170,7 @@ class PrivateTask(ABC):
     def evaluate(
         self, values: Recipe, words: Sequence[str], *, zero_shot: bool
     ) -> tuple[dict[str, float], list[str]]:
-        """Return the metrics, by the Trainer's names and as lines to read, of what ``hf-dp train``
-        wrote with these keys of a configuration and words, or of its untrained base."""
+        """Return the metrics, by name and as lines, of what was trained, or of its base."""
 
     def train(self, values: Recipe, words: Sequence[str]) -> int:
         """Train, evaluate and save; print metrics, epsilon, and last the output folder."""
@@ -253,8 +250,7 @@ def describe_sources(trainer: DPTrainer, model_args: StartArguments, data: Sourc
 def metric_lines(
     metrics: Mapping[str, float], evaluation: Any, names: Sequence[str] = ("accuracy", "f1")
 ) -> list[str]:
-    """Return ``accuracy on the 872 evaluation rows: 0.9`` for each metric, which have the Trainer's
-    names, of the evaluation set, or of each of several by name."""
+    """Return ``accuracy on the 872 evaluation rows: 0.9`` for each metric of each set."""
     sets = evaluation if isinstance(evaluation, Mapping) else {"": evaluation}
     lines = []
     for name, rows in sets.items():
@@ -269,8 +265,7 @@ def metric_lines(
 
 
 def signal_to_noise(logs: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean ``signal_to_noise`` of the logs of the first 30 steps, and of the measured
-    one, where it is released."""
+    """Return the mean of each signal to noise in the logs of the first 30 steps."""
     means = {}
     for name in SIGNALS:
         found = [log[name] for log in logs if name in log and log.get("step", 0) <= SIGNAL_STEPS]

@@ -240,8 +240,7 @@ class Classification(tasks.PrivateTask):
     def evaluate(
         self, values: Recipe, words: Sequence[str], *, zero_shot: bool
     ) -> tuple[dict[str, float], list[str]]:
-        """Return the metrics of a classifier that ``hf-dp train`` wrote, or of its untrained
-        base."""
+        """Return the metrics of a classifier that was trained, or of its untrained base."""
         from transformers import Trainer, TrainingArguments
 
         args, start, data = tasks.parse_evaluation(

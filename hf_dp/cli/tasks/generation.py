@@ -39,8 +39,7 @@ class Writing(tasks.PrivateTask):
         adapter: PeftConfig | None,
         change_rows: Callable[..., Dataset] | None = None,
     ) -> tuple[DPTrainer, tasks.Evaluate]:
-        """Return the trainer, and what evaluates it; ``change_rows`` makes of rows, tokenizer and
-        encoding the rows to train on instead."""
+        """Return the trainer, and what evaluates it. ``change_rows`` adds canaries."""
         from transformers import DataCollatorForSeq2Seq, set_seed
 
         from hf_dp.plans.units import USER
