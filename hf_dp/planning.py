@@ -16,7 +16,7 @@ from typing import Any
 from hf_dp._validate import integer, invalid, one_of, positive
 from hf_dp.accounting import Event, PoissonSampledGaussian, UserRowsGaussian, epsilon
 from hf_dp.accounting.accountants import Answer, compare
-from hf_dp.accounting.value import doubt_of_delta
+from hf_dp.accounting.composition import doubt_of_delta
 from hf_dp.errors import AccountingRangeError, HfDpError, UnsupportedEventError
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.units import MAX_ROWS

@@ -1,10 +1,12 @@
 """Privacy accounting: what ran, what it costs and how much noise a target needs; without torch."""
 
 from hf_dp.accounting.accountants import RELATIONS as RELATIONS
+from hf_dp.accounting.accountants import calibrate_noise_multiplier as calibrate_noise_multiplier
+from hf_dp.accounting.accountants import calibrate_steps as calibrate_steps
 from hf_dp.accounting.accountants import epsilon as epsilon
 from hf_dp.accounting.accountants import register_accountant as register_accountant
-from hf_dp.accounting.calibration import calibrate_noise_multiplier as calibrate_noise_multiplier
-from hf_dp.accounting.calibration import calibrate_steps as calibrate_steps
+from hf_dp.accounting.composition import Epsilon as Epsilon
+from hf_dp.accounting.composition import round_up as round_up
 from hf_dp.accounting.event import LOSS as LOSS
 from hf_dp.accounting.event import SUM as SUM
 from hf_dp.accounting.event import VECTORS as VECTORS
@@ -31,5 +33,3 @@ from hf_dp.accounting.ledger import SELECTION as SELECTION
 from hf_dp.accounting.ledger import TRAINING as TRAINING
 from hf_dp.accounting.ledger import Ledger as Ledger
 from hf_dp.accounting.ledger import LedgerEntry as LedgerEntry
-from hf_dp.accounting.value import Epsilon as Epsilon
-from hf_dp.accounting.value import round_up as round_up

@@ -35,14 +35,8 @@ _UNIT = 2.0**-52
 def allocated(
     noise_multiplier: float, steps: int, interval: float
 ) -> google_pld.PrivacyLossDistribution:
-    """Return the distribution of all ``steps`` steps of one allocation, in both directions,
-    pessimistic.
-
-    Args:
-        noise_multiplier: noise standard deviation / clipping norm, > 0.
-        steps: t >= 2, in one of which each example takes part.
-        interval: between two points of the grid of losses, > 0.
-    """
+    """Return the distribution of all ``steps`` steps, >= 2, of one allocation, in both directions,
+    pessimistic; ``interval`` is between two losses."""
     ratio = _Ratio(noise_multiplier, steps)
     low = math.floor(math.log(ratio.smallest) / interval)
     high = math.ceil(math.log(ratio.largest) / interval)
@@ -55,15 +49,12 @@ def allocated(
 
 
 class _Ratio:
-    """The likelihood ratio S under P and under Q, on a grid.
+    """The likelihood ratio S under P and under Q, on a grid; ``lost`` bounds what is left out of
+    either.
 
     Little noise makes some W so large that one grid for all is too coarse for the small ones. So
     outcomes without a large W get a finer grid of their own. Given which W are large, they are
     still independent, and Jensen's inequality holds for each choice of them.
-
-    Attributes:
-        lost: an upper bound on all that the grids and their rounding leave out of either.
-        smallest, largest: the values between which S lies but for ``lost``.
     """
 
     def __init__(self, noise_multiplier: float, steps: int):
@@ -121,18 +112,12 @@ def _above(values: np.ndarray) -> np.ndarray:
 
 
 class _Sum:
-    """The sum of t numbers W on 0, h, 2 h, ..., by one Fourier transform.
+    """The sum of t numbers W on 0, h, 2 h, ..., by one Fourier transform with room for ``room``.
 
-    Args:
-        weights: Q's probabilities of W on the grid.
-        spacing: h.
-        steps: t.
-        room: the largest sum that has to fit.
-        length: of the transform; None for one with that room.
+    Args: weights: Q's probabilities of W. spacing: h. steps: t.
 
-    Attributes:
-        without, with_it: Q's and P's probabilities of the sum.
-        rounding: what rounding may have taken from either.
+    Attributes: without, with_it: Q's and P's probabilities of the sum. rounding: what rounding may
+        have taken from either.
     """
 
     def __init__(
@@ -167,10 +152,8 @@ class _Sum:
 
 
 def _lognormal(mu: float, points: np.ndarray, beyond: bool = True) -> np.ndarray:
-    """Return probabilities of W = exp(mu z - mu^2 / 2), z normal, on points 0, h, 2 h, ...
-
-    A value between two points goes to both, so that its mean stays. Args: beyond: whether W beyond
-    the last point is moved to it, or left out.
+    """Return probabilities of W = exp(mu z - mu^2 / 2), z normal, on points 0, h, 2 h, ...; a value
+    between two goes to both, so that its mean stays. Args: beyond: whether larger W count.
     """
     spacing = float(points[1])
     with np.errstate(divide="ignore"):

@@ -1,4 +1,4 @@
-"""What a list of events composes to, in the form that all accountants share.
+"""What accountants are given, and what they return.
 
 The order of events does not matter to any accountant here (each bounds adaptive composition), so
 equal mechanisms are merged, events that touch no example are dropped, and plain Gaussians become a
@@ -11,16 +11,72 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from decimal import ROUND_CEILING, Decimal
+from typing import Literal, TypeVar, get_args
 
+from hf_dp._validate import one_of
 from hf_dp.accounting import knows
 from hf_dp.accounting.event import Event, as_events, refuse_stranger
 from hf_dp.accounting.events import BestOfRandomRuns, PoissonSampledGaussian
-from hf_dp.errors import AccountingRangeError, UnsupportedEventError
+from hf_dp.errors import AccountingRangeError, InvalidArgumentError, UnsupportedEventError
 
 _E = TypeVar("_E", bound=Event)
 
-Restriction = tuple[str, tuple[str, ...], str]
+Kind = Literal["bound", "estimate", "not established"]
+LARGEST_DELTA = 1e-3
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+def round_up(value: float, digits: int = 3) -> float:
+    """Return the smallest number with ``digits`` decimals that is not below ``value``, so that the
+    sentence "this run is (epsilon, delta)-DP" stays true; in decimal on the shortest form of the
+    float: 2.41 stays 2.41 although its binary value is a little above.
+    """
+    # Larger floats are whole numbers, and soon longer than a decimal of 28 digits.
+    if not abs(value) < 2**53:
+        return value
+    return float(
+        Decimal(repr(float(value))).quantize(Decimal(1).scaleb(-digits), rounding=ROUND_CEILING)
+    )
+
+
+def doubt_of_delta(delta: float) -> str:
+    """Return why a delta is too large to protect anybody, with a next move; empty if it is not."""
+    if delta <= LARGEST_DELTA:
+        return ""
+    return (
+        f"delta is {delta:.3g}, above {LARGEST_DELTA:g}: with about that probability the guarantee "
+        "fails altogether. Set a delta (target_delta) far below 1 / the number of rows, such as "
+        "1e-5."
+    )
+
+
+@dataclass(frozen=True)
+class Epsilon:
+    """The result of an accountant.
+
+    Args:
+        value: epsilon >= 0, possibly infinite.
+        kind: "bound" if the events are (value, delta)-DP; "estimate" if the value may be below the
+            true epsilon; "not established" if it follows from assumptions that do not hold for what
+            ran (DP-FP as published).
+        estimate: the accountant's point estimate beside its bound (``prv`` has one), or None.
+    """
+
+    value: float
+    kind: Kind
+    estimate: float | None = None
+
+    def __post_init__(self) -> None:
+        one_of("kind", self.kind, KINDS)
+        if math.isnan(self.value) or self.value < 0:
+            raise InvalidArgumentError(f"Expected an epsilon >= 0, got {self.value!r}.")
+        # Never a numpy scalar: the value is printed and written to JSON.
+        object.__setattr__(self, "value", float(self.value))
+
+    def rounded_up(self, digits: int = 3) -> float:
+        """Return ``value`` as it is printed: rounded up, never to nearest."""
+        return round_up(self.value, digits)
 
 
 @dataclass(frozen=True)
@@ -33,14 +89,14 @@ class Composition:
             as :meth:`hf_dp.accounting.Event.canonical` has it.
         outside: likewise, those that are dp-accounting's own, as they are.
         searches: not merged, since two cost more than one with runs as long as both.
-        restricted: name, relations and reason for each kind of event restricted to some relations.
+        restricted: the classes of events that hold under some relations only.
     """
 
     noiseless: bool = False
     events: tuple[Event, ...] = ()
     outside: tuple[Event, ...] = ()
     searches: tuple[BestOfRandomRuns, ...] = ()
-    restricted: tuple[Restriction, ...] = ()
+    restricted: tuple[type[Event], ...] = ()
 
     def of(self, kind: type[_E]) -> tuple[_E, ...]:
         """Return the events of this class."""
@@ -98,11 +154,11 @@ class Composition:
     def refuse(self, accountant: str, relation: str) -> None:
         """Raise UnsupportedEventError for a relation or kind of event that this accountant does not
         know, with the next move."""
-        for name, relations, why in self.restricted:
-            if relation not in relations:
+        for cls in self.restricted:
+            if relation not in cls.relations:
                 raise UnsupportedEventError(
-                    f"Relation {relation!r} does not hold for {name}: {why} Use "
-                    f"relation={relations[0]!r}."
+                    f"Relation {relation!r} does not hold for {cls.__name__}: {cls.restriction} "
+                    f"Use relation={cls.relations[0]!r}."
                 )
         replaced = {knows.REPLACE_ONE} if relation == "replace_one" else set()
         knows.refuse_unknown(accountant, self.kinds | replaced)
@@ -110,17 +166,8 @@ class Composition:
 
 @dataclass(frozen=True)
 class Range:
-    """The limits, both ends included, within which an accountant is known to be right.
-
-    Args:
-        accountant: its name, for messages.
-        min_noise_multiplier, max_noise_multiplier: noise standard deviation / clipping norm, of
-            every event.
-        min_sample_rate: Poisson probability, of every event.
-        max_steps: steps of all events together.
-        min_delta: delta.
-        next_move: what a message advises.
-    """
+    """The limits, both ends included, within which an accountant is known to be right: of the noise
+    multiplier and the Poisson rate of every event, of all steps together, and of delta."""
 
     accountant: str
     min_noise_multiplier: float
@@ -153,36 +200,33 @@ class Range:
 
 
 def compose(events: Event | Iterable[Event]) -> Composition:
-    """Merge one event or several into their canonical form.
-
-    Raises:
-        UnsupportedEventError: something in the list is not a registered event; or no neighboring
-            relation holds for all of them.
-    """
+    """Merge one event or several into their canonical form. Raises: UnsupportedEventError for what
+    is no registered event, and where no neighboring relation holds for all."""
     events = as_events(events)
     for event in events:
         refuse_stranger(event)
-    restricted = _restrictions(events)
-    if restricted and not set.intersection(*(set(relations) for _, relations, _ in restricted)):
-        shown = "; ".join(f"{name}: {', '.join(relations)}" for name, relations, _ in restricted)
+    searches = [event for event in events if isinstance(event, BestOfRandomRuns)]
+    each = [*events, *(event for search in searches for event in search.run)]  # never run or not
+    classes = {type(event) for event in each if event.restriction}
+    restricted = tuple(sorted(classes, key=lambda cls: cls.__name__))
+    if restricted and not set.intersection(*(set(cls.relations) for cls in restricted)):
+        shown = "; ".join(f"{cls.__name__}: {', '.join(cls.relations)}" for cls in restricted)
         raise UnsupportedEventError(
             f"These events hold under no common neighboring relation ({shown})."
         )
-    ran = [event for event in events if event.steps > 0]
-    searches = [event for event in ran if isinstance(event, BestOfRandomRuns)]
-    runs = {search: compose(search.run) for search in searches}
-    outside = [event for event in ran if _is_outside(event)]
-    others = (each for each in ran if not (isinstance(each, BestOfRandomRuns) or _is_outside(each)))
-    parts = (part for event in others for part in event.canonical())
+    runs = {search: compose(search.run) for search in searches if search.steps > 0}
+    others = [event for event in events if event.steps > 0 and event not in searches]
+    outside = [event for event in others if _is_outside(event)]
+    parts = [part for event in others if event not in outside for part in event.canonical()]
     merged = _merged(part for part in parts if _rate(part) > 0)  # else nobody takes part
-    events = [event for event in merged if 0 not in event.noise_multipliers.values()]
+    noisy = [event for event in merged if 0 not in event.noise_multipliers.values()]
     return Composition(
-        noiseless=len(events) < len(merged)
+        noiseless=len(noisy) < len(merged)
         or any(0 in event.noise_multipliers.values() for event in outside)
         or any(run.noiseless for run in runs.values()),
-        events=tuple(sorted(events, key=_place)),
+        events=tuple(sorted(noisy, key=_place)),
         outside=tuple(_merged(outside)),
-        searches=tuple(search for search in searches if not runs[search].empty),
+        searches=tuple(each for each in searches if each in runs and not runs[each].empty),
         restricted=restricted,
     )
 
@@ -207,16 +251,3 @@ def _rate(event: Event) -> float:
 def _place(event: Event) -> tuple[object, ...]:
     name, noise = type(event).__name__, tuple(event.noise_multipliers.values())
     return (name, noise, _rate(event), repr(event))
-
-
-def _restrictions(events: Iterable[Event]) -> tuple[Restriction, ...]:
-    """Return name, relations and reason for each kind of event restricted to some relations.
-
-    Events that never ran are included.
-    """
-    kinds: set[Restriction] = set()
-    for event in events:
-        for each in event.run if isinstance(event, BestOfRandomRuns) else (event,):
-            if each.restriction:
-                kinds.add((type(each).__name__, each.relations, each.restriction))
-    return tuple(sorted(kinds))

@@ -84,11 +84,6 @@ class Event:
         """The noise multiplier of each part."""
         return {part: getattr(self, name) for part, name in self.parts.items()}
 
-    @property
-    def joint_noise_multiplier(self) -> float:
-        """That of all parts together, as one Gaussian mechanism."""
-        return joint_noise_multiplier(*self.noise_multipliers.values())
-
     def dp_event(self) -> DpEvent | None:
         """Return one step (what ``with_steps(1)`` is) as a ``dp_accounting.DpEvent``: for an event
         from outside hf_dp. None for those of hf_dp, which the accountants know themselves."""
@@ -144,6 +139,11 @@ class NoisedSum(Event):
     def noise_multipliers(self) -> dict[str, float]:
         return {**super().noise_multipliers, **dict(self.beside)}
 
+    @property
+    def joint_noise_multiplier(self) -> float:
+        """That of all parts together, as one Gaussian mechanism."""
+        return joint_noise_multiplier(*self.noise_multipliers.values())
+
     def canonical(self) -> tuple[Event, ...]:
         joint = self.joint_noise_multiplier
         return (dataclasses.replace(self, noise_multiplier=joint, beside=()),)  # type: ignore[call-arg]
@@ -170,10 +170,7 @@ _E = TypeVar("_E", bound=Event)
 
 
 def register_event(cls: type[_E]) -> type[_E]:
-    """Make an event known to ledgers by the name of its class: a class decorator.
-
-    Raises: ConfigError when another event has that name.
-    """
+    """Make an event known to ledgers by the name of its class, its own: a class decorator."""
     if EVENT_TYPES.get(cls.__name__, cls) is not cls:
         raise ConfigError(f"Expected an event with a name of its own, got {cls.__name__!r}.")
     EVENT_TYPES[cls.__name__] = cls
@@ -181,10 +178,8 @@ def register_event(cls: type[_E]) -> type[_E]:
 
 
 def refuse_stranger(event: object) -> None:
-    """Raise UnsupportedEventError for what is not a registered event.
-
-    Exact classes: a subclass could mean another mechanism.
-    """
+    """Raise UnsupportedEventError for what is not a registered event. (Exact classes: a subclass
+    could mean another mechanism.)"""
     if type(event) not in EVENT_TYPES.values():
         raise UnsupportedEventError(
             f"Expected an event, one of {sorted(EVENT_TYPES)}, got {event!r} of {type(event)}."
@@ -197,13 +192,8 @@ def as_events(events: Event | Iterable[Event]) -> tuple[Event, ...]:
 
 
 def event_from_dict(data: Mapping[str, object]) -> Event:
-    """Return the event that ``to_dict`` described.
-
-    Nothing is guessed: an unknown type, an unknown field, a missing field or a bad value is
-    refused, since an event read wrongly would give a wrong epsilon.
-
-    Raises:
-        UnsupportedEventError: the description is not one of an event this version knows.
+    """Return the event that ``to_dict`` described. Nothing is guessed, since an event read wrongly
+    would give a wrong epsilon. Raises: UnsupportedEventError.
     """
     if not isinstance(data, Mapping):
         raise UnsupportedEventError(f"Expected an event as a mapping with a `type`, got {data!r}.")

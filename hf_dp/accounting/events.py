@@ -177,12 +177,9 @@ class RandomAllocationGaussian(NoisedSum):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.steps % self.steps_per_allocation:
-            raise invalid(
-                "steps",
-                self.steps,
-                f"to be a multiple of steps_per_allocation ({self.steps_per_allocation})",
-                "An allocation that was begun counts as a whole.",
-            )
+            expected = f"to be a multiple of steps_per_allocation ({self.steps_per_allocation})"
+            why = "An allocation that was begun counts as a whole."
+            raise invalid("steps", self.steps, expected, why)
 
     def with_steps(self, steps: int) -> Self:
         of_one = self.steps_per_allocation
@@ -330,44 +327,30 @@ class SampledRecordRelease(RowByRow):
 @register_event
 @dataclass(frozen=True)
 class SumAndRows(RowByRow):
-    """Each step releases a noisy sum over a Poisson sample, and noisy vectors of single examples.
+    """Each step releases a noisy sum over a Poisson sample, and noisy vectors of the examples in
+    another, independent one.
 
-    The vectors show which examples were sampled. With two independent samples the sum's stays
-    secret: a :class:`PoissonSampledGaussian` and a :class:`SampledRecordRelease`. If one sample
-    serves both, the vectors show whose sum it is, so its sample is not secret. Given that the
-    example was sampled, sum and vector are one Gaussian mechanism with
-    ``mu^2 = 1 / noise_multiplier^2 + 1 / record_noise_multiplier^2``, so
-    ``delta(epsilon) = sum_k Binomial(k; T, q) delta_Gauss(epsilon; sqrt(k) mu)``.
+    The vectors show which examples were sampled for them; the sum's sample stays secret. So these
+    are a :class:`PoissonSampledGaussian` and a :class:`SampledRecordRelease`. (Were both of one
+    sample, the vectors would show whose sum it is.)
 
-    Args:
-        noise_multiplier: that of the sum.
-        record_noise_multiplier: that of the vectors.
-        one_draw: whether the sum is over the same examples whose vectors are released.
+    Args: noise_multiplier: that of the sum. record_noise_multiplier: that of the vectors.
     """
 
     noise_multiplier: float
     record_noise_multiplier: float
     sample_rate: float
     steps: int
-    one_draw: bool
 
     parts: ClassVar[Mapping[str, str]] = {
         SUM: "noise_multiplier",
         VECTORS: "record_noise_multiplier",
     }
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.one_draw, bool):
-            raise invalid("one_draw", self.one_draw, "to be True or False")
-
     def canonical(self) -> tuple[Event, ...]:
-        rate, steps = self.sample_rate, self.steps
-        if self.one_draw:
-            return (SampledRecordRelease(self.joint_noise_multiplier, rate, steps),)
         return (
-            PoissonSampledGaussian(self.noise_multiplier, rate, steps),
-            SampledRecordRelease(self.record_noise_multiplier, rate, steps),
+            PoissonSampledGaussian(self.noise_multiplier, self.sample_rate, self.steps),
+            SampledRecordRelease(self.record_noise_multiplier, self.sample_rate, self.steps),
         )
 
 

@@ -14,9 +14,8 @@ import math
 from collections.abc import Callable
 
 from hf_dp._validate import in_unit_interval, integer, positive
-from hf_dp.accounting.composition import Composition, Range
+from hf_dp.accounting.composition import Composition, Epsilon, Kind, Range
 from hf_dp.accounting.events import PoissonSampledGaussian, PublishedForwardNoise
-from hf_dp.accounting.value import Epsilon, Kind
 
 # exp(1/sigma^2) and the tails are representable in this range; the limit theorem need not be
 # accurate in it.
@@ -80,15 +79,9 @@ def gaussian_mu(target: float, delta: float) -> float:
 
 
 def _root(function: Callable[[float], float], low: float, high: float) -> float:
-    """Return the lower end of a bracket of relative width 1e-12 around a sign change.
-
-    The lower end, so that noise that was calibrated to a target does not read back above it.
-    Importing scipy.optimize for one root takes half of the time of `hf-dp account`.
-
-    Args:
-        function: monotone on [low, high], where 0 <= low < high.
-
-    Raises: ArithmeticError if the function has the same sign at both ends.
+    """Return the lower end of a bracket of relative width 1e-12 around a sign change of a monotone
+    function, so that noise that was calibrated to a target does not read back above it. (Importing
+    scipy.optimize for one root takes half of the time of `hf-dp account`.)
     """
     above = function(low) > 0
     if (function(high) > 0) == above:
@@ -103,14 +96,11 @@ def _root(function: Callable[[float], float], low: float, high: float) -> float:
 
 
 def noise_multiplier(target_epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
-    """Return the noise that the limit theorem asks for.
+    """Return the noise that the limit theorem asks for, to reproduce papers that calibrate by it.
 
-    Its only purpose is to reproduce papers that calibrate by it. Solves ``mu = q sqrt(T
-    (exp(1/sigma^2) - 1))`` for the mu whose epsilon at ``delta`` is the target (Du and Mi 2021,
-    equations 3 and 11, where T counts micro-batches). The true cost of such a run can be several
-    times the target: in their setting for 1.73 it is 5.90 by PLD.
-
-    Raises: InvalidArgumentError.
+    Solves ``mu = q sqrt(T (exp(1/sigma^2) - 1))`` for the mu whose epsilon at ``delta`` is the
+    target (Du and Mi 2021, equations 3 and 11, where T counts micro-batches). The true cost can be
+    several times the target: in their setting for 1.73 it is 5.90 by PLD.
     """
     target, delta = positive("target_epsilon", target_epsilon), in_unit_interval("delta", delta)
     rate, steps = in_unit_interval("sample_rate", sample_rate, one=True), integer("steps", steps, 1)
@@ -118,11 +108,7 @@ def noise_multiplier(target_epsilon: float, delta: float, sample_rate: float, st
 
 
 def epsilon(composition: Composition, delta: float, relation: str = "zero_out") -> Epsilon:
-    """Return an estimate of epsilon at ``delta``.
-
-    Raises:
-        AccountingRangeError: outside RANGE.
-    """
+    """Return an estimate of epsilon at ``delta``. Raises: AccountingRangeError outside RANGE."""
     RANGE.check(composition, delta)
     published = bool(composition.of(PublishedForwardNoise))
     kind: Kind = "not established" if published else "estimate"

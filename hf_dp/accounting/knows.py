@@ -87,23 +87,15 @@ def refuse_together(asked: Sequence[Asked], accountant: str) -> None:
     two that exclude each other, it names the later one."""
     for one, other in combinations(asked, 2):
         if not accountants_of((one.kind, other.kind)):
-            raise invalid(
-                other.argument,
-                other.value,
-                f"to be left out with {one}",
-                f"{NO_BOUND} Remove it, or leave out `{one.argument}`.",
-                UnsupportedArgumentError,
-            )
+            why = f"{NO_BOUND} Remove it, or leave out `{one.argument}`."
+            expected, error = f"to be left out with {one}", UnsupportedArgumentError
+            raise invalid(other.argument, other.value, expected, why, error)
     for each in asked:
         known = accountants_of({each.kind})
         if accountant not in known:
-            raise invalid(
-                "accountant",
-                accountant,
-                f"to be {' or '.join(map(repr, known))} with {each}",
-                "No other accountant describes it.",
-                UnsupportedArgumentError,
-            )
+            why, error = "No other accountant describes it.", UnsupportedArgumentError
+            expected = f"to be {' or '.join(map(repr, known))} with {each}"
+            raise invalid("accountant", accountant, expected, why, error)
 
 
 def refuse_unknown(accountant: str, kinds: Iterable[str]) -> None:

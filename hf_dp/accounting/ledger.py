@@ -12,9 +12,9 @@ from typing import Any
 
 from hf_dp._validate import invalid
 from hf_dp.accounting.accountants import epsilon
+from hf_dp.accounting.composition import Epsilon
 from hf_dp.accounting.event import Description, Event, event_from_dict, refuse_stranger
 from hf_dp.accounting.events import BestOfRandomRuns
-from hf_dp.accounting.value import Epsilon
 from hf_dp.errors import LedgerError
 
 TRAINING = "training"
@@ -42,8 +42,7 @@ class LedgerEntry:
     def continues(self, earlier: LedgerEntry) -> bool:
         """Return whether mechanism and purpose are the same; the number of steps may differ.
 
-        A search does not continue another one: two cost more than one with runs as long as both.
-        Only the run that is being recorded goes on with its own.
+        A search does not continue another one (two cost more), unless it is this run's own.
         """
         if self.purpose != earlier.purpose or type(self.event) is not type(earlier.event):
             return False
@@ -53,22 +52,14 @@ class LedgerEntry:
 
 
 class Ledger:
-    """Append-only history of one run.
-
-    Equal consecutive mechanisms are kept as one entry with more steps. Entries are immutable and
-    cannot be removed or reordered.
-    """
+    """Append-only history of one run; equal mechanisms in a row are one entry with more steps."""
 
     def __init__(self) -> None:
         self._entries: list[LedgerEntry] = []
 
     def append(self, event: Event, purpose: str) -> None:
-        """Note that ``event`` ran. Call this before its result becomes visible to anyone.
-
-        Raises:
-            InvalidArgumentError: no steps, or an empty purpose.
-            UnsupportedEventError: not an event.
-        """
+        """Note that ``event`` ran, before its result becomes visible. Raises: InvalidArgumentError
+        for no steps or no purpose; UnsupportedEventError."""
         entry = LedgerEntry(event, purpose)
         if self._entries and entry.continues(self._entries[-1]):
             steps = self._entries[-1].event.steps + event.steps
@@ -95,10 +86,8 @@ class Ledger:
         return epsilon(self.events, delta, accountant)
 
     def extends(self, other: Ledger) -> bool:
-        """Return whether ``other``'s history is a prefix of this one, or equal to it.
-
-        A run may resume from a checkpoint only if the run's ledger extends the checkpoint's.
-        """
+        """Return whether ``other``'s history is a prefix of this one: only then may a run resume
+        from a checkpoint with that ledger."""
         if not other._entries:
             return True
         *earlier, last = other._entries
@@ -118,11 +107,8 @@ class Ledger:
 
     @classmethod
     def from_list(cls, entries: Iterable[Mapping[str, Any]]) -> Ledger:
-        """Return the ledger that ``to_list`` wrote.
-
-        Raises:
-            LedgerError: an entry cannot be read; a ledger with a hole would under-report.
-        """
+        """Return the ledger that ``to_list`` wrote. Raises: LedgerError for what cannot be read,
+        since a ledger with a hole would under-report."""
         ledger = cls()
         if isinstance(entries, (str, bytes, Mapping)) or not isinstance(entries, Iterable):
             raise LedgerError(

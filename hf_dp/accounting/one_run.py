@@ -58,20 +58,14 @@ def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: fl
 def epsilon_at_least(
     canaries: int, guesses: int, correct: int, delta: float, confidence: float = 0.95
 ) -> float:
-    """Return an epsilon that any (epsilon, delta)-private run has at least, with this confidence.
-
-    Raises: InvalidArgumentError.
-    """
+    """Return an epsilon that an (epsilon, delta)-private run has at least, with this confidence."""
     level = 1 - in_unit_interval("confidence", confidence)
     p = partial(p_value, canaries, guesses, correct, delta=delta)
     return _largest(lambda value: p(value) <= level)
 
 
 def mu_at_least(canaries: int, guesses: int, correct: int, confidence: float = 0.95) -> float:
-    """Return a mu that the run has at least, with this confidence, if it is mu-GDP for any mu.
-
-    Raises: InvalidArgumentError.
-    """
+    """Return a mu that the run has at least, with this confidence, if it is mu-GDP for any mu."""
     level = 1 - in_unit_interval("confidence", confidence)
 
     def refuted(mu: float) -> bool:

@@ -70,13 +70,8 @@ def losses_of(deltas: np.ndarray, interval: float, first: int) -> pld_pmf.DenseP
 def sampled_gaussian(
     noise_multiplier: float, sample_rate: float, interval: float
 ) -> google_pld.PrivacyLossDistribution:
-    """Return the distribution under zero-out, in both directions, pessimistic.
-
-    Args:
-        noise_multiplier: > 0.
-        sample_rate: in (0, 1).
-        interval: between two points of the grid of losses, > 0.
-    """
+    """Return the distribution under zero-out, in both directions, pessimistic. Args: sample_rate:
+    in (0, 1). interval: between two points of the grid of losses."""
     directions = []
     for adjacency in (AdjacencyType.REMOVE, AdjacencyType.ADD):
         step = GaussianPrivacyLoss(
@@ -116,11 +111,7 @@ def sampled_rows(
 ) -> google_pld.PrivacyLossDistribution:
     """Return the distribution under zero-out, in both directions, pessimistic.
 
-    Args:
-        noise_multiplier: noise standard deviation / clipping norm of a row, > 0.
-        sample_rate: of a row, in (0, 1).
-        max_rows: of a user, >= 1.
-        interval: between two points of the grid of losses, > 0.
+    Args: noise_multiplier, sample_rate: of a row. max_rows: of a user. interval: between losses.
 
     Raises: AccountingRangeError when the losses of one step need more than MAX_POINTS points.
     """

@@ -5,10 +5,8 @@ pessimistic connect-the-dots rule (Doroshenko, Ghazi, Kamath, Kumar, Manurangsi 
 2207.04380) and composed by FFT; both directions of zero-out are computed, and the worse one counts.
 The result is min(PLD + SLACK, RDP). Both are upper bounds; RDP is tighter in a few corners (few
 steps of very weak mechanisms, where the grid is coarser than the loss). RDP does not know
-replace-one, truncated samples and allocations, so there the result is PLD + SLACK. Where no sample
-is secret, the loss is a mixture of normals and needs no grid
-(:mod:`hf_dp.accounting.closed_form`). Rates below SMALL_RATE have a grid of their own and no slack
-(:mod:`hf_dp.accounting.tilted`).
+replace-one, truncated samples and allocations, so there the result is PLD + SLACK. Rates below
+SMALL_RATE have a grid of their own and no slack (:mod:`hf_dp.accounting.tilted`).
 """
 
 from __future__ import annotations
@@ -18,13 +16,17 @@ import math
 from functools import lru_cache
 from typing import TypeAlias
 
+import numpy as np
 from dp_accounting.pld import privacy_loss_distribution as google_pld
 from dp_accounting.pld.pld_privacy_accountant import PLDAccountant
 from dp_accounting.privacy_accountant import NeighboringRelation
+from scipy.optimize import brentq
+from scipy.special import log_ndtr, logsumexp
+from scipy.stats import binom
 
-from hf_dp.accounting import closed_form, rdp, tilted
+from hf_dp.accounting import rdp, tilted
 from hf_dp.accounting.allocation import allocated
-from hf_dp.accounting.composition import Composition, Range
+from hf_dp.accounting.composition import Composition, Epsilon, Range
 from hf_dp.accounting.event import Event
 from hf_dp.accounting.events import (
     PoissonSampledGaussian,
@@ -34,8 +36,8 @@ from hf_dp.accounting.events import (
     UserRowsGaussian,
 )
 from hf_dp.accounting.grid import composed_by, directions, epsilon_at, on_grid, self_composed
+from hf_dp.accounting.knows import POISSON, VISIBLE
 from hf_dp.accounting.one_step import sampled_gaussian, sampled_rows
-from hf_dp.accounting.value import Epsilon
 from hf_dp.errors import UnsupportedEventError
 
 # Each limit is the edge of what was compared with independent computations (an FFT with exponential
@@ -126,16 +128,12 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
     """Return an upper bound on epsilon at ``delta``.
 
     It takes 0.05 to 0.5 s for a new mechanism and half of that for more steps of a known one; ten
-    times as long where the fine grid is worth it (epsilon < 3 and tens of thousands of steps). At
-    rates below SMALL_RATE it takes 0.05 to 5 s.
-
-    Raises:
-        AccountingRangeError: outside RANGE or above MAX_EPSILON.
+    times as long where the fine grid is worth it. Raises: AccountingRangeError.
     """
-    if closed_form.covers(composition):
+    if _has_closed_form(composition):
         CLOSED_FORM.check(composition, delta)
         scale = 2.0 if relation == "replace_one" else 1.0
-        return Epsilon(closed_form.epsilon(composition, delta, scale), "bound")
+        return Epsilon(_closed_form(composition, delta, scale), "bound")
     small_rate = min(composition.sample_rates, default=1.0) < SMALL_RATE
     # RDP bounds the plain mechanisms under zero-out; elsewhere it only estimates how large the grid
     # would become.
@@ -262,11 +260,8 @@ def _one_step(event: Secret, interval: float, relation: str) -> Distribution:
 # Cached for calibration with prior events, which do not change.
 @lru_cache(maxsize=8)
 def _self_composed(event: Secret, interval: float, relation: str) -> Distribution:
-    """Return the distribution of all steps of one mechanism.
-
-    Raises: AccountingRangeError where the mean loss alone is above MAX_EPSILON and RDP did not tell
-        how large the grid would become.
-    """
+    """Return the distribution of all steps of one mechanism. Raises: AccountingRangeError where the
+    mean loss alone is above MAX_EPSILON (RDP did not tell how large the grid would become)."""
     one_step, times = _one_step(event.with_steps(1), interval, relation), _times(event)
     if times == 1 and event.sample_rate == 1:
         return one_step
@@ -293,12 +288,74 @@ def _visible(event: SampledRecordRelease, interval: float) -> Distribution:
 
 @lru_cache(maxsize=8)
 def _outside(event: Event, interval: float, relation: str) -> Distribution:
-    """Return dp-accounting's own distribution of one step of an event from outside hf_dp.
-
-    Raises: UnsupportedEventError for one that it does not know.
-    """
+    """Return dp-accounting's own distribution of one step. Raises: UnsupportedEventError."""
     accountant = PLDAccountant(_RELATIONS[relation], value_discretization_interval=interval)
     dp_event = event.dp_event()
     if dp_event is None or not accountant.supports(dp_event):
         raise UnsupportedEventError(f"dp-accounting's PLD does not know {dp_event!r}.")
     return composed_by(accountant.compose(dp_event))
+
+
+# -- in closed form --
+
+# Given how often an example took part (which is visible and independent of its contents), its
+# privacy loss is normal. So ``delta(epsilon) = sum over numbers of uses of P(number)
+# delta_Gauss(epsilon; mu of the number)``, with no grid and no FFT: the definition itself is
+# computed, up to rounding. Both directions of zero-out have the same losses.
+
+# Participation counts whose probabilities add up to less than this are left out; it is added to
+# delta instead.
+_TAIL = 1e-30
+
+
+def _has_closed_form(composition: Composition) -> bool:
+    """Return whether nothing is secret or searched, and at most one rate and noise is visible."""
+    one_visible = len(composition.of(SampledRecordRelease)) <= 1
+    return composition.kinds <= {POISSON, VISIBLE} and not composition.sampled and one_visible
+
+
+def _closed_form(composition: Composition, delta: float, scale: float = 1.0) -> float:
+    """Return the smallest epsilon >= 0 at ``delta``, rounded up, to a relative 1e-9. Args: scale: a
+    factor on every Gaussian's sensitivity (2 under replace_one)."""
+    log_weights, mus = _participations(composition, scale)
+
+    def excess(value: float) -> float:
+        total = np.logaddexp(logsumexp(log_weights + _log_delta(value, mus)), math.log(_TAIL))
+        return float(total) - math.log(delta)
+
+    if excess(0.0) <= 0:
+        return 0.0
+    high = 1.0
+    while excess(high) > 0:
+        high *= 2
+    root = float(brentq(excess, 0.0, high, xtol=1e-13, rtol=1e-13))
+    return root * (1 + 1e-9) + 1e-12
+
+
+def _participations(composition: Composition, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return the log-probability and mu of each number of uses."""
+    always = (composition.gaussian_mu * scale) ** 2
+    if not (visible := composition.of(SampledRecordRelease)):
+        return np.zeros(1), np.array([math.sqrt(always)])
+    (event,) = visible
+    law = binom(event.steps, event.sample_rate)
+    # Bernstein: the number of uses is further from its mean m than sqrt(2 m L) + L with a
+    # probability below exp(-L) on each side. With 1e9 samples, the most that are accepted, fewer
+    # than a million numbers of uses remain.
+    mean, away = event.steps * event.sample_rate, math.log(2 / _TAIL)
+    reach = math.sqrt(2 * mean * away) + away
+    low, high = max(0, math.floor(mean - reach)), min(event.steps, math.ceil(mean + reach))
+    counts = np.arange(low, high + 1)
+    return law.logpmf(counts), np.sqrt(always + counts * (scale / event.noise_multiplier) ** 2)
+
+
+def _log_delta(value: float, mu: np.ndarray) -> np.ndarray:
+    """Return log ``E[(1 - exp(value - loss))+]`` for a normal loss; -inf where mu is 0.
+
+    The loss has mean mu^2 / 2 and variance mu^2. See Balle and Wang 2018, Theorem 8.
+    """
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        upper = log_ndtr(-value / mu + mu / 2)
+        lower = value + log_ndtr(-value / mu - mu / 2)
+        normal = upper + np.log(-np.expm1(np.minimum(lower - upper, -1e-300)))
+    return np.where((mu > 0) & (lower < upper), normal, -np.inf)

@@ -18,8 +18,7 @@ from prv_accountant import GaussianMechanism, PoissonSubsampledGaussianMechanism
 from prv_accountant.accountant import compute_safe_domain_size
 
 from hf_dp.accounting import rdp
-from hf_dp.accounting.composition import Composition, Range
-from hf_dp.accounting.value import Epsilon
+from hf_dp.accounting.composition import Composition, Epsilon, Range
 from hf_dp.errors import AccountingRangeError
 
 # Compared with PLD and a third computation for noise multipliers from 0.3 up, 1e-5 <= rate <= 1 and
@@ -53,10 +52,8 @@ _OTHER = 'Use accountant="pld" or accountant="rdp".'
 def epsilon(composition: Composition, delta: float, relation: str = "zero_out") -> Epsilon:
     """Return the upper end of the certified interval at ``delta``, with the point estimate.
 
-    Raises:
-        AccountingRangeError: outside RANGE; the mesh would not fit in memory; the package failed;
-            or its discretized mean is off by more than MAX_MEAN_ERROR over all steps (released
-            versions integrate it with fixed break points).
+    Raises: AccountingRangeError, also where the mesh would not fit in memory, the package failed,
+        or its mean is off by more than MAX_MEAN_ERROR.
     """
     RANGE.check(composition, delta)
     prvs, counts = _random_variables(composition)
@@ -99,11 +96,8 @@ def _random_variables(composition: Composition) -> tuple[list[Mechanism], list[i
 
 
 class _Sampled(PoissonSubsampledGaussianMechanism):
-    """The package's mechanism, with each order's Renyi divergence computed once.
-
-    The package and ``_check_mesh`` ask for the whole curve four times to size one mesh, which took
-    nine tenths of an evaluation.
-    """
+    """The package's mechanism, each order's Renyi divergence computed once: it asks four times to
+    size one mesh, which took nine tenths of an evaluation."""
 
     def __init__(self, sample_rate: float, noise_multiplier: float) -> None:
         super().__init__(sample_rate, noise_multiplier)

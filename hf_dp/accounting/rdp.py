@@ -19,10 +19,9 @@ import numpy as np
 from dp_accounting.rdp import rdp_privacy_accountant as google_rdp
 from scipy.special import gammaln, log_ndtr
 
-from hf_dp.accounting.composition import Composition, Range, compose
+from hf_dp.accounting.composition import Composition, Epsilon, Range, compose
 from hf_dp.accounting.events import SampledRecordRelease
 from hf_dp.accounting.grid import best_of_runs
-from hf_dp.accounting.value import Epsilon
 
 ORDERS = tuple(float(order) for order in google_rdp.DEFAULT_RDP_ORDERS)
 
@@ -52,20 +51,13 @@ _NEGLIGIBLE = 30.0  # a term is small when it is below the sum by this factor, i
 
 
 def epsilon(composition: Composition, delta: float, relation: str = "zero_out") -> Epsilon:
-    """Return an upper bound on epsilon at ``delta``.
-
-    Raises:
-        AccountingRangeError: outside RANGE.
-    """
+    """Return an upper bound on epsilon at ``delta``. Raises: AccountingRangeError outside RANGE."""
     RANGE.check(composition, delta)
     return Epsilon(epsilon_and_order(composition, delta)[0], "bound")
 
 
 def epsilon_and_order(composition: Composition, delta: float) -> tuple[float, float]:
-    """Return the smallest epsilon over ORDERS and its order, without a range check.
-
-    ``pld`` and ``prv`` also use it.
-    """
+    """Return the smallest epsilon over ORDERS and its order, without a range check."""
     value, order = google_rdp.compute_epsilon(ORDERS, _total(composition), delta)
     return float(value), float(order)
 
@@ -102,10 +94,8 @@ def _visible(noise_multiplier: float, sample_rate: float) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _curve(noise_multiplier: float, sample_rate: float) -> np.ndarray:
-    """Return an upper bound on the Renyi divergence of one step at each of ORDERS.
-
-    The array is read-only, and infinite where the divergence cannot be computed.
-    """
+    """Return an upper bound on the Renyi divergence of one step at each of ORDERS, read-only;
+    infinite where it cannot be computed."""
     divergences = log_moments(noise_multiplier, sample_rate) / (np.asarray(ORDERS) - 1)
     # An order that overflowed to NaN bounds nothing, so it becomes infinite.
     curve = (
@@ -117,11 +107,7 @@ def _curve(noise_multiplier: float, sample_rate: float) -> np.ndarray:
 
 def log_moments(noise_multiplier: float, sample_rate: float) -> np.ndarray:
     """Return log A_a of one step for each of ORDERS, infinity where its series does not converge.
-
-    Args:
-        noise_multiplier: > 0.
-        sample_rate: in (0, 1).
-    """
+    Args: sample_rate: in (0, 1)."""
     orders = np.asarray(ORDERS)
     whole = np.isin(orders, _WHOLE)
     found = np.empty(len(ORDERS))

@@ -94,13 +94,10 @@ Steps = tuple[Sequence[Loss], int]
 
 def epsilon_at(steps: Sequence[Steps], delta: float, about: float) -> float:
     """Return an upper bound on the epsilon >= 0 at which all steps have ``delta`` in both
-    directions; infinity where it is above ``about``, also because rounding may be as large as
-    delta, or infinite losses alone are more likely.
+    directions.
 
-    Args:
-        steps: pessimistic losses, all on one grid.
-        delta: > 0.
-        about: an upper bound, where the search begins.
+    It is infinity above ``about``, where the search begins, also because rounding may be as large
+    as delta, or infinite losses alone are more likely. Args: steps: pessimistic, on one grid.
     """
     found = 0.0
     for way in range(2):
@@ -207,13 +204,8 @@ def of_distributions(
 
 
 def of_small_rates(events: Sequence[PoissonSampledGaussian], delta: float, about: float) -> float:
-    """Return an upper bound on epsilon at ``delta`` of Poisson-sampled Gaussians, on grids that
-    become finer until it no longer falls.
-
-    Args:
-        events: a rate may be 1.
-        about: an upper bound, where the search begins.
-    """
+    """Return an upper bound on epsilon, at most ``about``, of Poisson-sampled Gaussians (a rate may
+    be 1), on grids that become finer until it no longer falls."""
     lost = _LOST * delta / sum(event.steps for event in events)
     best, interval, before, points = about, about / 256, math.inf, 0
     while best > 0 and 4 * points <= _MAX_POINTS:
@@ -234,13 +226,9 @@ def of_small_rates(events: Sequence[PoissonSampledGaussian], delta: float, about
 def one_step(
     noise_multiplier: float, sample_rate: float, interval: float, lost: float
 ) -> tuple[Loss, Loss]:
-    """Return the losses of one step under removal and under addition, pessimistic.
+    """Return the losses of one step under removal and under addition, pessimistic, on a grid.
 
-    Args:
-        noise_multiplier: > 0.
-        sample_rate: in (0, 1].
-        interval: between two points of the grid of losses, > 0.
-        lost: the probability of the largest losses, which becomes that of an infinite loss.
+    Args: lost: the probability of the largest losses, which becomes that of an infinite loss.
     """
     sigma, rate = noise_multiplier, sample_rate
     highest = max(-sigma * ndtri(lost / 2), 1 - sigma * ndtri(min(0.5, lost / 2 / rate)))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from hf_dp.accounting import ACCOUNTANTS, RELATIONS
-from hf_dp.accounting.value import doubt_of_delta
+from hf_dp.accounting.composition import doubt_of_delta
 from hf_dp.cli.options import Parser
 from hf_dp.errors import LedgerError
 

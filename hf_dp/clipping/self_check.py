@@ -355,9 +355,10 @@ def _tolerance(model: nn.Module, trainable: Mapping[str, nn.Parameter]) -> float
 
 
 @contextmanager
-def in_training(model: nn.Module) -> Iterator[None]:
+def in_training(model: nn.Module, training: bool = True) -> Iterator[None]:
+    """Let all modules train inside, or evaluate; outside, each is as it was."""
     modes = {module: module.training for module in model.modules()}
-    model.train()
+    model.train(training)
     try:
         yield
     finally:

@@ -20,7 +20,7 @@ from hf_dp.errors import LedgerError, UnsupportedArgumentError
 from hf_dp.mechanisms.base import Batches, Clipped, Mechanism, register_mechanism
 from hf_dp.mechanisms.dp_sgd import DpSgd
 from hf_dp.mechanisms.last_layer import LastLayer, last_layer, noising
-from hf_dp.plans.dp_fp import SHARED, FrozenPlan, PrivateEncoderPlan, PublishedPlan
+from hf_dp.plans.dp_fp import FrozenPlan, PrivateEncoderPlan, PublishedPlan
 from hf_dp.run.gate import Release
 
 logger = logging.get_logger(__name__)
@@ -32,12 +32,9 @@ RELEASED_ROWS = "_released_rows.safetensors"
 
 @register_mechanism
 class Published(Mechanism):
-    """DP-FP as published (Algorithm 1): clips and noises in the forward pass of M joined
-    micro-batches; backward pass and optimizer are ordinary ones.
-
-    No epsilon is established for it: the encoder's gradient is computed from activations that were
-    not noised (:attr:`hf_dp.accounting.PublishedForwardNoise.reasons`).
-    """
+    """DP-FP as published (Algorithm 1): clips and noises in the forward pass of M joined draws.
+    Backward pass and optimizer are ordinary ones, and so no epsilon is established
+    (:attr:`hf_dp.accounting.PublishedForwardNoise.reasons`)."""
 
     plan_type = PublishedPlan
     gradients_are_noised = False
@@ -57,10 +54,8 @@ class Published(Mechanism):
         return Clipped(batches, torch.zeros((), device=self.run.device))
 
     def gradients(self, clipped: Clipped, release: Release) -> Mapping[nn.Parameter, Tensor]:
-        """Return the gradient of all M micro-batches at once.
-
-        Their losses add up, so one padded batch gives the same as M passes.
-        """
+        """Return the gradient of all M micro-batches at once: their losses add up, so one padded
+        batch gives the same as M passes."""
         run = self.run
         with run.randomness.streams():
             for batch in clipped.values:
@@ -78,16 +73,10 @@ class Published(Mechanism):
 
 @register_mechanism
 class Frozen(Mechanism):
-    """Trains the last layer on noisy vectors, with everything below the noise frozen.
-
-    What trains is a function of released vectors, so post-processing covers it. ``once``: a vector
-    of each example is released one time (:class:`hf_dp.accounting.RecordRelease`), and nothing
-    composes. ``fresh``: a new one each time the example is drawn
-    (:class:`hf_dp.accounting.SampledRecordRelease`).
-
-    The encoder does not change, so representations are computed once, in the precision of the
-    weights. They stay in memory and never leave it without noise.
-    """
+    """Trains the last layer on noisy vectors, with everything below the noise frozen, so that
+    post-processing covers it. ``once``: a vector of each example is released one time, and nothing
+    composes. ``fresh``: a new one each time the example is drawn. The encoder does not change, so
+    representations are computed once, and never leave the memory without noise."""
 
     plan_type = FrozenPlan
     needs_whole_weights = "DP-FP with a frozen encoder trains one layer on released vectors."
@@ -116,11 +105,8 @@ class Frozen(Mechanism):
             self._keep()
 
     def _release_before(self) -> None:
-        """Compute all vectors, and let out what is released once.
-
-        Nothing is kept before all of it is out: what a failed release left would be taken for
-        released the next time.
-        """
+        """Compute all vectors, and let out what is released once; keep nothing before it is out,
+        which would be taken for released the next time."""
         vectors, labels = self._last.all_vectors()
         vectors = self._last.clipped(vectors, labels)
         for planned in self.run.plan.releases_before():
@@ -183,11 +169,8 @@ class Frozen(Mechanism):
 
 @register_mechanism
 class PrivateEncoder(DpSgd):
-    """DP-SGD below the noise, and an ordinary gradient from released vectors above it.
-
-    Why gradients and vectors have independent draws, or are accounted as visible, stands with
-    :class:`hf_dp.accounting.SumAndRows`.
-    """
+    """DP-SGD below the noise, and an ordinary gradient from released vectors above it, of a draw of
+    their own (why: :class:`hf_dp.accounting.SumAndRows`)."""
 
     plan_type = PrivateEncoderPlan
     needs_whole_weights = "DP-FP with a private encoder trains the last layer on released vectors."
@@ -197,13 +180,9 @@ class PrivateEncoder(DpSgd):
     def start(self, checkpoint: str | None = None) -> None:
         self._last = LastLayer(self.run, self.plan)
         if self.tuner.clips_in_its_own_way:
-            raise invalid(
-                "peft_config",
-                type(self.tuner).__name__,
-                "to be FROST, a stock adapter or None with dp_fp_variant='private_encoder'",
-                "This one clips in its own way, including the last layer.",
-                UnsupportedArgumentError,
-            )
+            expected = "to be FROST, a stock adapter or None with dp_fp_variant='private_encoder'"
+            why, error = "It clips the last layer, too, in its own way.", UnsupportedArgumentError
+            raise invalid("peft_config", type(self.tuner).__name__, expected, why, error)
 
     def prepare(self) -> None:
         with self._below_only():
@@ -217,9 +196,7 @@ class PrivateEncoder(DpSgd):
         """Return the clipped sum of the encoder's gradients, and clipped vectors with labels."""
         with self._below_only():
             below = super().clip(batches)
-        vectors, labels = self._last.vectors_of(
-            batches if self.plan.draws == SHARED else self._vector_draw()
-        )
+        vectors, labels = self._last.vectors_of(self._vector_draw())
         return Clipped((below, self._last.clipped(vectors, labels), labels), below.loss_sum)
 
     def gradients(self, clipped: Clipped, release: Release) -> Mapping[nn.Parameter, Tensor]:

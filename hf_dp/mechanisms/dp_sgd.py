@@ -43,11 +43,8 @@ class DpSgd(Mechanism):
 
     def gradients(self, clipped: Clipped, release: Release) -> Mapping[nn.Parameter, Tensor]:
         """Return ``(clipped sum + N(0, (sigma C)^2)) / B`` for every trainable parameter, and note
-        ``noised["noised_loss"]`` likewise, where there is a sum of losses; it may be below 0.
-
-        The noise is drawn once per logical batch, and the divisor is a public constant, also for an
-        empty draw.
-        """
+        ``noised["noised_loss"]`` likewise. The noise is drawn once per logical batch, and the
+        divisor is a public constant, also for an empty draw."""
         sums, losses = clipped.values, clipped.losses
         divisor = self.run.plan.expected_batch_size
         if losses is not None:
@@ -90,16 +87,9 @@ class DpSgd(Mechanism):
 
 
 class BoundedLosses:
-    """The sum of losses, each clipped to [0, bound], over this process's examples of one draw.
-
-    Args:
-        bound: the most that one example adds.
-        unit: a power of two; each loss is rounded down to a multiple of it, so that no sum of them
-            is rounded (:meth:`hf_dp.plans.dp_sgd.NoisedLoss.unit`).
-
-    Attributes:
-        total: the sum so far, (), float64. Not private.
-    """
+    """The sum of losses, (), float64, each clipped to [0, bound], over this process's examples of
+    one draw; not private. Args: unit: a power of two; each loss is rounded down to a multiple of
+    it, so that no sum of them is rounded (:meth:`hf_dp.plans.dp_sgd.NoisedLoss.unit`)."""
 
     def __init__(self, bound: float, unit: float, device: torch.device):
         self.bound, self.unit = bound, unit

@@ -6,7 +6,7 @@ A vector is computed from its own example alone, and nothing else of the example
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -15,12 +15,8 @@ from tqdm.auto import tqdm
 
 from hf_dp.batches.loader import Drawn
 from hf_dp.clipping.rounding import full_precision
-from hf_dp.errors import (
-    DataError,
-    SelfCheckError,
-    UnsupportedArgumentError,
-    UnsupportedModelError,
-)
+from hf_dp.clipping.self_check import in_training
+from hf_dp.errors import DataError, SelfCheckError, UnsupportedArgumentError, UnsupportedModelError
 from hf_dp.losses import base_model, classification_loss, problem_type, task_of
 from hf_dp.plans.dp_fp import ForwardPlan
 from hf_dp.run.private_run import PrivateRun
@@ -33,16 +29,8 @@ _OR_DP_SGD = "or use privacy_mode='dp_sgd'."
 
 
 class LastLayer:
-    """The layer above the noise, with the loss of the vectors that enter it.
-
-    Raises:
-        UnsupportedModelError: the layer shares a parameter with the layers below, is frozen, or is
-            not linear although labels are in the vector; or weights have 16 bits, whose rounding
-            moves vectors by more than the margin.
-        UnsupportedArgumentError: labels are to be protected and are not classes.
-        SelfCheckError: a neighbor could move a vector, and would so enter what is noised for one
-            example alone; or the forward pass changes the model. Seen on synthetic examples.
-    """
+    """The layer above the noise, with the loss of the vectors that enter it; refuses models whose
+    vectors could hold other examples, on synthetic ones."""
 
     def __init__(self, run: PrivateRun, plan: ForwardPlan):
         self.run, self.plan, self.model = run, plan, run.model
@@ -57,9 +45,8 @@ class LastLayer:
         own = set(self.layer.parameters())
         if not own or own & set(self.below()):
             raise UnsupportedModelError(
-                f"The last layer {self.name!r} has no parameters of its own: it has none, or "
-                "shares them with the layers below the noise. Use a model whose last layer has its "
-                f"own parameters, {_OR_DP_SGD}"
+                f"The last layer {self.name!r} has no parameters of its own. Use a model whose "
+                f"last layer shares none with the layers below the noise, {_OR_DP_SGD}"
             )
         if self._blocks is not None and type(self.layer) is not nn.Linear:
             raise UnsupportedModelError(
@@ -84,9 +71,9 @@ class LastLayer:
         low = sorted(str(each).removeprefix("torch.") for each in dtypes if each.itemsize < 4)
         if low:
             raise UnsupportedModelError(
-                f"The model's weights are {', '.join(low)}. An example's vector would be rounded "
-                "differently beside other examples, by more than the noise is scaled to. Load the "
-                "model in float32 (bf16=True in the arguments is for gradients)."
+                f"The model's weights are {', '.join(low)}, whose rounding beside other examples "
+                "is more than the noise is scaled to. Load the model in float32 (bf16=True in the "
+                "arguments is for gradients)."
             )
         padded, alone = self.run.engine_check.batches()
         together, _ = self.vectors_of([padded])
@@ -94,14 +81,12 @@ class LastLayer:
         backwards, _ = self.vectors_of([{name: value.flip(0) for name, value in padded.items()}])
         scale = apart.norm(dim=1).max().clamp_min(torch.finfo(torch.float32).tiny)
         for other in (together, backwards.flip(0)):
-            if other.shape != apart.shape or not bool(
-                (other - apart).norm(dim=1).max() <= _TOLERANCE * scale
-            ):
+            same = other.shape == apart.shape
+            if not same or not bool((other - apart).norm(dim=1).max() <= _TOLERANCE * scale):
                 raise SelfCheckError(
-                    "On synthetic examples, the representation of an example changes when other "
-                    "examples stand beside it. Noise for one example would not cover what it does "
-                    "to its neighbors' vectors. Check the attention mask and how the model pools, "
-                    f"{_OR_DP_SGD}"
+                    "The representation of a synthetic example changes when other examples stand "
+                    "beside it, which its noise does not cover. Check the attention mask and how "
+                    f"the model pools, {_OR_DP_SGD}"
                 )
         return apart.shape[1]
 
@@ -113,10 +98,8 @@ class LastLayer:
         return [p for module in outside for p in module.parameters(recurse=False)]
 
     def clipped(self, rows: Tensor, labels: Tensor) -> Tensor:
-        """Return what noise is added to, from the representations ``rows``.
-
-        These are clipped vectors, (b, d), or vectors with the label inside, (b, K d).
-        """
+        """Return what noise is added to: clipped vectors, (b, d), or with the label inside, (b, K
+        d)."""
         rows = clip_vectors(rows, self.plan.vector_clipping_norm)
         if self._blocks is None:
             return rows
@@ -138,9 +121,8 @@ class LastLayer:
         return losses.detach().sum(), list(found)
 
     def vectors_of(self, batches: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Return what enters the layer, (n, d) in float32 or better, and labels (n, ...).
-
-        Both are in the order of the batches. Dropout is off.
+        """Return what enters the layer, (n, d) in float32 or better, without dropout, and labels
+        (n, ...).
 
         Raises: SelfCheckError when the forward pass changed a buffer or parameter, which could then
             hold an example and would be saved.
@@ -151,33 +133,26 @@ class LastLayer:
         def note(module: nn.Module, inputs: tuple[object, ...]) -> None:
             entered.append(one_vector_per_example(inputs, module))
 
-        model = self.model
-        handle = self.layer.register_forward_pre_hook(note)
-        training = model.training
-        try:
-            with (
-                torch.no_grad(),
-                full_precision(),
-                self.run.randomness.streams(),
-                _nothing_kept(model),
-            ):
-                model.eval()
-                for batch in batches:
-                    entered.clear()
-                    # Only the forward pass is wanted, so labels of any kind are replaced by zeros.
-                    self.run.losses({**batch, "labels": torch.zeros_like(batch["labels"])})
-                    if len(entered) != 1 or len(entered[0]) != len(batch["labels"]):
-                        raise SelfCheckError(
-                            "Expected the model to call its last layer once per batch, with one "
-                            f"representation per example; it made {len(entered)} call(s), or gave "
-                            "another number of representations. Use a model that does, "
-                            f"{_OR_DP_SGD}"
-                        )
-                    vectors.append(_float32_or_better(entered[0]))
-                    labels.append(batch["labels"].to(entered[0].device))
-        finally:
-            handle.remove()
-            model.train(training)
+        with (
+            self.layer.register_forward_pre_hook(note),
+            torch.no_grad(),
+            full_precision(),
+            self.run.randomness.streams(),
+            _nothing_kept(self.model),
+            in_training(self.model, False),
+        ):
+            for batch in batches:
+                entered.clear()
+                # Only the forward pass is wanted, so labels of any kind are replaced by zeros.
+                self.run.losses({**batch, "labels": torch.zeros_like(batch["labels"])})
+                if len(entered) != 1 or len(entered[0]) != len(batch["labels"]):
+                    raise SelfCheckError(
+                        "Expected the model to call its last layer once per batch, with one "
+                        f"representation per example; it made {len(entered)} call(s), or gave "
+                        f"another number of representations. Use a model that does, {_OR_DP_SGD}"
+                    )
+                vectors.append(_float32_or_better(entered[0]))
+                labels.append(batch["labels"].to(entered[0].device))
         if not vectors:
             device = self.run.device
             none = torch.zeros(0, dtype=torch.long, device=device)
@@ -185,10 +160,7 @@ class LastLayer:
         return torch.cat(vectors), torch.cat(labels)
 
     def all_vectors(self) -> tuple[Tensor, Tensor]:
-        """Return :meth:`vectors_of` for all training examples, in their order.
-
-        Raises: DataError when the data are not those that were planned for.
-        """
+        """Return :meth:`vectors_of` for all training examples, in their order."""
         data, quiet = self.run.training_data(), self.run.options.batches.quiet
         cut, count = data.batches(), len(data.examples)
         whole: list[Tensor] = []  # vectors and labels
@@ -208,10 +180,7 @@ class LastLayer:
 
 
 def last_layer(run: PrivateRun) -> tuple[str, nn.Module]:
-    """Return name and module of the layer whose input is the representation.
-
-    Raises: UnsupportedModelError as :func:`find_last_layer`.
-    """
+    """Return name and module of the layer whose input is the representation."""
     padded, _ = run.engine_check.batches()
     return find_last_layer(run.model, padded, run.options.representation_module)
 
@@ -222,20 +191,14 @@ def find_last_layer(
 ) -> tuple[str, nn.Module]:
     """Find the layer from the representation to the logits; return its name and module.
 
-    Args:
-        batch: a few examples, for one forward without labels; made-up ones suffice.
-        name: the layer's dotted name. None means the linear layer that gives the logits: the
-            ``classifier`` of BERT, DistilBERT, ALBERT, DeBERTa, ModernBERT and ViT, the
-            ``out_proj`` in the heads of RoBERTa and ELECTRA.
-
-    Raises: UnsupportedModelError for a task without a single representation, or when there is no
-        such layer. The message lists layers that could be named.
+    Without a ``name`` it is the linear layer that gives the logits, by one forward of made-up
+    examples: the ``classifier`` of BERT, DistilBERT, ALBERT, DeBERTa, ModernBERT and ViT, the
+    ``out_proj`` in the heads of RoBERTa and ELECTRA.
     """
     if task_of(model) not in _ONE_VECTOR:
         raise UnsupportedModelError(
             f"{type(base_model(model)).__name__} predicts for each token (or generates text), so "
-            "no single representation of an example can be clipped and noised (Du and Mi leave "
-            "this case open, section 6). Use privacy_mode='dp_sgd'."
+            "no single representation of an example can be noised. Use privacy_mode='dp_sgd'."
         )
     modules = dict(model.named_modules())
     calls: dict[str, list[tuple[object, object]]] = {}  # what enters, and what comes out
@@ -243,19 +206,12 @@ def find_last_layer(
     def note(known: str, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
         calls.setdefault(known, []).append((inputs[0] if inputs else None, output))
 
-    handles = [
-        module.register_forward_hook(partial(note, known))
-        for known, module in modules.items()
-        if isinstance(module, nn.Linear) or known == name
-    ]
-    training = model.training
-    try:
-        inputs = {key: value for key, value in batch.items() if key != "labels"}
-        logits = model.eval()(**inputs).logits
-    finally:
-        model.train(training)
-        for handle in handles:
-            handle.remove()
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    with ExitStack() as hooks, in_training(model, False):
+        for known, module in modules.items():
+            if isinstance(module, nn.Linear) or known == name:
+                hooks.enter_context(module.register_forward_hook(partial(note, known)))
+        logits = model(**inputs).logits
     rows = len(next(iter(inputs.values())))
     could = [
         known
@@ -293,10 +249,8 @@ def one_vector_per_example(inputs: tuple[object, ...], layer: nn.Module) -> Tens
 
 
 def clip_vectors(rows: Tensor, clipping_norm: float) -> Tensor:
-    """Return ``h min(1, C / |h|_2)`` for each vector h in (b, d) (equation 8), differentiably.
-
-    A vector that is not finite becomes 0.
-    """
+    """Return ``h min(1, C / |h|_2)`` for each h in (b, d) (equation 8), differentiably; 0 for one
+    that is not finite."""
     finite = torch.isfinite(rows.detach()).all(1, keepdim=True)
     rows = torch.where(finite, rows, torch.zeros_like(rows))
     # float64: squares of float32 values neither overflow nor vanish, and rounding stays far below
@@ -310,20 +264,12 @@ def clip_vectors(rows: Tensor, clipping_norm: float) -> Tensor:
 def noising(
     layer: nn.Module, clipping_norm: float, noise: Callable[[Tensor], Tensor]
 ) -> Iterator[None]:
-    """Clip and noise each vector that enters ``layer``, inside, for forward and backward of one
-    batch. Outside, and therefore in evaluation, the layer gets what the model computes.
-
-    Gradient checkpointing may run the layer again in the backward pass. The layer then gets the
+    """Clip and noise each vector that enters ``layer``, (b, d), inside, for forward and backward of
+    one batch. Gradient checkpointing may run the layer again in the backward pass. It then gets the
     very values that were released: fresh noise would be a second release, and the gradient would
-    belong to no forward pass.
-
-    Args: layer: takes one vector per example, (b, d). clipping_norm: C, their largest L2 norm.
-    """
-    handle = layer.register_forward_pre_hook(partial(_enter, clipping_norm, noise, []))
-    try:
+    belong to no forward pass."""
+    with layer.register_forward_pre_hook(partial(_enter, clipping_norm, noise, [])):
         yield
-    finally:
-        handle.remove()
 
 
 def _enter(
@@ -345,8 +291,8 @@ def _enter(
         ):
             raise UnsupportedModelError(
                 f"The last layer ({type(module).__name__}) was given two different "
-                "representations of one batch. privacy_mode='dp_fp' needs a model that uses "
-                f"its last layer once per forward pass. Use one that does, {_OR_DP_SGD}"
+                "representations of one batch. Use a model that uses it once per forward pass, "
+                f"{_OR_DP_SGD}"
             )
         noised = clipped + (values - clipped).detach()
     return (noised.to(rows.dtype), *inputs[1:])
@@ -357,10 +303,8 @@ def _float32_or_better(vectors: Tensor) -> Tensor:
 
 
 def into_blocks(rows: Tensor, labels: Tensor, num_classes: int) -> Tensor:
-    """Put each vector into the block of its label, with zeros elsewhere: (b, K d).
-
-    The norm of a vector stays the same.
-    """
+    """Put each vector into the block of its label, with zeros elsewhere: (b, K d), of the same
+    norm."""
     blocks = rows.new_zeros(len(rows), num_classes, rows.shape[1])
     blocks[torch.arange(len(rows), device=rows.device), labels] = rows
     return blocks.flatten(1)
@@ -383,16 +327,13 @@ def block_loss(layer: nn.Module, vectors: Tensor) -> Tensor:
 
 
 def check_classes(labels: Tensor, num_classes: int) -> None:
-    """Raise DataError unless all labels are classes 0..K-1.
-
-    A special treatment of other labels would reveal that there are some.
-    """
+    """Raise DataError unless all labels are classes 0..K-1. (To treat others apart would reveal
+    that there are some.)"""
     whole = not labels.is_floating_point() and labels.dim() == 1
     if not whole or bool(((labels < 0) | (labels >= num_classes)).any()):
         raise DataError(
             f"Expected protected labels to be whole numbers from 0 to {num_classes - 1}, one for "
-            "each example; some are not. Remove rows without a class, or correct "
-            "config.num_labels."
+            "each example. Remove rows without a class, or correct config.num_labels."
         )
 
 

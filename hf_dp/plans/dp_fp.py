@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Self
 
 from hf_dp import _validate
@@ -19,33 +20,23 @@ from hf_dp.accounting import (
     Event,
     PublishedForwardNoise,
     RecordRelease,
-    SampledRecordRelease,
     SumAndRows,
 )
 from hf_dp.accounting.gdp_clt import noise_multiplier as papers_noise
 from hf_dp.accounting.knows import VISIBLE
-from hf_dp.errors import UnsupportedArgumentError
+from hf_dp.errors import ConfigError, UnsupportedArgumentError
 from hf_dp.plans.dp_sgd import CLIPPINGS, DpSgdPlan
 from hf_dp.plans.draws import POISSON, Draw, Schedule
 from hf_dp.plans.mechanism import MechanismPlan, PlannedRelease, Words, register_plan
 from hf_dp.plans.rounding import ROUNDING_MARGIN
 from hf_dp.plans.samplers import MicroBatchSampler
-from hf_dp.plans.units import (
-    EXAMPLE,
-    FEATURES,
-    NONE,
-    RECORD_ZERO_OUT,
-    USER,
-    Users,
-)
+from hf_dp.plans.units import EXAMPLE, FEATURES, NONE, RECORD_ZERO_OUT, USER, Users
 
 DP_FP = "dp_fp"
 PUBLISHED, FROZEN, PRIVATE_ENCODER = "published", "frozen", "private_encoder"
 VARIANTS = (FROZEN, PRIVATE_ENCODER, PUBLISHED)
 ONCE, FRESH = "once", "fresh"
 REUSES = (ONCE, FRESH)
-SEPARATE, SHARED = "separate", "shared"
-DRAWS = (SEPARATE, SHARED)
 
 _PROOF = (
     "what trains above the noise is a function of clipped and noised representations; below it "
@@ -83,10 +74,7 @@ class MicroBatches(Draw):
 
 @dataclass(frozen=True)
 class ForwardPlan(MechanismPlan):
-    """What the variants share: one clipped vector per example, with noise in each coordinate.
-
-    Args: clipping_norm: C of a representation (equation 8). noise_multiplier: of the noise on it.
-    """
+    """What the variants share: one clipped vector per example, with noise in each coordinate."""
 
     privacy_mode: ClassVar[str] = DP_FP
     variant: ClassVar[str]
@@ -139,39 +127,25 @@ class ForwardPlan(MechanismPlan):
 
     def check_users(self, users: Users | None) -> None:
         if users is not None:
-            raise _validate.invalid(
-                "privacy_unit",
-                USER,
-                f"to be {EXAMPLE!r} with privacy_mode={DP_FP!r}",
-                f"DP-FP releases a vector for each row, so a {users.name} of k rows would be "
-                "released k times. Use privacy_mode='dp_sgd'.",
-                UnsupportedArgumentError,
+            expected = f"to be {EXAMPLE!r} with privacy_mode={DP_FP!r}"
+            why = (
+                f"DP-FP releases a vector for each row, so a {users.name} of k rows is released k "
+                "times. Use privacy_mode='dp_sgd'."
             )
+            raise _validate.invalid("privacy_unit", USER, expected, why, UnsupportedArgumentError)
 
     def check(self, schedule: Schedule, selects: bool) -> None:
-        if selects:
-            raise _validate.invalid(
-                "peft_config",
-                "a private selection",
-                f"to be None with dp_fp_variant={self.variant!r}",
-                "A selection goes with dp_fp_variant='private_encoder' and "
-                "representation_draws='separate'.",
-            )
+        here = f"with dp_fp_variant={self.variant!r}"
+        if selects and self.variant != PRIVATE_ENCODER:
+            other = f"A selection goes with dp_fp_variant={PRIVATE_ENCODER!r}."
+            selection = "a private selection"
+            raise _validate.invalid("peft_config", selection, f"to be None {here}", other)
         if (schedule.accountant == "gdp_clt") == self.established:
-            raise _validate.invalid(
-                "accountant",
-                schedule.accountant,
-                f"to be {'a bound' if self.established else 'gdp_clt'} with "
-                f"dp_fp_variant={self.variant!r}",
-                "The published variant has no bound, only the paper's own figure; the others have "
-                "one.",
-            )
+            expected = f"to be {'a bound' if self.established else 'gdp_clt'} {here}"
+            why = "The published variant has the paper's own figure, the others have a bound."
+            raise _validate.invalid("accountant", schedule.accountant, expected, why)
 
     def _check_labels(self) -> None:
-        if not isinstance(self.labels_in_vector, bool):
-            raise _validate.invalid(
-                "labels_in_vector", self.labels_in_vector, "to be True or False"
-            )
         if self.labels_in_vector:
             least = "Labels of one class tell nothing."
             _validate.integer("num_classes", self.num_classes, 2, least)
@@ -205,10 +179,8 @@ class MicroBatchPlan(ForwardPlan):
 @register_plan
 @dataclass(frozen=True)
 class PublishedPlan(MicroBatchPlan):
-    """Algorithm 1 of the paper: noise in the forward pass, then an ordinary optimizer.
-
-    No epsilon is established for it (:attr:`hf_dp.accounting.PublishedForwardNoise.reasons`).
-    """
+    """Algorithm 1 of the paper, for which no epsilon is established
+    (:attr:`hf_dp.accounting.PublishedForwardNoise.reasons`)."""
 
     name: ClassVar[str] = "dp_fp_published"
     variant: ClassVar[str] = PUBLISHED
@@ -260,14 +232,10 @@ class FrozenPlan(MicroBatchPlan):
     """Everything below the noise is frozen, so that what trains is a function of released vectors.
 
     Args:
-        num_micro_batches: M independent Poisson draws a step.
         reuse: ``once`` (one noisy vector an example, used for all steps) or ``fresh`` (a new one
             each time the example is drawn).
-        labels_in_vector: the released vector has a block for each class and the representation
-            stands in that of its label; else labels are public.
-        num_classes: K, where labels are in the vector.
-
-    Raises: InvalidArgumentError.
+        labels_in_vector: the released vector has a block for each of ``num_classes`` and the
+            representation stands in that of its label; else labels are public.
     """
 
     reuse: str = ONCE
@@ -291,12 +259,7 @@ class FrozenPlan(MicroBatchPlan):
 
     def step_event(self, schedule: Schedule, noise_multiplier: float, steps: int) -> Event:
         if not self.releases_each_step:
-            raise _validate.invalid(
-                "representation_release",
-                self.reuse,
-                "to be 'fresh' for steps that release something",
-                "Each row was released before them.",
-            )
+            raise ConfigError("Expected no step to release rows, which were released before them.")
         return self.draw.event(schedule, noise_multiplier, steps)
 
     def releases_before(self, schedule: Schedule) -> tuple[PlannedRelease, ...]:
@@ -350,23 +313,15 @@ class FrozenPlan(MicroBatchPlan):
 class PrivateEncoderPlan(ForwardPlan):
     """DP-SGD below the noise, an ordinary gradient from released vectors above it.
 
-    Each step releases a noisy sum of encoder gradients, and noisy vectors from which the last
-    layer's gradient follows. The vectors show who was drawn, so the sum may be taken for that of a
-    secret Poisson sample only if its draw is another, independent one (``separate``).
+    The vectors show who was drawn for them, so the gradients' draw is another, independent one:
+    only then is it a secret Poisson sample.
 
-    Args:
-        clipping_norm, noise_multiplier, clipping: of the gradients, as in :class:`DpSgdPlan`.
-        draws: whether gradients and vectors are of ``separate`` draws or of one ``shared`` one.
-        record_clipping_norm, record_noise_multiplier: of the vectors.
-        budget_ratio: how much of the target the gradients leave to the vectors; None with given
-            noise.
-        labels_in_vector, num_classes: as in :class:`FrozenPlan`.
-
-    Raises: InvalidArgumentError.
+    Args: clipping_norm, noise_multiplier, clipping: of the gradients. record_clipping_norm,
+        record_noise_multiplier: of the vectors. budget_ratio: how much of the target the gradients
+        leave to the vectors; None with given noise.
     """
 
     clipping: str = "flat"
-    draws: str = SEPARATE
     record_clipping_norm: float = 1.0
     record_noise_multiplier: float | None = None
     budget_ratio: float | None = None
@@ -380,7 +335,6 @@ class PrivateEncoderPlan(ForwardPlan):
     def __post_init__(self) -> None:
         super().__post_init__()
         _validate.one_of("clipping", self.clipping, CLIPPINGS)
-        _validate.one_of("representation_draws", self.draws, DRAWS)
         _validate.positive("record_clipping_norm", self.record_clipping_norm)
         if self.record_noise_multiplier is not None:
             _validate.positive("record_noise_multiplier", self.record_noise_multiplier)
@@ -393,9 +347,6 @@ class PrivateEncoderPlan(ForwardPlan):
         """The DP-SGD below the noise."""
         return DpSgdPlan(self.clipping_norm, self.noise_multiplier, self.clipping)
 
-    def check(self, schedule: Schedule, selects: bool) -> None:
-        super().check(schedule, selects and self.draws != SEPARATE)
-
     @property
     def vector_clipping_norm(self) -> float:
         return self.record_clipping_norm
@@ -403,30 +354,22 @@ class PrivateEncoderPlan(ForwardPlan):
     @property
     def vector_noise_multiplier(self) -> float:
         if self.record_noise_multiplier is None:
-            raise _validate.invalid(
-                "representation_noise_multiplier",
-                None,
-                "to be given beside `noise_multiplier`",
-                "Only a target_epsilon can decide it.",
-            )
+            expected, why = "to be given beside `noise_multiplier`", "Only a target can decide it."
+            raise _validate.invalid("representation_noise_multiplier", None, expected, why)
         return self.record_noise_multiplier
 
     def clips_to(self, schedule: Schedule) -> float:
         return self.gradients.clips_to(schedule)
 
     def forwarded(self, schedule: Schedule) -> float:
-        draws = 2 if self.draws == SEPARATE else 1  # one for the gradients, one for the vectors
-        return draws * super().forwarded(schedule)
+        return 2 * super().forwarded(schedule)  # one draw for the gradients, one for the vectors
 
     def step_event(self, schedule: Schedule, noise_multiplier: float, steps: int) -> Event:
-        rate, one_draw = self.draw.sample_rate(schedule), self.draws == SHARED
-        return SumAndRows(noise_multiplier, self.vector_noise_multiplier, rate, steps, one_draw)
+        rate = self.draw.sample_rate(schedule)
+        return SumAndRows(noise_multiplier, self.vector_noise_multiplier, rate, steps)
 
     def sensitivities(self, schedule: Schedule) -> Mapping[str, float]:
-        return {
-            SUM: self.gradients.sensitivities(schedule)[SUM],
-            VECTORS: self.vector_sensitivity,
-        }
+        return {SUM: self.gradients.sensitivities(schedule)[SUM], VECTORS: self.vector_sensitivity}
 
     def require_noise(self) -> None:
         _ = self.vector_noise_multiplier
@@ -436,23 +379,14 @@ class PrivateEncoderPlan(ForwardPlan):
     ) -> Self:
         """Return the plan with the gradients' noise for their part of epsilon alone, and then the
         vectors' for the whole (as ComputeSigma of DP-FROST)."""
-        if self.record_noise_multiplier is not None or self.budget_ratio is None:
-            raise _validate.invalid(
-                "representation_noise_multiplier",
-                self.record_noise_multiplier,
-                "to be None with a target_epsilon, which decides it",
-                "Set `representation_budget_ratio`, or give `noise_multiplier` instead of the "
-                "target.",
-            )
-
-        def sums_alone(noise_multiplier: float, steps: int) -> Event:
-            if self.draws == SHARED:  # the vectors show whose gradients the sum is of
-                rate = self.draw.sample_rate(schedule)
-                return SampledRecordRelease(noise_multiplier, rate, steps)
-            return self.gradients.step_event(schedule, noise_multiplier, steps)
-
+        given = self.record_noise_multiplier
+        if given is not None or self.budget_ratio is None:
+            expected = "to be None with a target_epsilon, which decides it"
+            other = "Set `representation_budget_ratio`, or give `noise_multiplier`, not the target."
+            raise _validate.invalid("representation_noise_multiplier", given, expected, other)
         for_sums = (1 - self.budget_ratio) * target_epsilon
-        sigma = self.smallest_noise(schedule, for_sums, prior_events, sums_alone)
+        of_sums = partial(self.gradients.step_event, schedule)
+        sigma = self.smallest_noise(schedule, for_sums, prior_events, of_sums)
         with_sums = replace(self, noise_multiplier=sigma)
 
         def together(noise_multiplier: float, steps: int) -> Event:
@@ -464,17 +398,16 @@ class PrivateEncoderPlan(ForwardPlan):
 
     def words(self, schedule: Schedule) -> Words:
         below = self.gradients.words(schedule)
-        secret = (
-            "Gradients and released rows come from two independent draws; that of the gradients "
-            "stays secret, that of the rows is seen and amplifies nothing"
-        )
         return Words(
             name="DP-SGD below released representations",
             mechanism=(
                 f"{below.mechanism} of the encoder. The last layer trains on released vectors: "
                 f"{self._vectors_in_words()}"
             ),
-            sampling=f"Poisson: {_JOINS}. {_SHOWN if self.draws == SHARED else secret}",
+            sampling=(
+                f"Poisson: {_JOINS}. Gradients and released rows come from two independent draws; "
+                "that of the gradients stays secret, that of the rows is seen and amplifies nothing"
+            ),
             drawn=below.drawn,
             proof=_PROOF,
             tag=below.tag,

@@ -16,7 +16,7 @@ from hf_dp.accounting import LOSS, SUM, BestOfRandomRuns, Event
 from hf_dp.accounting.event import joint_noise_multiplier
 from hf_dp.accounting.knows import LOSS as LOSS_KIND
 from hf_dp.accounting.knows import SEARCH, SELECTION, USER_ROWS, Asked, refuse_together
-from hf_dp.plans.draws import POISSON, Draw, Poisson, Schedule, UserRows, draw_of
+from hf_dp.plans.draws import POISSON, Draw, Poisson, Schedule, draw_of
 from hf_dp.plans.mechanism import MechanismPlan, Words, register_plan
 from hf_dp.plans.rounding import clipping_share, rounding_margin
 from hf_dp.plans.units import BY_USER, Users
@@ -46,15 +46,10 @@ class NoisedLoss:
     """Noise on the sum of clipped losses, over the draw whose gradients are summed.
 
     The two sums are one Gaussian mechanism. Its budget is divided in the terms in which it adds up,
-    1 / noise_multiplier^2: the losses get ``budget_ratio`` of it, the gradients the rest. A
-    ``noise_multiplier`` that is given is that of the gradients; that of the losses follows, and
-    costs extra.
+    1 / noise_multiplier^2: the losses get ``budget_ratio`` of it. A noise multiplier that is given
+    is that of the gradients; that of the losses follows, and costs extra.
 
-    Args:
-        bound: B > 0. Each loss is clipped to [0, B]; one that is not finite counts 0.
-        budget_ratio: in (0, 1).
-
-    Raises: InvalidArgumentError.
+    Args: bound: B > 0. Each loss is clipped to [0, B]; one that is not finite counts 0.
     """
 
     bound: float
@@ -63,11 +58,6 @@ class NoisedLoss:
     def __post_init__(self) -> None:
         object.__setattr__(self, "bound", loss_bound(BOUND, self.bound))
         object.__setattr__(self, "budget_ratio", budget_ratio(RATIO, self.budget_ratio))
-
-    @property
-    def asked(self) -> Asked:
-        """What a user set to get it, for a refusal."""
-        return Asked(LOSS_KIND, BOUND, self.bound)
 
     def part(self, noise_multiplier: float) -> Mapping[str, float]:
         """Return the noise multiplier of the losses beside this one of the gradients."""
@@ -135,30 +125,19 @@ def budget_ratio(name: str, value: object) -> float:
 
 @dataclass(frozen=True)
 class Search:
-    """K runs, K geometric with the mean ``mean_runs``, of which this is one.
-
-    Of a secret, random number of runs only the best is released. The noise is calibrated so that
-    the whole search meets the target, and each run states what the whole search costs (Papernot
-    and Steinke 2021, arXiv 2110.03620).
+    """K runs, K geometric with the mean ``mean_runs`` > 1, of which this is one, and only the best
+    is released. The noise is calibrated so that the whole search meets the target, and each run
+    states what the whole search costs (Papernot and Steinke 2021, arXiv 2110.03620).
 
     The conditions are those of :class:`hf_dp.accounting.BestOfRandomRuns`; ``hf-dp sweep
     --private-selection`` meets them. A run refuses evaluation sets with a training row, and those
     that cannot be compared, so that the score reads none.
-
-    Args: mean_runs: the expectation of K, above 1.
-
-    Raises: InvalidArgumentError.
     """
 
     mean_runs: float
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mean_runs", check_mean_runs(MEAN_RUNS, self.mean_runs))
-
-    @property
-    def asked(self) -> Asked:
-        """What a user set to get it, for a refusal."""
-        return Asked(SEARCH, MEAN_RUNS, self.mean_runs)
 
     def words(self, of_one: Words) -> Words:
         """Return how a statement speaks of a run in it. Args: of_one: how it does outside of it."""
@@ -190,10 +169,7 @@ class Search:
 
 
 def check_mean_runs(name: str, value: object) -> float:
-    """Return the expected number of runs of a search.
-
-    Raises: InvalidArgumentError for what is no number above 1: a single run is no search.
-    """
+    """Return the expected number of runs of a search, above 1: a single run is no search."""
     mean = _validate.real(name, value)
     if not 1 + 1e-6 <= mean <= 1e9:
         raise _validate.invalid(
@@ -207,15 +183,8 @@ def check_mean_runs(name: str, value: object) -> float:
 class DpSgdPlan(MechanismPlan):
     """Noise on the sum of clipped gradients over a draw.
 
-    Args:
-        clipping_norm: C, the largest L2 norm with which one example's gradient enters the sum.
-        noise_multiplier: standard deviation of the noise on the sum / its sensitivity.
-        clipping: one of :data:`CLIPPINGS`.
-        draw: who takes part in a step.
-        loss: the sum of losses that a step releases with noise of its own; None: none.
-        search: the search of which this is one run; None: it is none.
-
-    Raises: InvalidArgumentError.
+    Args: clipping: one of :data:`CLIPPINGS`. loss: the sum of losses that a step releases beside
+        it. search: the search of which this is one run.
     """
 
     clipping: str = "flat"
@@ -245,10 +214,7 @@ class DpSgdPlan(MechanismPlan):
         noised_loss_budget_ratio: float | None = None,
         mean_runs: float | None = None,
     ) -> Self:
-        """Return the plan that these arguments ask for; the draw's as :func:`draw_of`.
-
-        Raises: InvalidArgumentError.
-        """
+        """Return the plan that these arguments ask for; the draw's as :func:`draw_of`."""
         loss = None
         if (noised_loss_bound is None) != (noised_loss_budget_ratio is None):
             missing, given = (BOUND, RATIO) if noised_loss_bound is None else (RATIO, BOUND)
@@ -285,16 +251,16 @@ class DpSgdPlan(MechanismPlan):
     def check_users(self, users: Users | None) -> None:
         by_row = users is not None and users.by_row
         if by_row != (self.draw.kind == USER_ROWS):
-            raise _validate.invalid(
-                "unit_sampling",
-                BY_USER if users is None else users.sampling,
-                f"to be that of the draw, {self.draw.asked}",
-                f"With unit_sampling='examples' the draw is {UserRows()!r}.",
-            )
+            sampling = BY_USER if users is None else users.sampling
+            expected = f"to be that of the draw, {self.draw.asked}"
+            raise _validate.invalid("unit_sampling", sampling, expected)
 
     def check(self, schedule: Schedule, selects: bool) -> None:
         super().check(schedule, selects)
-        asked = [part.asked for part in (self.search, self.draw, self.loss) if part is not None]
+        asked = [] if self.search is None else [Asked(SEARCH, MEAN_RUNS, self.search.mean_runs)]
+        asked.append(self.draw.asked)
+        if self.loss is not None:
+            asked.append(Asked(LOSS_KIND, BOUND, self.loss.bound))
         if selects:
             asked.append(Asked(SELECTION, "peft_config", "one that selects what trains"))
         refuse_together(asked, schedule.accountant)
@@ -339,16 +305,9 @@ class DpSgdPlan(MechanismPlan):
 
 
 def check_memory_ratio(name: str, value: object) -> float:
-    """Return the memory that clipping may take relative to training without, at least 1.
-
-    Raises: InvalidArgumentError, naming the argument.
-    """
+    """Return the memory that clipping may take relative to training without, at least 1."""
     ratio = _validate.positive(name, value)
     if ratio < 1:
-        raise _validate.invalid(
-            name,
-            value,
-            "to be at least 1, the memory of training without privacy",
-            "1.05 allows 5 % more, for speed.",
-        )
+        expected = "to be at least 1, the memory of training without privacy"
+        raise _validate.invalid(name, value, expected, "1.05 allows 5 % more, for speed.")
     return ratio

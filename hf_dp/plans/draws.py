@@ -28,13 +28,11 @@ class Schedule:
     Args:
         num_examples: N, the rows of the training set (the users, where they are protected), stated
             as public.
-        expected_batch_size: B, the expected logical batch; also the divisor of the noisy sum.
-        steps: optimizer steps.
-        delta: of the (epsilon, delta) guarantee.
+        expected_batch_size: B, the expected logical batch; also the divisor of the noisy sum. Where
+            users' rows are drawn one by one, it counts rows.
         accountant: the one that calibrates, and whose epsilon is the headline.
         target_epsilon: what the noise is calibrated to; None when the noise is given.
-        users: whose rows are one unit, where users are protected. Where their rows are drawn one
-            by one, ``expected_batch_size`` counts rows.
+        users: whose rows are one unit, where users are protected.
     """
 
     num_examples: int
@@ -154,12 +152,8 @@ class Poisson(Draw):
 @register_draw
 @dataclass(frozen=True)
 class TruncatedPoisson(Poisson):
-    """A Poisson draw of which a step uses a uniformly random part where it is too large.
-
-    Args: max_batch_size: the most examples that a step uses, >= 1.
-
-    Raises: InvalidArgumentError.
-    """
+    """A Poisson draw of which a step uses a uniformly random part of ``max_batch_size`` where it is
+    larger."""
 
     max_batch_size: int
 
@@ -183,13 +177,9 @@ class TruncatedPoisson(Poisson):
 
     def check(self, schedule: Schedule) -> None:
         if self.max_batch_size < schedule.expected_batch_size:
-            raise _validate.invalid(
-                "max_logical_batch_size",
-                self.max_batch_size,
-                f"to be at least expected_batch_size ({schedule.expected_batch_size:g})",
-                "Most draws would be cut, which costs privacy; 1.2 times expected_batch_size costs "
-                "little at 1024.",
-            )
+            expected = f"to be at least expected_batch_size ({schedule.expected_batch_size:g})"
+            why = "Cutting most draws costs privacy; 1.2 times that costs little at 1024."
+            raise _validate.invalid("max_logical_batch_size", self.max_batch_size, expected, why)
 
     def words(self, schedule: Schedule) -> str:
         most = f"{self.max_batch_size} rows"
@@ -235,11 +225,8 @@ def _users(schedule: Schedule) -> Users:
 @register_draw
 @dataclass(frozen=True)
 class RandomAllocation(Draw):
-    """An epoch has t = N / B steps, rounded, and each example takes part in one of them.
-
-    The expected logical batch is then N / t. (Chua et al. 2025, arXiv 2412.16802; Feldman and
-    Shenfeld 2025, arXiv 2502.08202.)
-    """
+    """An epoch has t = N / B steps, rounded, and each example takes part in one of them; B is then
+    N / t. (Chua et al. 2025, arXiv 2412.16802; Feldman and Shenfeld 2025, arXiv 2502.08202.)"""
 
     name: ClassVar[str] = "random_allocation"
     sampling: ClassVar[str] = "random_allocation"
@@ -254,13 +241,10 @@ class RandomAllocation(Draw):
     def steps_per_epoch(self, drawn_from: int, expected_batch_size: float) -> int:
         steps = round(drawn_from / expected_batch_size)
         if steps < 2:
-            raise _validate.invalid(
-                "expected_batch_size",
-                expected_batch_size,
-                f"to be at most {drawn_from / 2:g}, half of the {drawn_from} examples, with "
-                f"sampling={self.sampling!r}",
-                "Each example takes part in one of two or more steps of an epoch. Lower it.",
-            )
+            half = f"{drawn_from / 2:g}, half of the {drawn_from} examples,"
+            expected = f"to be at most {half} with sampling={self.sampling!r}"
+            why = "Each example takes part in one of two or more steps of an epoch. Lower it."
+            raise _validate.invalid("expected_batch_size", expected_batch_size, expected, why)
         return steps
 
     def steps_released_together(self, schedule: Schedule) -> int:
@@ -295,12 +279,8 @@ def check_sampling(name: str, value: object) -> str:
 def draw_of(
     sampling: str = POISSON, max_batch_size: int | None = None, by_row: bool = False
 ) -> Draw:
-    """Return the draw that these arguments ask for.
-
-    Args: max_batch_size: ``max_logical_batch_size``. by_row: whether rows of users are drawn.
-
-    Raises: InvalidArgumentError; UnsupportedArgumentError for arguments that ask for two draws.
-    """
+    """Return the draw that these arguments ask for. Args: by_row: whether rows of users are drawn.
+    Raises: UnsupportedArgumentError for arguments that ask for two draws."""
     check_sampling("sampling", sampling)
     asked: list[Draw] = [
         draw() for draw in Draw.known.values() if draw.sampling == sampling != POISSON
@@ -310,11 +290,8 @@ def draw_of(
     if max_batch_size is not None:
         asked.append(TruncatedPoisson(max_batch_size))
     for other in asked[1:]:
-        raise _validate.invalid(
-            other.asked.argument,
-            other.asked.value,
-            f"to be left out with {asked[0].asked}",
-            "A step has one draw. Remove one of the two.",
-            UnsupportedArgumentError,
-        )
+        argument, value = other.asked.argument, other.asked.value
+        expected = f"to be left out with {asked[0].asked}"
+        why = "A step has one draw. Remove one of the two."
+        raise _validate.invalid(argument, value, expected, why, UnsupportedArgumentError)
     return asked[0] if asked else Poisson()

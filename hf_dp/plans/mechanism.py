@@ -16,15 +16,8 @@ from typing import Any, ClassVar, Self
 
 from hf_dp import _validate
 from hf_dp._dataclasses import Named, register
-from hf_dp.accounting import (
-    BOUNDS,
-    RELEASE,
-    SELECTION,
-    TRAINING,
-    Event,
-    calibrate_noise_multiplier,
-)
-from hf_dp.accounting.calibration import MakeEvent
+from hf_dp.accounting import BOUNDS, RELEASE, SELECTION, TRAINING, Event, calibrate_noise_multiplier
+from hf_dp.accounting.accountants import MakeEvent
 from hf_dp.accounting.knows import NO_BOUND
 from hf_dp.errors import ConfigError, UnsupportedArgumentError
 from hf_dp.plans.draws import Draw, Poisson, Schedule
@@ -66,19 +59,11 @@ class Words:
 
 @dataclass(frozen=True)
 class PlannedRelease:
-    """One event and the sensitivity of each part that it lets out.
+    """One event and the sensitivity of each part that it lets out: the largest L2 distance by which
+    one example can move what is noised.
 
     The noise is derived from the event itself, so what is drawn and what is accounted cannot
     differ.
-
-    Args:
-        event: what the ledger records.
-        purpose: why, as the ledger names it: training, selection or release.
-        sensitivities: by part of the event (:data:`hf_dp.accounting.SUM`,
-            :data:`hf_dp.accounting.VECTORS`, :data:`hf_dp.accounting.LOSS`), the largest L2
-            distance by which one example can move what is noised, above 0.
-
-    Raises: ConfigError when the parts are not those of the event; InvalidArgumentError.
     """
 
     event: Event
@@ -99,10 +84,7 @@ class PlannedRelease:
         object.__setattr__(self, "sensitivities", MappingProxyType(checked))
 
     def noise_std(self, part: str) -> float:
-        """Return the standard deviation of the noise on a part: noise multiplier x sensitivity.
-
-        Raises: ConfigError for a part that the event does not release.
-        """
+        """Return the standard deviation of the noise on a part: noise multiplier x sensitivity."""
         if part not in self.sensitivities:
             raise ConfigError(
                 f"Expected a part that {type(self.event).__name__} releases "
@@ -120,12 +102,9 @@ class MechanismPlan(Named, ABC):
         noise_multiplier: standard deviation of the noise / sensitivity; None until calibrated.
 
     Attributes (of the class):
-        name: in ``privacy.json``; unique.
         privacy_mode: the ``privacy_mode`` argument that selects it.
         established: whether a bound on its epsilon is known.
         noises_gradients_alone: whether all its noise is on sums of gradients.
-
-    Raises: InvalidArgumentError for a clipping norm or noise multiplier that is not positive.
     """
 
     clipping_norm: float
@@ -212,37 +191,26 @@ class MechanismPlan(Named, ABC):
     # -- how the noise is decided --
 
     def check(self, schedule: Schedule, selects: bool) -> None:
-        """Raise InvalidArgumentError for what does not go with this mechanism.
-
-        Args: selects: whether a selection is released before the steps.
-        """
+        """Raise InvalidArgumentError for what does not go with this mechanism. Args: selects:
+        whether a selection is released before the steps."""
         if schedule.accountant not in BOUNDS and schedule.target_epsilon is not None:
             raise _validate.invalid(
                 "accountant", schedule.accountant, "to be a bound when `target_epsilon` is given"
             )
 
     def check_users(self, users: Users | None) -> None:
-        """Raise InvalidArgumentError where this mechanism cannot protect users in this way.
-
-        By default it knows draws of users, not of their rows.
-        """
+        """Raise InvalidArgumentError where users cannot be protected in this way; by default only
+        draws of users are known, not of their rows."""
         if users is not None and users.by_row:
-            raise _validate.invalid(
-                "unit_sampling",
-                BY_ROW,
-                f"to be {BY_USER!r} with a {type(self).__name__}",
-                NO_BOUND,
-                UnsupportedArgumentError,
-            )
+            expected, error = f"to be {BY_USER!r} with a {self.name}", UnsupportedArgumentError
+            raise _validate.invalid("unit_sampling", BY_ROW, expected, NO_BOUND, error)
 
     def calibrated(
         self, schedule: Schedule, target_epsilon: float, prior_events: Sequence[Event]
     ) -> Self:
         """Return this plan with the noise with which its steps, and what ran before, just meet the
-        target.
-
-        Raises: InvalidArgumentError for noise that is given beside a target; CalibrationError.
-        """
+        target. Raises: InvalidArgumentError for noise that is given beside a target;
+        CalibrationError."""
         event = partial(self.step_event, schedule)
         sigma = self.smallest_noise(schedule, target_epsilon, prior_events, event)
         return replace(self, noise_multiplier=sigma)
@@ -254,12 +222,8 @@ class MechanismPlan(Named, ABC):
         prior_events: Sequence[Event],
         event: MakeEvent,
     ) -> float:
-        """Return the smallest noise multiplier with which all steps stay inside the target.
-
-        Args: event: ``(noise_multiplier, steps)`` -> what that many steps release.
-
-        Raises: CalibrationError, AccountingRangeError.
-        """
+        """Return the smallest noise multiplier with which all steps stay inside the target. Args:
+        event: ``(noise_multiplier, steps)`` -> what that many steps release."""
         return calibrate_noise_multiplier(
             target_epsilon,
             schedule.delta,
@@ -284,10 +248,8 @@ class MechanismPlan(Named, ABC):
         return ()
 
     def what_ran(self, schedule: Schedule, steps: int, released: Sequence[Event]) -> str:
-        """Return what ran, for the sentence of a statement.
-
-        Args: steps: that ran, by the ledger. released: events that ran once, before them.
-        """
+        """Return what ran, for a statement's sentence. Args: steps: by the ledger. released: what
+        ran once, before them."""
         if steps == 0:
             return "no step on the training set has run"
         words = self.words(schedule)

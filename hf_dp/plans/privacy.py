@@ -12,61 +12,46 @@ from typing import Any, Self
 from hf_dp import _validate
 from hf_dp._dataclasses import plain, read
 from hf_dp.accounting import ACCOUNTANTS, RELEASE, SELECTION, SUM, TRAINING, Event, LedgerEntry
+from hf_dp.plans import units
 from hf_dp.plans.dp_sgd import DpSgdPlan
 from hf_dp.plans.draws import Schedule
 from hf_dp.plans.mechanism import MechanismPlan, PlannedRelease, Words
 from hf_dp.plans.samplers import Sampler
 from hf_dp.plans.selection import SelectionPlan
-from hf_dp.plans.units import (
-    BY_ROW,
-    EXAMPLE,
-    NEIGHBORING_RELATIONS,
-    PRIVACY_UNITS,
-    RELATIONS,
-    UNITS,
-    USER,
-    Users,
-)
 
 MAX_STEPS = 10**9
 
 
 @dataclass(frozen=True)
 class PrivacyPlan(Schedule):
-    """What a private run will do. Sampler, noise and accountant all read it; nothing else computes
-    these numbers.
+    """What a private run will do, made by :meth:`solve`. Sampler, noise and accountant all read it;
+    nothing else computes these numbers.
 
-    Made by :meth:`solve`.
-
-    Args:
-        mechanism: how privacy is obtained, with its clipping norm and noise.
-        selection: what is released before training to choose what trains; None: nothing.
-        privacy_unit, neighboring_relation: what the user asked to be protected, and against what.
-        others: as in :class:`hf_dp.plans.draws.Schedule`.
+    Args: mechanism: how privacy is obtained, with its clipping norm and noise. selection: what is
+        released before training to choose what trains. privacy_unit, neighboring_relation: what the
+        user asked to be protected, and against what.
     """
 
     mechanism: MechanismPlan
     selection: SelectionPlan | None = field(default=None, kw_only=True)
-    privacy_unit: str = field(default=PRIVACY_UNITS[0], kw_only=True)
-    neighboring_relation: str = field(default=NEIGHBORING_RELATIONS[0], kw_only=True)
+    privacy_unit: str = field(default=units.PRIVACY_UNITS[0], kw_only=True)
+    neighboring_relation: str = field(default=units.NEIGHBORING_RELATIONS[0], kw_only=True)
 
     def __post_init__(self) -> None:
         _validate.integer("num_examples", self.num_examples, 2)
         _validate.positive("expected_batch_size", self.expected_batch_size)
         _validate.integer("steps", self.steps, 1)
         if _validate.in_unit_interval("target_delta", self.delta) >= 1 / self.num_examples:
-            raise _validate.invalid(
-                "target_delta",
-                self.delta,
-                f"to be < 1/num_examples ({1 / self.num_examples:.3g})",
-                "At 1/N publishing one random row would count as private. Leave it unset for "
-                "1/(2N).",
-            )
+            expected = f"to be < 1/num_examples ({1 / self.num_examples:.3g})"
+            why = "At 1/N publishing one random row would count as private. Leave it unset."
+            raise _validate.invalid("target_delta", self.delta, expected, why)
         _validate.one_of("accountant", self.accountant, ACCOUNTANTS)
-        _validate.one_of("privacy_unit", self.privacy_unit, PRIVACY_UNITS)
-        _validate.one_of("neighboring_relation", self.neighboring_relation, NEIGHBORING_RELATIONS)
-        _validate.one_of("unit", self.mechanism.unit, UNITS)
-        _validate.one_of("relation", self.mechanism.relation, RELATIONS)
+        _validate.one_of("privacy_unit", self.privacy_unit, units.PRIVACY_UNITS)
+        _validate.one_of(
+            "neighboring_relation", self.neighboring_relation, units.NEIGHBORING_RELATIONS
+        )
+        _validate.one_of("unit", self.mechanism.unit, units.UNITS)
+        _validate.one_of("relation", self.mechanism.relation, units.RELATIONS)
         if self.target_epsilon is not None:
             _validate.positive("target_epsilon", self.target_epsilon)
         self._check_users()
@@ -74,53 +59,40 @@ class PrivacyPlan(Schedule):
 
     def _check_users(self) -> None:
         users = self.users
-        if (users is not None) != (self.privacy_unit == USER):
-            raise _validate.invalid(
-                "privacy_unit",
-                self.privacy_unit,
-                f"to be {USER!r} exactly where `users` is given, which is {users!r}",
-            )
+        if (users is not None) != (self.privacy_unit == units.USER):
+            expected = f"to be {units.USER!r} exactly where `users` is given, which is {users!r}"
+            raise _validate.invalid("privacy_unit", self.privacy_unit, expected)
         if users is not None:
             n, most = self.num_examples, self.num_examples * users.max_rows
-            if users.by_row != (users.num_rows is not None):
-                raise _validate.invalid(
-                    "num_rows",
-                    users.num_rows,
-                    f"to be given exactly with unit_sampling={BY_ROW!r}, not {users.sampling!r}",
-                    "It is the number of rows to draw from, at most max_rows_per_unit of each "
-                    "user.",
+            rows, expected = users.num_rows, "to be None with unit_sampling='users'"
+            fits = rows is None
+            if users.by_row:
+                fits = rows is not None and n <= rows <= most
+                expected = (
+                    f"to be from {n} (one of each user) to {most} (max_rows_per_unit of each)"
                 )
-            if users.num_rows is not None and not n <= users.num_rows <= most:
-                raise _validate.invalid(
-                    "num_rows",
-                    users.num_rows,
-                    f"to be from {n} (one of each user) to {most} (max_rows_per_unit of each)",
-                )
+            if not fits:
+                raise _validate.invalid("num_rows", rows, expected)
         self.mechanism.check_users(users)
 
     def _check_batch(self) -> None:
         n, b = self.drawn_from, self.expected_batch_size
         if b > n:
             name = "num_examples" if n == self.num_examples else "num_rows"
-            raise _validate.invalid(
-                "expected_batch_size", b, f"to be at most {name} ({n})", "Lower it."
-            )
+            expected = f"to be at most {name} ({n})"
+            raise _validate.invalid("expected_batch_size", b, expected, "Lower it.")
         of_epoch = self.mechanism.draw.steps_per_epoch(n, b)
         if of_epoch is not None and b != n / of_epoch:
-            raise _validate.invalid(
-                "expected_batch_size",
-                b,
-                f"to be {n} / {of_epoch}, what a step of an epoch has on average",
-                "Plan with PrivacyPlan.solve, which sees to it.",
-            )
+            expected = f"to be {n} / {of_epoch}, as PrivacyPlan.solve makes it"
+            raise _validate.invalid("expected_batch_size", b, expected)
 
     # -- numbers --
 
     @property
     def unit(self) -> str:
         """The code of what is protected; one of :data:`hf_dp.plans.units.UNITS`."""
-        protects_users = self.users is not None and self.mechanism.unit == EXAMPLE
-        return USER if protects_users else self.mechanism.unit
+        protects_users = self.users is not None and self.mechanism.unit == units.EXAMPLE
+        return units.USER if protects_users else self.mechanism.unit
 
     @property
     def sample_rate(self) -> float:
@@ -217,11 +189,8 @@ class PrivacyPlan(Schedule):
     # -- made and read --
 
     @classmethod
-    def create(cls, *, users: Users | None = None, **given: Any) -> Self:
-        """Plan DP-SGD by the arguments of :meth:`DpSgdPlan.of`, and :meth:`solve` with the others.
-
-        Raises: as there.
-        """
+    def create(cls, *, users: units.Users | None = None, **given: Any) -> Self:
+        """Plan DP-SGD by the arguments of :meth:`DpSgdPlan.of`; :meth:`solve` has the others."""
         own = {name: given.pop(name) for name in signature(DpSgdPlan.of).parameters.keys() & given}
         by_row = users is not None and users.by_row
         return cls.solve(mechanism=DpSgdPlan.of(**own, by_row=by_row), users=users, **given)
@@ -237,29 +206,23 @@ class PrivacyPlan(Schedule):
         max_steps: int = -1,
         target_epsilon: float | None = None,
         target_delta: float | None = None,
-        accountant: str = "pld",
         prior_events: Sequence[Event] = (),
-        selection: SelectionPlan | None = None,
-        privacy_unit: str = PRIVACY_UNITS[0],
-        neighboring_relation: str = NEIGHBORING_RELATIONS[0],
-        users: Users | None = None,
+        users: units.Users | None = None,
+        **others: Any,
     ) -> Self:
         """Return the plan that a user asks for, its noise calibrated where a target is given.
 
         Args:
             num_examples: N >= 2, rows, or users where they are protected.
-            expected_batch_size: B in (0, N].
-            mechanism: how privacy is obtained. It has its noise, or ``target_epsilon`` decides it.
             num_train_epochs: expected passes over the rows; the steps are ``ceil(epochs * N / B)``.
                 Where the mechanism has whole epochs, B is made N / their steps.
             max_steps: the steps, where positive.
             target_epsilon: what everything together may cost; None with given noise.
             target_delta: delta; None for 1/(2N), as in Li et al.
             prior_events: what already ran on the same rows, paid from the same target.
-            others: as in the plan.
+            others: further fields of the plan.
 
-        Raises: InvalidArgumentError, naming the argument; CalibrationError when no noise meets the
-            target.
+        Raises: InvalidArgumentError; CalibrationError when no noise meets the target.
         """
         least = "A private training set has at least two rows, or users."
         n = _validate.integer("num_examples", num_examples, 2, least)
@@ -273,26 +236,12 @@ class PrivacyPlan(Schedule):
             b, steps = drawn_from / of_epoch, _steps(max_steps, num_train_epochs, of_epoch, 1)
         sigma = mechanism.noise_multiplier
         if (target_epsilon is None) == (sigma is None):
-            raise _validate.invalid(
-                "target_epsilon",
-                target_epsilon,
-                f"or `noise_multiplier` ({sigma!r}) to be given, exactly one of them",
-            )
+            expected = f"or `noise_multiplier` ({sigma!r}) to be given, exactly one of them"
+            raise _validate.invalid("target_epsilon", target_epsilon, expected)
         delta = 1 / (2 * n) if target_delta is None else target_delta
-        asked = cls(
-            n,
-            b,
-            steps,
-            delta,
-            mechanism,
-            accountant=accountant,
-            target_epsilon=target_epsilon,
-            users=users,
-            selection=selection,
-            privacy_unit=privacy_unit,
-            neighboring_relation=neighboring_relation,
-        )
-        mechanism.check(asked, selection is not None)
+        own = {"target_epsilon": target_epsilon, "users": users, **others}
+        asked = cls(n, b, steps, delta, mechanism, **own)
+        mechanism.check(asked, asked.selection is not None)
         if target_epsilon is not None:
             return asked._calibrated(target_epsilon, prior_events)
         asked._require_noise()
@@ -313,12 +262,8 @@ class PrivacyPlan(Schedule):
 
     def _require_noise(self) -> None:
         if self.selection is not None and self.selection.noise_multiplier is None:
-            raise _validate.invalid(
-                "selection_noise_multiplier",
-                None,
-                "to be given beside `noise_multiplier`",
-                "Only a target_epsilon can decide it.",
-            )
+            expected, why = "to be given beside `noise_multiplier`", "Only a target can decide it."
+            raise _validate.invalid("selection_noise_multiplier", None, expected, why)
         self.mechanism.require_noise()
         _validate.positive("noise_multiplier", self.noise_multiplier)
 
@@ -332,14 +277,11 @@ class PrivacyPlan(Schedule):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Self:
-        """Read back what :meth:`to_dict` wrote.
-
-        Raises: ConfigError when a field is missing; InvalidArgumentError when one could not have
-            been written.
-        """
+        """Read back what :meth:`to_dict` wrote. Raises: ConfigError; InvalidArgumentError for a
+        value that could not have been written."""
         names = {item.name for item in fields(cls)}  # the others are derived
         own = {name: value for name, value in values.items() if name in names}
-        if own.get("privacy_unit") != USER:
+        if own.get("privacy_unit") != units.USER:
             own["users"] = None
         plan = read(cls, own)
         plan._require_noise()
@@ -351,10 +293,6 @@ def _steps(max_steps: int, num_train_epochs: float, drawn_from: int, batch_size:
         return _validate.integer("max_steps", max_steps, 1)
     steps = _validate.positive("num_train_epochs", num_train_epochs) * drawn_from / batch_size
     if steps > MAX_STEPS:
-        raise _validate.invalid(
-            "num_train_epochs",
-            num_train_epochs,
-            f"to give at most {MAX_STEPS:,} steps",
-            "Lower it.",
-        )
+        expected = f"to give at most {MAX_STEPS:,} steps"
+        raise _validate.invalid("num_train_epochs", num_train_epochs, expected, "Lower it.")
     return math.ceil(steps)

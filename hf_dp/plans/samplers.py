@@ -49,12 +49,9 @@ class Sampler(ABC):
     It makes its own event, so that the accountant is told exactly what was drawn.
 
     Args:
-        num_examples: N >= 1.
-        random_bytes: the source of randomness, ``n -> n bytes``; by default the operating system's
-            cryptographic source. Another source is for tests only: a predictable sampler voids the
-            amplification that the accountant counts on.
-        share: which examples this sampler draws from; those of the other shares are drawn by other
-            processes.
+        random_bytes: the source of randomness, ``n -> n bytes``: the operating system's. Another is
+            for tests only: a predictable sampler voids the amplification that is counted on.
+        share: which examples this sampler draws from; other processes draw from the others.
         begin: called as an iteration begins, before anything of it is known, by a sampler whose
             steps are released together.
     """
@@ -80,10 +77,8 @@ class Sampler(ABC):
 
 @dataclass(frozen=True)
 class BernoulliSampler(Sampler):
-    """Draws each example independently of all others, and each draw independently of all others.
-
-    Args: sample_rate: q in (0, 1]. steps: how many draws one iteration makes, >= 1.
-    """
+    """Draws each example independently of all others with probability ``sample_rate``, in each of
+    ``steps`` independent draws."""
 
     sample_rate: float
     steps: int
@@ -129,14 +124,10 @@ class PoissonSampler(BernoulliSampler):
         if self.max_batch_size is not None:
             _validate.integer("max_batch_size", self.max_batch_size, 1)
             if self.share.count > 1:
-                raise _validate.invalid(
-                    "max_batch_size",
-                    self.max_batch_size,
-                    f"to be None with {self.share.count} processes",
-                    "Each draws from examples of its own, so none knows when the whole draw is too "
-                    "large. Leave `max_logical_batch_size` unset, or launch one process.",
-                    UnsupportedArgumentError,
-                )
+                limit, error = self.max_batch_size, UnsupportedArgumentError
+                expected = f"to be None with {self.share.count} processes"
+                why = "None knows the whole draw. Unset `max_logical_batch_size`, or launch one."
+                raise _validate.invalid("max_batch_size", limit, expected, why, error)
 
     def draw(self) -> list[int]:
         """Draw the indices of one logical batch, in increasing order."""
@@ -164,14 +155,8 @@ class PoissonSampler(BernoulliSampler):
 
 @dataclass(frozen=True)
 class AllocationSampler(Sampler):
-    """Allocates each example to one of ``steps`` logical batches, uniformly and independently of
-    all others.
-
-    One iteration is one allocation: it yields its ``steps`` lists of indices. A second iteration
-    allocates anew.
-
-    Args: steps: t >= 2.
-    """
+    """Allocates each example to one of ``steps`` >= 2 logical batches, uniformly and independently
+    of all others. One iteration is one allocation, a second one another."""
 
     steps: int
 
@@ -201,10 +186,8 @@ class AllocationSampler(Sampler):
 
 
 def uniform_below(limit: int, count: int, random_bytes: RandomBytes) -> np.ndarray:
-    """Draw ``count`` whole numbers below ``limit``, each exactly equally likely.
-
-    Of 64 random bits, those above the largest multiple of ``limit`` are drawn again.
-    """
+    """Draw ``count`` whole numbers below ``limit``, each exactly equally likely: of 64 random bits,
+    those above the largest multiple of ``limit`` are drawn again."""
     most = 2**64 - 2**64 % limit
     drawn = np.frombuffer(random_bytes(8 * count), dtype=np.uint64).copy()
     while (again := drawn > np.uint64(most - 1)).any():

@@ -36,12 +36,9 @@ class SelectionPlan:
     Args:
         quantity: what is released: ``mg``, ``mgn``, ``mgna`` (magnitudes of partitions) or
             ``gradient``.
-        sample_rate: q_ps, with which each example joins a draw.
-        iterations: the most releases: T for each selection.
-        clipping_norm: c, of one example's gradient in the norm of order ``norm_order``.
-        norm_order: a, 1 or 2.
-        noise_multiplier: sigma_ps, standard deviation of the noise / sensitivity; None until a
-            target decides it.
+        sample_rate: q_ps. iterations: the most releases, T. clipping_norm: c, of one example's
+            gradient in the norm of order ``norm_order``, a. noise_multiplier: sigma_ps; None until
+            a target decides it.
         budget_ratio: 1 - r_eps, how much of the target the training leaves to the selection; None
             with given noise.
     """
@@ -64,11 +61,8 @@ class SelectionPlan:
                 "norm_order", self.norm_order, "to be 1 or 2", "1 is the paper's choice."
             )
         if self.noise_multiplier is not None:
-            _validate.positive(
-                "selection_noise_multiplier",
-                self.noise_multiplier,
-                "A selection without noise is not private.",
-            )
+            why = "A selection without noise is not private."
+            _validate.positive("selection_noise_multiplier", self.noise_multiplier, why)
         if self.budget_ratio is not None:
             _validate.in_unit_interval("selection_budget_ratio", self.budget_ratio)
 
@@ -91,30 +85,19 @@ class SelectionPlan:
 
     def training_share(self) -> float:
         """Return how much of a target epsilon the training may cost, before the selection is paid
-        from what is left (DP-FROST, section 4.6, algorithm 2).
-
-        Raises: InvalidArgumentError for noise that is given beside a target.
-        """
+        from what is left (DP-FROST, section 4.6, algorithm 2)."""
         if self.noise_multiplier is not None or self.budget_ratio is None:
-            raise _validate.invalid(
-                "selection_noise_multiplier",
-                self.noise_multiplier,
-                "to be None with a target_epsilon, which decides it",
-                "Leave it out and set `selection_budget_ratio`, or give `noise_multiplier` instead "
-                "of the target.",
-            )
+            given, expected = self.noise_multiplier, "to be None with a target, which decides it"
+            other = "Set `selection_budget_ratio`, or give `noise_multiplier`, not the target."
+            raise _validate.invalid("selection_noise_multiplier", given, expected, other)
         return 1 - self.budget_ratio
 
     def calibrated(
         self, target_epsilon: float, delta: float, accountant: str, others: Sequence[Event]
     ) -> Self:
-        """Return it with the smallest noise with which everything together meets the target
-        (algorithm 3). Epsilons do not add up, so it gets more than its ratio.
-
-        Args: others: the training, and what ran before on the same rows.
-
-        Raises: CalibrationError when it does not fit; the message names what to change.
-        """
+        """Return it with the smallest noise with which everything together, the ``others``
+        included, meets the target (algorithm 3). Epsilons do not add up, so it gets more than its
+        ratio."""
         try:
             sigma = calibrate_noise_multiplier(
                 target_epsilon, delta, self.sample_rate, self.iterations, accountant, others

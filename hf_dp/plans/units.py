@@ -42,16 +42,11 @@ class Users:
     how many of them can be one user's.
 
     Args:
-        column: the column whose values say whose a row is.
-        name: what one of them is called in statements, for example "patient".
+        column: whose values say whose a row is. name: what a user is called in statements.
         max_rows: the most rows of a user that take part: of a drawn user, chosen at random in each
             draw; or of the rows that are drawn from, chosen once.
         reduction: whether a drawn user's gradient is the "mean" or the "sum" over those rows.
-        sampling: "users" or "examples".
-        num_rows: the rows that are drawn from, at most ``max_rows`` of each user; stated as public.
-            With sampling "examples" only.
-
-    Raises: InvalidArgumentError.
+        num_rows: the rows that are drawn from with sampling "examples"; stated as public.
     """
 
     column: str
@@ -85,12 +80,8 @@ def check_name(argument: str, value: object) -> str:
     if not isinstance(value, str) or not value.strip() or "\n" in value:
         raise _validate.invalid(argument, value, "to be a word or a name, on one line")
     if argument == "privacy_unit_name" and value.strip().lower() in ("row", "example"):
-        raise _validate.invalid(
-            argument,
-            value,
-            "to say whose the rows are",
-            'A card would take it for one row. Use "user", "patient" or the like.',
-        )
+        why = 'A card would take it for one row. Use "user", "patient" or the like.'
+        raise _validate.invalid(argument, value, "to say whose the rows are", why)
     return value
 
 

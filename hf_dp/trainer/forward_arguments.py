@@ -9,21 +9,7 @@ from hf_dp._arguments import ArgumentGroup, Need, Problems, argument
 from hf_dp._validate import in_unit_interval, invalid
 from hf_dp.accounting.knows import NO_BOUND
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
-from hf_dp.plans.dp_fp import (
-    DP_FP,
-    DRAWS,
-    FROZEN,
-    ONCE,
-    PRIVATE_ENCODER,
-    PUBLISHED,
-    REUSES,
-    SEPARATE,
-    VARIANTS,
-    ForwardPlan,
-    FrozenPlan,
-    PrivateEncoderPlan,
-    PublishedPlan,
-)
+from hf_dp.plans import dp_fp
 
 # Du and Mi 2021, section 4.1. Learning rate and batch size are small because noise enters the
 # forward pass.
@@ -48,18 +34,20 @@ _ONLY_OF = (
     _only_of((), "Its gradients have noise of several kinds.", "adam_bc_floor"),
     _only_of((), NO_BOUND, "sampling private_selection_mean_runs"),
     _only_of(
-        (PRIVATE_ENCODER,),
+        (dp_fp.PRIVATE_ENCODER,),
         "No gradients are clipped.",
         "clipping clipping_strategy clipping_memory_ratio",
     ),
-    _only_of((PRIVATE_ENCODER,), "It is for causal language models.", "chunked_loss"),
+    _only_of((dp_fp.PRIVATE_ENCODER,), "It is for causal language models.", "chunked_loss"),
     _only_of(
-        (PRIVATE_ENCODER,),
+        (dp_fp.PRIVATE_ENCODER,),
         "There `noise_multiplier` is the noise of the representation.",
         "representation_noise_multiplier",
     ),
     _only_of(
-        (FROZEN, PRIVATE_ENCODER), "The published variant protects no labels.", "labels_in_vector"
+        (dp_fp.FROZEN, dp_fp.PRIVATE_ENCODER),
+        "The published variant protects no labels.",
+        "labels_in_vector",
     ),
 )
 
@@ -74,11 +62,11 @@ class ForwardArguments(ArgumentGroup):
 
     dp_fp_variant: str | None = argument(
         None,
-        f"What trains below the noise, one of {', '.join(VARIANTS)}; required for dp_fp. frozen: "
-        "nothing, so that what trains is a function of released vectors. private_encoder: "
+        f"What trains below the noise, one of {', '.join(dp_fp.VARIANTS)}; required for dp_fp. "
+        "frozen: nothing, so that what trains is a function of released vectors. private_encoder: "
         "everything, by DP-SGD; the last layer trains on released vectors. published: everything, "
         "by an ordinary optimizer, as in the paper; no epsilon is established for it.",
-        VARIANTS,
+        dp_fp.VARIANTS,
     )
     representation_clipping_norm: float = argument(
         1.0, "Only for dp_fp: largest L2 norm C of a representation, above 0 (equation 8)."
@@ -95,17 +83,10 @@ class ForwardArguments(ArgumentGroup):
         "logits. Unset means that it is found automatically.",
     )
     representation_release: str = argument(
-        ONCE,
+        dp_fp.ONCE,
         "Only for dp_fp, frozen: once (one noisy vector per example for the whole run; the least "
         "noise) or fresh (a new vector each time the example is drawn).",
-        REUSES,
-    )
-    representation_draws: str = argument(
-        SEPARATE,
-        "Only for dp_fp, private_encoder: whether the encoder's gradients and the vectors come "
-        f"from {' or '.join(DRAWS)} draws. A shared draw costs much more, because the vectors show "
-        "whose gradients are in the sum.",
-        DRAWS,
+        dp_fp.REUSES,
     )
     representation_noise_multiplier: float | None = argument(
         None,
@@ -130,7 +111,7 @@ class ForwardArguments(ArgumentGroup):
         Need(
             " ".join(__annotations__),  # all of the above
             "privacy_mode",
-            (DP_FP,),
+            (dp_fp.DP_FP,),
             "Only DP-FP reads it. Remove it, or set privacy_mode='dp_fp'.",
         ),
     )
@@ -138,14 +119,11 @@ class ForwardArguments(ArgumentGroup):
     @staticmethod
     def problems(args: Any, found: Problems) -> None:
         """Note what the variant of DP-FP does not have."""
-        if args.privacy_mode != DP_FP:
+        if args.privacy_mode != dp_fp.DP_FP:
             return
         if args.dp_fp_variant is None:
-            found.refuse(
-                "dp_fp_variant",
-                f"to be one of {', '.join(map(repr, VARIANTS))} with privacy_mode={DP_FP!r}",
-                _CHOICES,
-            )
+            expected = f"to be one of {', '.join(map(repr, dp_fp.VARIANTS))}"
+            found.refuse("dp_fp_variant", f"{expected} with privacy_mode={dp_fp.DP_FP!r}", _CHOICES)
         elif "dp_fp_variant" not in found:
             for need in _ONLY_OF:
                 need.note(args, found)
@@ -156,32 +134,23 @@ class ForwardArguments(ArgumentGroup):
                     found["dp_fp"] = problem
 
 
-def forward_plan(args: Any, num_classes: int | None) -> ForwardPlan:
-    """Return the plan of ``privacy_mode="dp_fp"`` for a model of this many classes.
-
-    Raises: InvalidArgumentError for arguments that the variant does not have.
-    """
+def forward_plan(args: Any, num_classes: int | None) -> dp_fp.ForwardPlan:
+    """Return the plan of ``privacy_mode="dp_fp"`` for a model of this many classes."""
     sigma, norm = args.noise_multiplier, args.representation_clipping_norm
     draws = args.num_micro_batches
     classes = num_classes if args.labels_in_vector else None
-    if args.dp_fp_variant == PUBLISHED:
-        return PublishedPlan(norm, sigma, draws)
-    if args.dp_fp_variant == FROZEN:
-        return FrozenPlan(
-            norm,
-            sigma,
-            draws,
-            args.representation_release,
-            args.labels_in_vector,
-            classes,
+    if args.dp_fp_variant == dp_fp.PUBLISHED:
+        return dp_fp.PublishedPlan(norm, sigma, draws)
+    if args.dp_fp_variant == dp_fp.FROZEN:
+        return dp_fp.FrozenPlan(
+            norm, sigma, draws, args.representation_release, args.labels_in_vector, classes
         )
     if draws != 1:
         raise invalid("num_micro_batches", draws, "to be 1 with a private encoder", "Remove it.")
-    return PrivateEncoderPlan(
+    return dp_fp.PrivateEncoderPlan(
         args.per_example_max_grad_norm,
         sigma,
         args.clipping,
-        args.representation_draws,
         norm,
         args.representation_noise_multiplier,
         None if sigma is not None else args.representation_budget_ratio,
@@ -192,7 +161,7 @@ def forward_plan(args: Any, num_classes: int | None) -> ForwardPlan:
 
 def resolve_forward(args: Any) -> None:
     """Fill in the arguments that are unset, by variant."""
-    published = args.dp_fp_variant == PUBLISHED
+    published = args.dp_fp_variant == dp_fp.PUBLISHED
     if args.num_micro_batches is None:
         args.num_micro_batches = PUBLISHED_MICRO_BATCHES if published else 1
     if published and args.expected_batch_size is None:

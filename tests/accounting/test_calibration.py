@@ -8,9 +8,9 @@ from hf_dp.accounting import (
     Gaussian,
     PoissonSampledGaussian,
     RandomAllocationGaussian,
+    accountants,
     calibrate_noise_multiplier,
     calibrate_steps,
-    calibration,
     epsilon,
 )
 from hf_dp.errors import AccountingRangeError, CalibrationError, InvalidArgumentError
@@ -23,7 +23,7 @@ def assert_private_and_tight(sigma, target, delta, q, steps, accountant, prior=(
         return epsilon((*prior, PoissonSampledGaussian(value, q, steps)), delta, accountant).value
 
     assert cost(sigma) <= target, "the returned noise does not meet the target"
-    assert cost(sigma / (1 + calibration.TOLERANCE)) > target, "less noise would have done"
+    assert cost(sigma / (1 + accountants.TOLERANCE)) > target, "less noise would have done"
 
 
 # smallest sigmas: RDP from Opacus 1.6; PLD from dp-accounting's own calibration, without our slack

@@ -79,7 +79,7 @@ SEEN = SampledRecordRelease(2.0, 0.1, 3)
         ([SMALL, SEEN], 1e-6, "pld", "`sample_rate` >= 1e-05"),
         # Heavy tails, where rounding would show.
         ([Sampled(1.0, 0.1, 10), SEEN], 1e-9, "pld", "`delta` >= 1e-07"),
-        (SumAndRows(100.0, 1.0, 1e-4, 1000, False), 1e-8, "pld", 'delta.*accountant="rdp"'),
+        (SumAndRows(100.0, 1.0, 1e-4, 1000), 1e-8, "pld", 'delta.*accountant="rdp"'),
         (Truncated(0.3, 1e-5, 100_000, 1_000_000, 15), 1e-8, "pld", "`delta` >= 1e-07"),
         (Truncated(1.0, 1e-3, 100_001, 10_000, 30), 1e-6, "pld", "at most 100000 `steps`"),
         (UserRowsGaussian(1.0, 0.5, 10, 2000), 1e-5, "pld", "."),

@@ -38,7 +38,7 @@ EVENTS = [
     BestOfRandomRuns(Gaussian(1.0), 3.0, "poisson", None),
     RecordRelease(1.5, 2),
     SampledRecordRelease(1.5, 0.1, 3, 4),
-    SumAndRows(1.0, 2.0, 0.1, 2, False),
+    SumAndRows(1.0, 2.0, 0.1, 2),
     PublishedForwardNoise(0.3, 0.01, 8, 5),
 ]
 
@@ -72,8 +72,7 @@ SAMPLED, TRUNCATED = PoissonSampledGaussian, TruncatedPoissonSampledGaussian
         (RecordRelease, (-1.0,), "`noise_multiplier`"),
         (SampledRecordRelease, (1.0, 1.5, 2), "`sample_rate`"),
         (SampledRecordRelease, (1.0, 0.5, 2, 0), "`num_micro_batches`"),
-        (SumAndRows, (1.0, -1.0, 0.5, 2, True), "`record_noise_multiplier`"),
-        (SumAndRows, (1.0, 1.0, 0.5, 2, 1), "`one_draw`"),
+        (SumAndRows, (1.0, -1.0, 0.5, 2), "`record_noise_multiplier`"),
         (PublishedForwardNoise, (1.0, 0.5, 0, 2), "`num_micro_batches`"),
         (BestOfRandomRuns, ((), 10), "`run`"),
         (BestOfRandomRuns, (("run",), 10), "`run`"),
@@ -160,7 +159,7 @@ def test_parts_and_steps_of_a_sum_and_a_loss(event):
 NOISELESS = [
     RecordRelease(0.0),
     SampledRecordRelease(0.0, 0.1, 1),
-    SumAndRows(1.0, 0.0, 0.1, 1, False),
+    SumAndRows(1.0, 0.0, 0.1, 1),
     UserRowsGaussian(0.0, 0.1, 1, 5),
     RandomAllocationGaussian(0.0, 5, 5),
     PoissonSampledGaussian(0.0, 0.1, 3, **LOSS),

@@ -71,8 +71,7 @@ SMALL = {(1.0, 1e-12), (0.8, 1e-8)}  # (1e-11 in test_tilted.py, in extended pre
 
 
 @pytest.mark.parametrize(
-    "row",
-    rows("tiny_delta", lambda row: row["q"] == 1 or (row["sigma"], row["delta"]) in SMALL),
+    "row", rows("tiny_delta", lambda row: row["q"] == 1 or (row["sigma"], row["delta"]) in SMALL)
 )
 def test_tiny_deltas(row):
     """No bound below the truth, whatever delta; PLD refuses below 1e-11."""

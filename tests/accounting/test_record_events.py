@@ -107,19 +107,12 @@ def test_a_visible_participation_is_a_mixture_over_their_number(accountant, sigm
         assert 1e-8 < true < 1e-5  # a bound, and not an idle one
 
 
-def test_a_joint_draw_is_one_mechanism_and_costs_more_than_two_draws():
-    joint, apart = (SumAndRows(1.5, 4.0, 0.02, 40, one_draw) for one_draw in (True, False))
-    value = epsilon(joint, 1e-5).value
-    counts, weights = participations(40, 0.02)
-    mu = math.hypot(1 / 1.5, 1 / 4.0)
-    found = delta_by_quadrature(value, [math.sqrt(k) * mu for k in counts], list(weights))
-    assert found == pytest.approx(1e-5, rel=1e-6)
-    separately = epsilon(apart, 1e-5)
-    assert separately.value < value / 1.5
+def test_a_sum_and_rows_are_two_mechanisms():
+    both = epsilon(SumAndRows(1.5, 4.0, 0.02, 40), 1e-5)
     parts = [PoissonSampledGaussian(1.5, 0.02, 40), SampledRecordRelease(4.0, 0.02, 40)]
-    assert epsilon(parts, 1e-5) == separately
+    assert epsilon(parts, 1e-5) == both
     alone = max(epsilon(part, 1e-5).value for part in parts)
-    assert alone < separately.value < epsilon(apart, 1e-5, "rdp").value
+    assert alone < both.value < epsilon(parts, 1e-5, "rdp").value
 
 
 @pytest.mark.parametrize("relation", ["zero_out", "replace_one"])
@@ -182,6 +175,6 @@ def test_many_draws_have_an_answer(rate, steps):
 
 def test_the_grid_is_used_for_draws_that_are_seen_only_where_rounding_is_small():
     """(At delta 1e-8 and 5e5 steps it came out 0.007 below the closed form of the rows alone.)"""
-    both = epsilon(SumAndRows(100.0, 1.0, 1e-4, 40_000, one_draw=False), 1e-7).value
+    both = epsilon(SumAndRows(100.0, 1.0, 1e-4, 40_000), 1e-7).value
     rows = epsilon(SampledRecordRelease(1.0, 1e-4, 40_000), 1e-7).value
     assert rows < both < rows + 0.01

@@ -94,12 +94,7 @@ def test_one_more_example_is_not_answered():
 
 
 @pytest.mark.parametrize(
-    ("n", "batch", "cap"),
-    [
-        (67_349, 1024, 2465),
-        (392_702, 2048, 4013),
-        (10_000, 100, 680),
-    ],
+    ("n", "batch", "cap"), [(67_349, 1024, 2465), (392_702, 2048, 4013), (10_000, 100, 680)]
 )
 def test_a_cut_that_never_happens_is_none(n, batch, cap):
     """Where the tail underflows, dp-accounting divides by it; here the draws are plain ones."""

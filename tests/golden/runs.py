@@ -156,9 +156,7 @@ FEATURES: dict[str, Callable[[], dict[str, Any]]] = {
     "published": lambda: forward("published", num_micro_batches=3, learning_rate=1e-3),
     "frozen": lambda: forward("frozen", accountant="rdp"),
     "fresh": lambda: forward("frozen", representation_release="fresh", labels_in_vector=True),
-    "private_encoder": lambda: forward(
-        "private_encoder", target_epsilon=8.0, representation_draws="shared"
-    ),
+    "private_encoder": lambda: forward("private_encoder", target_epsilon=8.0),
     "users": lambda: by_user(max_rows_per_unit=3, privacy_unit_name="patient"),
     "user_rows": lambda: by_user(max_rows_per_unit=2, unit_sampling="examples"),
     "truncated": lambda: {"max_logical_batch_size": 9},

@@ -29,9 +29,7 @@ def noising(
 ) -> AbstractContextManager[None]:
     randomness = SecretRandomness(insecure_seed)
     return last_layer.noising(
-        layer,
-        clipping_norm,
-        lambda vectors: vectors + randomness.gaussian_like(vectors, noise_std),
+        layer, clipping_norm, lambda vectors: vectors + randomness.gaussian_like(vectors, noise_std)
     )
 
 

@@ -337,12 +337,3 @@ def test_a_plan_knows_its_own_entries():
     assert plan.makes(LedgerEntry(plan.event(4), "training"))
     other = PoissonSampledGaussian(1.5, 0.05, 4, beside={"loss": 5.0})
     assert not plan.makes(LedgerEntry(other, "training"))
-
-
-def test_the_words_say_what_is_released_and_that_it_is_covered():
-    words = create(**LOSS).words
-    assert "each clipped to [0, 3.0], are summed, too" in words.mechanism
-    assert "standard deviation 4.5 x 3.0 is added once" in words.mechanism
-    assert f"as one with noise multiplier {1.5 * math.sqrt(0.9):.6g}" in words.mechanism
-    assert words.also_covered.startswith("the noised losses")
-    assert create().words.also_covered == ""

@@ -63,7 +63,7 @@ def has_the_planned_noise(gate: Gate, planned: PlannedRelease, part: str = "sum"
     return stats.kstest(scaled.numpy(), "norm").pvalue > REJECT
 
 
-ROWS = PlannedRelease(SumAndRows(2.0, 5.0, 0.1, 1, False), "training", {"sum": 0.5, "vectors": 3.0})
+ROWS = PlannedRelease(SumAndRows(2.0, 5.0, 0.1, 1), "training", {"sum": 0.5, "vectors": 3.0})
 WITH_A_LOSS = PlannedRelease(
     PoissonSampledGaussian(2.0, 0.1, 1, beside={"loss": 9.0}), "training", {"sum": 0.5, "loss": 3.0}
 )

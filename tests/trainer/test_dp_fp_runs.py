@@ -16,9 +16,8 @@ from hf_dp import errors
 from hf_dp.accounting import RecordRelease, SampledRecordRelease, SumAndRows, epsilon
 from hf_dp.cli.main import main
 from hf_dp.mechanisms import Frozen
-from hf_dp.mechanisms.dp_fp import RELEASED_ROWS
+from hf_dp.mechanisms.dp_fp import RELEASED_ROWS, PrivateEncoder
 from hf_dp.mechanisms.last_layer import LastLayer, clip_vectors
-from hf_dp.plans import PrivateEncoderPlan
 from hf_dp.plans.samplers import MicroBatchSampler, PoissonSampler
 from hf_dp.statement.evidence import disagreements, read
 from hf_dp.trainer.trainer import DPTrainer
@@ -324,32 +323,27 @@ def draws_of(trainer) -> list[tuple[list, list]]:
     return seen
 
 
-def records_what_ran(folder: Path, draws: str) -> bool:
-    """Whether the recorded event says of the draws what they were: one for both, or two."""
-    options = {"representation_draws": draws, "max_steps": 2, "expected_batch_size": 20}
-    trainer = made(folder, "private_encoder", **options)
+def has_two_draws(folder: Path) -> bool:
+    """Whether gradients and vectors are of two draws in each step, as the event says."""
+    trainer = made(folder, "private_encoder", max_steps=2, expected_batch_size=20)
     seen = draws_of(trainer)
     trainer.train()
     ((event, purpose),) = [(entry.event, entry.purpose) for entry in trainer.ledger.entries]
-    assert purpose == "training" and event.steps == 2
-    same = all(gradients == released for gradients, released in seen)
-    return same == event.one_draw
+    assert (type(event), purpose, event.steps) == (SumAndRows, "training", 2)
+    return all(gradients != released for gradients, released in seen)
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("draws", ["separate", "shared"])
-def test_the_ledger_says_whether_one_draw_served_both(tmp_path, draws):
-    assert records_what_ran(tmp_path, draws)
+def test_gradients_and_vectors_have_draws_of_their_own(tmp_path, monkeypatch):
+    assert has_two_draws(tmp_path / "honest")
+    clip = PrivateEncoder.clip
 
+    def of_one_draw(self, batches):
+        self._vector_draw = lambda: batches
+        return clip(self, batches)
 
-@pytest.mark.usefixtures("unchecked")
-def test_planted_poisson_event_on_the_shared_draw_is_seen(tmp_path, monkeypatch):
-    def two_draws(self, schedule, sigma, steps):
-        rate = self.draw.sample_rate(schedule)
-        return SumAndRows(sigma, self.record_noise_multiplier, rate, steps, one_draw=False)
-
-    monkeypatch.setattr(PrivateEncoderPlan, "step_event", two_draws)
-    assert not records_what_ran(tmp_path, "shared")
+    monkeypatch.setattr(PrivateEncoder, "clip", of_one_draw)
+    assert not has_two_draws(tmp_path / "planted")
 
 
 @pytest.mark.parametrize(
