@@ -142,22 +142,6 @@ def test_a_line_for_each_family_and_setting_over_the_size(draw, tmp_path):
     assert len(lines) == 5
 
 
-def test_a_point_for_each_combination_over_another_metric(draw):
-    rows = [
-        row(
-            {"expected_batch_size": batch},
-            seed,
-            metrics={"perplexity": 10 - batch, "signal_to_noise": batch * (1 + seed)},
-        )
-        for batch in (1, 2)
-        for seed in (0, 1)
-    ]
-    axes = ["--x", "signal_to_noise", "--y", "perplexity"]
-    found, _ = draw(rows, *axes)
-    assert found == [([1.5], [9], "expected_batch_size=1"), ([3], [8], "expected_batch_size=2")]
-    assert draw(rows, *axes, "--by")[0] == [([1.5, 3], [9, 8], "perplexity")]
-
-
 def test_trained_over_untrained_accuracy(draw):
     """Li et al., figure 8."""
     rows = [

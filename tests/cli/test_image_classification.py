@@ -382,16 +382,13 @@ def test_another_column_called_image_does_not_matter(task):
     assert set(trainer(task).train_dataset[0]) == {"pixel_values", "labels"}
 
 
-@pytest.mark.parametrize(
-    ("where", "message"), [("train", "images: resize them"), ("dev", "do_resize: true")]
-)
-def test_images_of_unequal_size_are_resized_or_refused(task, where, message):
-    numbers = {"train": TRAIN, "dev": DEV}[where]
-    odd = {numbers[3]: png(picture(numbers[3], size=(12, 10)))}
-    stored(numbers, odd).to_parquet(task.folder / f"{where}.parquet")
-    assert trainer(task).train_dataset[3]["pixel_values"].shape == (3, 8, 8)
+def test_images_of_unequal_size_are_resized_or_refused(task):
+    """Of training rows the trainer says it: tests/trainer/test_images.py."""
+    odd = {DEV[3]: png(picture(DEV[3], size=(12, 10)))}
+    stored(DEV, odd).to_parquet(task.folder / "dev.parquet")
+    assert trainer(task).eval_dataset[3]["pixel_values"].shape == (3, 8, 8)
     tiny_images.processor(do_resize=False).save_pretrained(task.folder / "model")
-    task.refused(message)
+    task.refused("do_resize: true")
     assert not (task.out / "ledger.jsonl").exists()
 
 
