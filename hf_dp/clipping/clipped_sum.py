@@ -246,7 +246,8 @@ def _first_pass(
     def finish(parameter: nn.Parameter) -> None:
         uses = {parameter: waiting.pop(parameter)}
         table.add(uses)
-        if bool(table.in_doubt(uses)):
+        certain = ~table.in_doubt(uses)
+        if not bool(certain):
             table.settle(uses)
 
     def measure(parameter: nn.Parameter, use: PerExampleGradient) -> None:
