@@ -140,12 +140,7 @@ def _free_port() -> int:
 
 
 def _run(
-    rank: int,
-    count: int,
-    port: int,
-    function: Callable[[], Any],
-    env: dict[str, str],
-    result: Path,
+    rank: int, count: int, port: int, function: Callable[[], Any], env: dict[str, str], result: Path
 ) -> None:
     outcome = Outcome()
     try:

@@ -24,12 +24,7 @@ from hf_dp import _validate
 from hf_dp.batches.loader import length_of
 from hf_dp.batches.structure import Batch, Example, column, combined, numbers, own
 from hf_dp.clipping.self_check import in_training
-from hf_dp.errors import (
-    DataError,
-    DoesNotFitError,
-    MemoryShortError,
-    UnsupportedArgumentError,
-)
+from hf_dp.errors import DataError, DoesNotFitError, MemoryShortError, UnsupportedArgumentError
 from hf_dp.noise import untouched_generators
 from hf_dp.run.other_training import pay_for_step
 from hf_dp.run.private_run import PrivateRun
