@@ -258,8 +258,10 @@ BEAM, NUCLEUS, GREEDY = "beam", "nucleus", "greedy"
 
 @dataclass
 class DecodingArguments:
-    """How the model writes. Beams, and the share of probability, are those of Li et al. (2021),
-    appendix K."""
+    """How the model writes.
+
+    Beams, and the share of probability, are those of Li et al. (2021), appendix K.
+    """
 
     decoding: str = argument(BEAM, f"{BEAM}, {NUCLEUS} (sampling) or {GREEDY}.")
     num_beams: int = argument(5, "Beams, with beam.")
