@@ -100,7 +100,7 @@ PRINTED_CLT = {"MNLI", "QQP", "QNLI", "E2E"}
 
 
 def in_table_1(row: dict) -> bool:
-    return row["config"] == "1024xfactor" and row["task"] in ("SST2", "QNLI")
+    return row["config"] == "1024xfactor" and row["task"] == "SST2"
 
 
 @pytest.mark.parametrize("row", rows("li_2021", in_table_1))
@@ -224,10 +224,9 @@ def test_relations_and_samplers(row):
     )
 
 
-@pytest.mark.parametrize("row", SAMPLERS)
-@pytest.mark.parametrize(
-    "cap", ["1152", *(pytest.param(cap, marks=pytest.mark.slow) for cap in ("1088", "1216"))]
-)
+@pytest.mark.slow  # (fast, and independent of dp-accounting, in test_sampled_sums.py)
+@pytest.mark.parametrize("row", GOLDEN["samplers"])
+@pytest.mark.parametrize("cap", ["1152", "1088", "1216"])
 def test_truncated_samples(row, cap):
     event = TruncatedPoissonSampledGaussian(row["sigma"], SST2, SST2_STEPS, 67349, int(cap))
     assert epsilon(event, SST2_DELTA).value == pytest.approx(row["capped"][cap] + 1e-3, abs=1e-4)
