@@ -401,5 +401,5 @@ def test_a_processor_that_does_not_fit_the_model(task):
 
 
 def test_without_pillow(task, monkeypatch):
-    monkeypatch.setattr("hf_dp.tasks.models.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("hf_dp.tasks.images.importlib.util.find_spec", lambda name: None)
     task.refused(r"pip install 'hf-dp\[images\]'")
