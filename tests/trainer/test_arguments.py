@@ -342,21 +342,7 @@ def test_accelerate_launch_that_starts_one_process_instead_of_two_is_refused(
         make(output_dir)
 
 
-def test_fsdp_is_refused_where_accelerate_would_not_shard(output_dir):
-    with pytest.raises(UnsupportedArgumentError, match="`fsdp` to be unset on a CPU.*fully_shard"):
-        make(output_dir, fsdp=True)
-
-
-def test_data_parallel_is_refused(output_dir, monkeypatch):
-    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
-    with pytest.raises(
-        UnsupportedArgumentError, match=r"`n_gpu` to be at most 1.*CUDA_VISIBLE_DEVICES"
-    ):
-        make(output_dir)
-    assert make(output_dir, **PUBLIC).n_gpu == 2
-
-
-def test_arguments_assigned_later_are_found_by_check(output_dir):
+def test_what_the_process_and_later_changes_make_wrong_is_refused(output_dir, monkeypatch):
     args = make(output_dir)
     args.fp16 = True
     args.gradient_accumulation_steps = 4
@@ -364,6 +350,14 @@ def test_arguments_assigned_later_are_found_by_check(output_dir):
         UnsupportedArgumentError, match=r"(?s)`gradient_accumulation_steps`.*`fp16`"
     ):
         args.check()
+    with pytest.raises(UnsupportedArgumentError, match="`fsdp` to be unset on a CPU.*fully_shard"):
+        make(output_dir, fsdp=True)
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
+    with pytest.raises(
+        UnsupportedArgumentError, match=r"`n_gpu` to be at most 1.*CUDA_VISIBLE_DEVICES"
+    ):
+        make(output_dir)
+    assert make(output_dir, **PUBLIC).n_gpu == 2
 
 
 def test_round_trip_through_a_dict(output_dir):

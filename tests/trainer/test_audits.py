@@ -53,11 +53,15 @@ def in_and_out(audit: Canaries):
 # -- who takes part --
 
 
-def test_canaries_are_rows_of_the_plan(tmp_path):
+def test_canaries_are_rows_of_the_plan_and_with_losses_go_through_the_model(tmp_path):
     made = trainer(tmp_path)
     assert made.privacy_plan.num_examples == len(made.train_dataset) == ROWS + CANARIES
     assert made.privacy_plan.sample_rate == 25 / (ROWS + CANARIES)
     assert 0.2 < np.mean(audit_of(made.run)._in) < 0.8
+    audit = audit_of(trainer(tmp_path, audit_scores="losses").run)
+    inside, outside = in_and_out(audit)
+    drawn = [3, *(ROWS + inside[:3]), *(ROWS + outside[:3])]
+    assert audit.split(drawn) == [3, *(ROWS + inside[:3])]
 
 
 def test_a_canary_in_the_sum_is_one_coordinate_of_length_c_and_one_left_out_is_nothing(tmp_path):
@@ -83,13 +87,6 @@ def test_a_canary_in_the_sum_is_one_coordinate_of_length_c_and_one_left_out_is_n
     assert float(several.norm()) == pytest.approx(2 * C, rel=1e-4)
 
 
-def test_with_losses_canaries_that_are_in_go_through_the_model(tmp_path):
-    audit = audit_of(trainer(tmp_path, audit_scores="losses").run)
-    inside, outside = in_and_out(audit)
-    drawn = [3, *(ROWS + inside[:3]), *(ROWS + outside[:3])]
-    assert audit.split(drawn) == [3, *(ROWS + inside[:3])]
-
-
 def test_draws_come_from_the_runs_own_sampler(tmp_path):
     audit = audit_of(trainer(tmp_path).run)
     drawn = Counter()
@@ -103,16 +100,13 @@ def test_draws_come_from_the_runs_own_sampler(tmp_path):
     assert all(70 < drawn[row] < 170 for row in taking_part)
 
 
-def test_made_up_rows_are_not_the_training_rows(tmp_path):
+def test_made_up_rows_are_not_the_training_rows_and_follow_from_no_seed(tmp_path):
     made = trainer(tmp_path, audit_scores="losses")
     rows = {tuple(row["input_ids"]) for row in made.train_dataset.select(range(ROWS))}
     canaries = made.train_dataset.select(range(ROWS, ROWS + CANARIES))
     assert len({tuple(row["input_ids"]) for row in canaries}) == CANARIES
     assert not rows & {tuple(row["input_ids"]) for row in canaries}
     assert len({row["label"] for row in canaries}) > 1
-
-
-def test_canaries_do_not_follow_from_a_seed_that_rows_may_have_been_made_with(tmp_path):
     found = []
     for name in ("a", "b"):
         set_seed(7)
@@ -237,13 +231,12 @@ def test_planted_rows_drawn_too_often_are_an_error(tmp_path, monkeypatch):
 # -- what is refused --
 
 
-def test_directions_need_gradients(tmp_path):
+def test_directions_without_gradients_and_canaries_that_are_training_rows_are_refused(
+    tmp_path, monkeypatch
+):
     given = {"peft_config": RgpConfig()}
     with pytest.raises(UnsupportedArgumentError, match="`audit_scores` to be 'gradients' or"):
         trainer(tmp_path, audit_scores="directions", given=given)
-
-
-def test_canaries_that_are_training_rows_are_refused(tmp_path, monkeypatch):
     rows = [dict(row) for row in tiny.dataset(ROWS)]
     honest = canary_rows.made_up_rows
     monkeypatch.setattr(

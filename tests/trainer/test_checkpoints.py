@@ -188,7 +188,4 @@ def test_a_run_with_default_arguments_that_is_killed_leaves_checkpoints_and_epsi
     assert killed_run(tmp_path) == {"checkpoint-3", "checkpoint-6"}  # a tenth of 22, rounded up
     assert read_run(tmp_path / "checkpoint-6").ledger.steps() == 6
     assert read_run(tmp_path).ledger.steps() == 7
-
-
-def test_planted_default_of_500_steps_is_seen(tmp_path):
-    assert killed_run(tmp_path, at=6, save_steps=500) == set()
+    assert killed_run(tmp_path / "500", at=6, save_steps=500) == set()

@@ -84,11 +84,13 @@ def test_heads_of_other_tasks_are_not_chosen_from():
     assert any("modules_to_save" in n for n, p in wrapped.named_parameters() if p.requires_grad)
 
 
-def test_a_selection_of_another_run_is_refused_however_it_is_held(tmp_path):
+def test_a_selection_of_another_run_and_more_than_steps_are_refused(tmp_path):
     made = FrostConfig(**FROST, num_selections=2, made=[{"parameters": []}])
     for config in (made, FrostConfig(**FROST, made=[{"parameters": []}])):
         with pytest.raises(ConfigError, match="another run made"):
             run(tmp_path, config)
+    with pytest.raises(InvalidArgumentError, match="num_selections.*at most the 4 steps"):
+        run(tmp_path, FrostConfig(**FROST, num_selections=5))
 
 
 @pytest.fixture(scope="module")
@@ -150,11 +152,6 @@ def test_a_selection_that_is_put_into_the_model_later_is_refused(chose, tmp_path
     with pytest.raises(UnsupportedModelError, match="this run did not make"):
         trainer.train()
     assert not (tmp_path / "ledger.jsonl").exists()
-
-
-def test_more_selections_than_steps_are_refused(tmp_path):
-    with pytest.raises(InvalidArgumentError, match="num_selections.*at most the 4 steps"):
-        run(tmp_path, FrostConfig(**FROST, num_selections=5))
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_is_told_what_to_do(chose):

@@ -119,16 +119,13 @@ def test_the_status_reaches_everything_that_anyone_reads(tmp_path, capsys, warni
     assert [row["epsilon"] for row in json.loads(capsys.readouterr().out)["results"]] == [None]
 
 
-def test_defaults_are_the_papers(tmp_path):
+def test_defaults_and_noise_are_the_papers(tmp_path):
     published = {"privacy_mode": "dp_fp", "dp_fp_variant": "published"}
     args = tiny.arguments(tmp_path, expected_batch_size=None, learning_rate=None, **published)
     assert (args.expected_batch_size, args.num_micro_batches, args.learning_rate) == (32, 32, 5e-6)
     assert (args.representation_clipping_norm, args.num_train_epochs) == (1.0, 3.0)
     assert args.accountant == "gdp_clt"
     assert tiny.arguments(tmp_path, learning_rate=None).learning_rate == 5e-5
-
-
-def test_noise_is_calibrated_to_the_papers_figure(tmp_path):
     plan = made(tmp_path, "published", target_epsilon=1.5, max_steps=20).privacy_plan
     (event,) = plan.events()
     assert epsilon(event, plan.delta, "gdp_clt").value == pytest.approx(1.5, rel=1e-6)

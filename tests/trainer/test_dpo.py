@@ -152,10 +152,14 @@ def test_the_reference_sees_one_answer_at_a_time(tmp_path):
         assert beside[3][name] == together[7][name] != together[8][name]
 
 
-def test_without_a_reference_it_is_the_model_before_training(tmp_path):
+def test_without_a_reference_it_is_the_model_before_training_and_new_pairs_need_one(tmp_path):
     tested = trainer(tmp_path, given={"ref_model": None})
     losses = tested.compute_per_example_loss(tested.model, batch_of(tested, PLACES))
     torch.testing.assert_close(losses, torch.full_like(losses, 2.0).log())
+    tested = trainer(tmp_path, given={"ref_model": None})
+    with pytest.raises(DataError, match="nothing else knows the reference"):
+        tested.evaluate(pairs(4, 100))
+    assert trainer(tmp_path).predict(pairs(4, 100)).predictions.shape == (4,)
 
 
 @pytest.mark.parametrize(("made", "lora"), [(pairs, True), (talks, False)])
@@ -220,25 +224,15 @@ def test_every_argument_of_trl_has_a_row():
     assert not DPO_WORKS & DPO_REFUSED.keys()
 
 
-def test_trls_trainer_mixed_with_ours_is_refused(tmp_path):
+def test_an_adapter_and_trls_trainer_mixed_with_ours_are_refused(tmp_path):
     class Mixed(DPTrainer, DPOTrainer):
         arguments_class = DPDPOConfig
 
     with pytest.raises(UnsupportedArgumentError, match="Mixed overrides compute_loss"):
         Mixed(model(), arguments(tmp_path), train_dataset=pairs())
-
-
-def test_an_adapter_is_refused(tmp_path):
     adapted = get_peft_model(model(), LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(InvalidArgumentError, match="`model` to be a model without adapter"):
         trainer(tmp_path, given={"model": adapted})
-
-
-def test_new_pairs_need_a_reference(tmp_path):
-    tested = trainer(tmp_path, given={"ref_model": None})
-    with pytest.raises(DataError, match="nothing else knows the reference"):
-        tested.evaluate(pairs(4, 100))
-    assert trainer(tmp_path).predict(pairs(4, 100)).predictions.shape == (4,)
 
 
 def test_reference_columns_of_ones_own_are_kept(tmp_path):
@@ -280,13 +274,10 @@ def test_training_rows_are_known_by_their_texts_whatever_stands_beside_them(tmp_
             tested.evaluate(each)
 
 
-def test_rows_that_trl_would_drop_are_refused(tmp_path):
+def test_rows_that_trl_would_drop_or_without_an_answer_are_refused(tmp_path):
     long = [*pairs().to_list(), {"prompt": "film " * 50, "chosen": ".", "rejected": "!"}]
     with pytest.raises(DataError, match="1 of the 25 rows have no token to predict"):
         trainer(tmp_path, given={"train_dataset": Dataset.from_list(long)}, max_length=40)
-
-
-def test_a_row_without_an_answer_is_refused(tmp_path):
     for column in ("prompt", "chosen", "rejected"):
         rows = pairs().to_list()
         rows[5][column] = None

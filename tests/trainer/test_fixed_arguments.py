@@ -66,8 +66,11 @@ def changeable(args):
     return found
 
 
-def test_every_field_is_free_or_fixed(tmp_path):
+def test_every_field_is_free_or_fixed_and_what_plan_checks_and_statement_read_is_fixed(
+    tmp_path, monkeypatch
+):
     assert changeable(tiny.trainer(tmp_path).args) == FREE & set(fields())
+    assert read_though_free(tmp_path, monkeypatch) <= {"output_dir"}  # which the run follows
 
 
 @contextmanager
@@ -96,10 +99,6 @@ def read_though_free(tmp_path, monkeypatch):
         trainer.privacy_statement()
     assert noted >= {"noise_multiplier", "max_steps", "load_best_model_at_end"}
     return (noted | REFUSED.keys()) & changeable(trainer.args)
-
-
-def test_what_plan_checks_and_statement_read_is_fixed(tmp_path, monkeypatch):
-    assert read_though_free(tmp_path, monkeypatch) <= {"output_dir"}  # which the run follows
 
 
 @pytest.mark.parametrize("name", ["target_epsilon", "max_steps", "lr_scheduler_type", "fp16"])

@@ -88,8 +88,10 @@ def test_only_the_selected_and_the_head_move(ran):
     assert 0 < numbers <= 0.3 * others
 
 
-def test_events_are_durable_before_the_selection_is_used(ran):
+def test_each_release_is_durable_before_it_is_used_charged_and_noised_for_what_remains(ran):
     assert ran.seen == [(1, None), (2, None), (3, None)]
+    assert sensitivities_follow(ran.made)
+    assert ran.trainer.ledger.steps("selection") == len(ran.made["noisy_magnitudes"]) == 3
 
 
 def test_a_resumed_run_reads_its_selection_and_no_further_training_makes_one(
@@ -198,14 +200,11 @@ def measured(trainer, repeats: int = 400) -> tuple[float, float]:
     return float(torch.cat(found).std()), run.plan.selection.noise_multiplier * sensitivity
 
 
-def test_the_noise_is_that_of_the_plan(tmp_path):
+def test_the_noise_is_that_of_the_plan_and_another_is_seen(tmp_path, monkeypatch):
     spread, expected = measured(frost(tmp_path))
     assert spread == pytest.approx(
         expected, rel=0.04
     )  # 8,000 draws: 0.8 % is one standard deviation
-
-
-def test_planted_noise_for_another_sensitivity_is_seen(tmp_path, monkeypatch):
     original = SelectionPlan.release
     monkeypatch.setattr(
         SelectionPlan, "release", lambda self, sensitivity: original(self, sensitivity * 2 / 3)
@@ -228,11 +227,6 @@ def sensitivities_follow(made) -> bool:
     first, *_, last = made["noisy_magnitudes"]
     assert len(last) < len(first)  # some were taken before the last
     return made["sensitivities"] == pytest.approx(expected, rel=1e-12)
-
-
-def test_each_release_is_noised_for_what_remains_and_charged(ran):
-    assert sensitivities_follow(ran.made)
-    assert ran.trainer.ledger.steps("selection") == len(ran.made["noisy_magnitudes"]) == 3
 
 
 def test_planted_remaining_set_that_is_not_updated_and_no_charge_are_seen(tmp_path, monkeypatch):

@@ -171,20 +171,14 @@ def test_rows_that_cannot_be_cut_are_refused(changes, message):
         split_rows(batch(**changes), 0)
 
 
-def test_labels_that_copy_the_prompt_are_refused(tmp_path):
+def test_prompts_that_cannot_be_cut_or_padded_are_refused(tmp_path):
     copies = DataCollatorForLanguageModeling(tiny.tokenizer(), mlm=False)
     rows = texts(6, 1).remove_columns("labels")
     with pytest.raises(DataError, match=r"Set the labels of prompts to -100"):
         trainer(tmp_path, given={"data_collator": copies}).predict(rows)
-
-
-def test_what_does_not_fit_into_the_context_is_refused(tmp_path):
     tested = trainer(tmp_path, generation_max_length=POSITIONS)
     with pytest.raises(DataError, match="do not fit beside it.*of 40.*generation_max_length"):
         tested.predict(texts(4, 1))
-
-
-def test_a_model_without_padding_and_end_is_refused(tmp_path):
     model = causal()
     for config in (model.config, model.generation_config):
         config.pad_token_id = config.eos_token_id = None
@@ -197,12 +191,9 @@ def test_a_model_without_padding_and_end_is_refused(tmp_path):
 # -- arguments ---
 
 
-def test_every_argument_of_seq2seq_has_a_row():
+def test_every_argument_of_seq2seq_has_a_row_and_dp_fp_none(tmp_path):
     new = {field.name for field in unknown_fields(DPSeq2SeqTrainingArguments._INHERITED)}
     assert new == seq2seq.SEQ2SEQ_FREE | seq2seq.SEQ2SEQ_REFUSED.keys()
-
-
-def test_generation_with_dp_fp_is_refused(tmp_path):
     published = {"privacy_mode": "dp_fp", "dp_fp_variant": "published", "noise_multiplier": 1.0}
     message = "`predict_with_generate` to be False with.*'dp_fp'"
     with pytest.raises(UnsupportedArgumentError, match=message):

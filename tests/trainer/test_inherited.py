@@ -41,11 +41,19 @@ class NewerTrainingArguments(TrainingArguments):
     share_everything: bool = dataclasses.field(default=False, metadata={"help": "New."})
 
 
-def test_every_installed_field_works_or_is_refused():
+def test_every_field_and_optimizer_works_or_is_refused_and_defaults_work(tmp_path):
     assert unknown_fields() == []
     names = [*WORKS, *FREE, *REFUSED]
     assert len(names) == len(set(names))
     assert set(names) - INSTALLED <= VERSION_DEPENDENT <= set(names)
+    assert inherited_problems(TrainingArguments(str(tmp_path), use_cpu=True)) == {}
+    for field in dataclasses.fields(TrainingArguments):
+        assert field.name not in REFUSED or REFUSED[field.name].accepts(field.default)
+    names = {member.value for member in OptimizerNames}
+    assert names == {*STEPPING_OPTIMIZERS} | STEPPING_IN_BACKWARD
+    accepts = REFUSED["optim"].accepts
+    assert {each.value for each in OptimizerNames if not accepts(each)} == STEPPING_IN_BACKWARD
+    assert not accepts("an_optimizer_of_next_year")
 
 
 def test_a_planted_new_field_is_refused_unless_it_has_its_default(tmp_path):
@@ -56,20 +64,6 @@ def test_a_planted_new_field_is_refused_unless_it_has_its_default(tmp_path):
     (problem,) = inherited_problems(used, NewerTrainingArguments).values()
     assert isinstance(problem, UnsupportedArgumentError)
     assert re.search("`share_everything` to be False.*got True.*Remove it", str(problem))
-
-
-def test_defaults_and_parsed_defaults_are_accepted(tmp_path):
-    assert inherited_problems(TrainingArguments(str(tmp_path), use_cpu=True)) == {}
-    for field in dataclasses.fields(TrainingArguments):
-        assert field.name not in REFUSED or REFUSED[field.name].accepts(field.default)
-
-
-def test_every_optimizer_of_transformers_is_sorted():
-    names = {member.value for member in OptimizerNames}
-    assert names == {*STEPPING_OPTIMIZERS} | STEPPING_IN_BACKWARD
-    accepts = REFUSED["optim"].accepts
-    assert {each.value for each in OptimizerNames if not accepts(each)} == STEPPING_IN_BACKWARD
-    assert not accepts("an_optimizer_of_next_year")
 
 
 @pytest.mark.parametrize(

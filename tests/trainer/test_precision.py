@@ -175,11 +175,8 @@ def mixed(trainer) -> bool:
     return any(not bool(batch["attention_mask"].all()) for batch in batches(trainer))
 
 
-def test_bf16_keeps_examples_of_one_length_together(tmp_path):
+def test_bf16_keeps_examples_of_one_length_together_and_float32_sorts_only(tmp_path):
     assert not mixed(tiny.trainer(tmp_path, bf16=True, max_steps=8))
-
-
-def test_float32_sorts_only(tmp_path):
     assert mixed(tiny.trainer(tmp_path, max_steps=8))
 
 

@@ -205,11 +205,8 @@ def in_common(folder) -> set[str]:
     return found | {name for name in one if any(map(torch.equal, one[name], two[name]))}
 
 
-def test_noise_draws_and_dropout_do_not_follow_from_the_seed(tmp_path):
+def test_noise_draws_and_dropout_do_not_follow_from_the_seed(tmp_path, monkeypatch):
     assert in_common(tmp_path) == set()
-
-
-def test_planted_randomness_from_the_seed_is_seen(tmp_path, monkeypatch):
     original = SecretRandomness.__init__
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -274,11 +271,8 @@ def self_check_saw_real_rows(trainer) -> bool:
     return any(tuple(token for token in row if token != 0) in rows for row in seen)
 
 
-def test_the_self_check_runs_on_synthetic_rows(trainer):
+def test_the_self_check_runs_on_synthetic_rows_and_real_ones_are_seen(trainer, monkeypatch):
     assert not self_check_saw_real_rows(trainer)
-
-
-def test_planted_self_check_on_real_rows_is_seen(trainer, monkeypatch):
     monkeypatch.setattr(
         trainer,
         "synthetic_batches",

@@ -201,7 +201,7 @@ def test_refused_before_the_first_draw(case, tmp_path):
     assert not (tmp_path / "ledger.jsonl").exists()
 
 
-def test_evaluating_and_predicting_the_training_set_are_refused(tmp_path):
+def test_evaluation_on_the_training_set_and_a_search_are_refused(tmp_path):
     trainer = tiny.trainer(tmp_path)
     for call in (trainer.evaluate, trainer.predict):
         with pytest.raises(errors.UnsupportedArgumentError, match="held-out"):
@@ -209,9 +209,6 @@ def test_evaluating_and_predicting_the_training_set_are_refused(tmp_path):
     trainer.eval_dataset = trainer.train_dataset  # the effective one counts
     with pytest.raises(errors.UnsupportedArgumentError, match="held-out"):
         trainer.evaluate()
-
-
-def test_hyperparameter_search_is_refused_with_the_way_to_do_it(tmp_path):
     with pytest.raises(errors.UnsupportedArgumentError, match="public data"):
         tiny.trainer(tmp_path).hyperparameter_search()
 
@@ -220,20 +217,18 @@ def overriding(name: str) -> type[DPTrainer]:
     return type("Overriding", (DPTrainer,), {name: getattr(DPTrainer, name)})
 
 
-def test_what_is_not_known_to_be_harmless_cannot_be_overridden():
+def test_what_is_not_known_to_be_harmless_cannot_be_overridden(tmp_path):
     for name in dir(DPTrainer):
         if name not in MAY_OVERRIDE and name != "compute_loss" and not name.startswith("__"):
             with pytest.raises(
                 errors.UnsupportedArgumentError, match=f"Overriding overrides {name}, wh"
             ):
                 check_subclass(overriding(name), DPTrainer)
-
-
-def test_what_may_be_overridden_is_there_and_sees_no_training_batch():
-    """Of what Trainer calls with a batch of the training set, only the loss is among them."""
+    # Of what Trainer calls with a batch of the training set, only the loss is among them.
     for name in MAY_OVERRIDE:
         check_subclass(overriding(name), DPTrainer)
     assert not MAY_OVERRIDE & {"_prepare_inputs", "_prepare_input", "training_step", "train"}
+    tiny.trainer(tmp_path, cls=type("Own", (DPTrainer,), {"teacher": 1, "distill": Mixing}))
 
 
 class Mixing:
@@ -253,10 +248,6 @@ def test_a_mixin_that_overrides_is_named(tmp_path, bases):
     ):
         tiny.trainer(tmp_path, cls=type("Mixed", bases, {}))
     assert not list(tmp_path.iterdir())
-
-
-def test_attributes_of_its_own_are_free(tmp_path):
-    tiny.trainer(tmp_path, cls=type("Own", (DPTrainer,), {"teacher": 1, "distill": Mixing}))
 
 
 def test_a_parameter_outside_the_model_is_refused(tmp_path):

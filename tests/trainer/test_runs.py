@@ -99,22 +99,18 @@ def test_planted_unnoised_loss_in_the_state_is_seen(tmp_path, monkeypatch):
     assert leaks(tmp_path) == {"loss"}
 
 
-def test_callbacks_get_epsilon_at_each_log_and_never_a_withheld_number(observed):
+def test_callbacks_and_tensorboard_get_epsilon_rates_of_private_steps_and_no_withheld_number(
+    observed,
+):
     logs = observed.logs
     assert len(logs) >= 6
     assert all("epsilon" in each and WITHHELD.isdisjoint(each) for each in logs)
     spent = [each["epsilon"] for each in logs]
     assert spent == sorted(spent)
     assert spent[-1] == observed.trainer.epsilon().rounded_up()
-
-
-def test_tensorboard_gets_epsilon_and_no_loss(observed):
     names = tiny.tracked(observed.folder)
     assert {"train/epsilon", "eval/loss"} <= names.keys()
     assert names.keys().isdisjoint(f"train/{name}" for name in WITHHELD)
-
-
-def test_schedulers_count_private_steps(observed):
     rates = [logs["learning_rate"] for logs in observed.logs if "learning_rate" in logs]
     assert rates == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
 

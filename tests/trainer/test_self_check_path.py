@@ -118,10 +118,25 @@ class WithoutSynthetic(DPTrainer):
         return F.mse_loss(model(inputs["x"]), inputs.pop("labels"), reduction="none")
 
 
-def test_a_model_of_ones_own_needs_synthetic_batches(tmp_path):
+def test_what_the_made_up_rows_show_is_named(tmp_path):
     message = r"Own takes None.*Override DPTrainer.synthetic_batches"
     with pytest.raises(UnsupportedModelError, match=message):
         of_own(tmp_path, WithoutSynthetic).train()
+
+    class Mean(DPTrainer):
+        def compute_per_example_loss(self, model, inputs):
+            return super().compute_per_example_loss(model, inputs).mean()
+
+    message = r"one loss for each example, shape \(1,\) for a batch of one, got \(\)"
+    with pytest.raises(UnsupportedLossError, match=message):
+        tiny.trainer(tmp_path, cls=Mean).train()
+    message = "padding_values names 'token_wieghts', and the collated rows have"
+    with pytest.raises(DataError, match=message):
+        tiny.trainer(tmp_path, padding_values={"token_wieghts": 0}).train()
+    data = datasets.Dataset.from_list(vectors())
+    message = r"fail on a made-up row.*KeyError.*'x'.*If a column is missing, set remove"
+    with pytest.raises(DataError, match=message):
+        of_own(tmp_path, OwnTrainer, data, remove_unused_columns=True).train()
 
 
 def test_a_model_of_ones_own_trains_saves_and_has_a_card(tmp_path):
@@ -131,29 +146,6 @@ def test_a_model_of_ones_own_trains_saves_and_has_a_card(tmp_path):
     assert trainer.privacy_statement().status == "proven"
     assert "Privacy" in (tmp_path / "README.md").read_text()
     assert (tmp_path / "model.safetensors").exists() and (tmp_path / "privacy.json").exists()
-
-
-def test_a_loss_that_is_not_per_example_is_named(tmp_path):
-    class Mean(DPTrainer):
-        def compute_per_example_loss(self, model, inputs):
-            return super().compute_per_example_loss(model, inputs).mean()
-
-    message = r"one loss for each example, shape \(1,\) for a batch of one, got \(\)"
-    with pytest.raises(UnsupportedLossError, match=message):
-        tiny.trainer(tmp_path, cls=Mean).train()
-
-
-def test_a_padding_value_of_no_column_is_named(tmp_path):
-    message = "padding_values names 'token_wieghts', and the collated rows have"
-    with pytest.raises(DataError, match=message):
-        tiny.trainer(tmp_path, padding_values={"token_wieghts": 0}).train()
-
-
-def test_columns_that_were_removed_are_named(tmp_path):
-    data = datasets.Dataset.from_list(vectors())
-    message = r"fail on a made-up row.*KeyError.*'x'.*If a column is missing, set remove"
-    with pytest.raises(DataError, match=message):
-        of_own(tmp_path, OwnTrainer, data, remove_unused_columns=True).train()
 
 
 def test_the_loss_gets_a_batch_of_its_own(tmp_path):

@@ -110,12 +110,17 @@ def test_a_row_is_prepared_alone(tmp_path):
         assert found.train_dataset[3]["labels"] == together[place]["labels"]
 
 
-def test_labels_stand_on_completions(tmp_path):
+def test_labels_stand_on_completions_and_on_what_a_function_formats(tmp_path):
     tested, rows = trainer(tmp_path), prompts()
     for row, made in zip(rows, tested.train_dataset):
         asked = tokenizer()(row["prompt"])["input_ids"]
         answered = tokenizer()(row["prompt"] + row["completion"] + "<|im_end|>")["input_ids"]
         assert made["labels"] == [-100] * len(asked) + answered[len(asked) :]
+    rows = prompts().rename_columns({"prompt": "question", "completion": "answer"})
+    made = {"formatting_func": lambda row: f"Q {row['question']} A{row['answer']}"}
+    tested = trainer(tmp_path, given={**made, "train_dataset": rows})
+    expected = tokenizer()(f"Q {rows[0]['question']} A{rows[0]['answer']}<|im_end|>")["input_ids"]
+    assert tested.train_dataset[0]["input_ids"] == tested.train_dataset[0]["labels"] == expected
 
 
 def by_roles(turns: list[dict[str, str]]) -> list[tuple[int, bool]]:
@@ -150,14 +155,6 @@ def test_the_loss_sees_no_turn_of_the_user(tmp_path):
     handle.remove()
     predicted = logits[0].grad.abs().sum(-1)[0, :-1] > 0
     assert predicted.tolist() == [label != -100 for label in made["labels"][1:]]
-
-
-def test_a_formatting_function_is_used(tmp_path):
-    rows = prompts().rename_columns({"prompt": "question", "completion": "answer"})
-    made = {"formatting_func": lambda row: f"Q {row['question']} A{row['answer']}"}
-    tested = trainer(tmp_path, given={**made, "train_dataset": rows})
-    expected = tokenizer()(f"Q {rows[0]['question']} A{rows[0]['answer']}<|im_end|>")["input_ids"]
-    assert tested.train_dataset[0]["input_ids"] == tested.train_dataset[0]["labels"] == expected
 
 
 @pytest.mark.parametrize("rows", [prompts, talks])
@@ -257,9 +254,12 @@ def test_what_needs_several_rows_is_refused(option, value, message, mode, tmp_pa
         arguments(tmp_path, privacy_mode=mode, **{option: value})
 
 
-def test_every_argument_of_trl_has_a_row():
+def test_every_argument_of_trl_has_a_row_and_its_own_class_is_refused(tmp_path):
     new = {field.name for field in unknown_fields(SFTConfig)}
     assert new == SFT_WORKS | SFT_REFUSED.keys() and not SFT_WORKS & SFT_REFUSED.keys()
+    args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False)
+    with pytest.raises(InvalidArgumentError, match="to be DPSFTConfig.*Replace SFTConfig"):
+        DPSFTTrainer(model(), args, train_dataset=texts())
 
 
 def with_row(made, row):
@@ -364,12 +364,6 @@ def test_training_rows_are_known_by_their_texts_before_trl_tokenizes_them(tmp_pa
     training, mixed = rows.select(range(ROWS)), rows.select([*range(6), *range(ROWS, 60)])
     with pytest.raises(UnsupportedArgumentError, match="holds rows equal to training rows"):
         trainer(tmp_path, given={"train_dataset": training, "eval_dataset": mixed})
-
-
-def test_trls_own_arguments_are_refused(tmp_path):
-    args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False)
-    with pytest.raises(InvalidArgumentError, match="to be DPSFTConfig.*Replace SFTConfig"):
-        DPSFTTrainer(model(), args, train_dataset=texts())
 
 
 def plainly(folder: Any, template: str = PLAIN, **options: Any) -> DPSFTTrainer:

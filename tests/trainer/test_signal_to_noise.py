@@ -44,15 +44,12 @@ def spread(exact):
     return 6 * math.sqrt(4 * exact / numbers + 2 / numbers)
 
 
-def test_with_little_noise_it_is_what_was_clipped(tmp_path):
+def test_it_is_what_was_clipped_beside_little_noise_and_nothing_beside_much(tmp_path):
     found, true = logged(tmp_path, 0.02)
     assert max(true) > 0.1
     for each, exact in zip(found, true, strict=True):
         assert abs(each - exact) < spread(exact)
-
-
-def test_with_much_noise_it_is_nothing(tmp_path):
-    found, true = logged(tmp_path, 100.0)
+    found, true = logged(tmp_path / "much", 100.0)
     assert max(true) < 1e-3
     assert all(abs(each) < spread(0) for each in found)
 

@@ -71,14 +71,13 @@ def leaked(folder, values=tuple(LEAKS), cls=Leaking, callbacks=(), **given):
     return [value for value in values if str(value) in str(logs)]
 
 
-def test_a_private_forward_logs_nothing(tmp_path):
+def test_a_private_forward_logs_nothing_and_planted_steps_that_are_not_silent_are_seen(
+    tmp_path, monkeypatch
+):
     assert leaked(tmp_path) == []
-
-
-def test_planted_steps_that_are_not_silent_are_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(ReleasedLogs, "silent", lambda self: nullcontext())
     monkeypatch.setattr(logs_module, "unknown_names", lambda logs, known: [])
-    assert leaked(tmp_path) == list(LEAKS)
+    assert leaked(tmp_path / "planted") == list(LEAKS)
 
 
 class Hooked(TrainerCallback):
@@ -111,16 +110,13 @@ def test_hooks_and_what_a_step_kept_log_nothing(tmp_path, monkeypatch):
     assert all("noised_loss_bound" in text for text in said)
 
 
-def test_names_of_other_rows_are_logged_and_others_only_returned(tmp_path):
+def test_names_of_other_rows_are_logged_and_without_privacy_all(tmp_path):
     told = tiny.Recorder()
     trainer = tiny.trainer(tmp_path, given={"callbacks": [told]})
     known = trainer.evaluate(metric_key_prefix="test_held_out")
     other = trainer.evaluate(metric_key_prefix="dev")
     assert known["test_held_out_loss"] == told.logs[0]["test_held_out_loss"]
     assert torch.isfinite(torch.tensor(other["dev_loss"])) and len(told.logs) == 1
-
-
-def test_without_privacy_all_is_logged(tmp_path):
     trainer = tiny.trainer(tmp_path, privacy_mode="non_private")
     trainer.log({"ce_part": 1.0})
     assert trainer.state.log_history[-1]["ce_part"] == 1.0

@@ -75,18 +75,19 @@ def test_token_classification():
         )
 
 
-def test_labels_of_another_shape_are_refused():
+def test_what_cannot_be_made_up_is_refused_by_name():
     model = token_classifier()
     _, (example, *_) = synthetic_batches(model)
     with pytest.raises(DataError, match=r"one label per token, shape \(1, 7\), got \(1, 8\)"):
         per_example_loss(model, {**example, "labels": F.pad(example["labels"], (0, 1))})
-
-
-def test_other_inputs_are_refused_by_name():
     model = ARCHITECTURES["vit"].build()
     model.main_input_name = "input_values"
     with pytest.raises(UnsupportedModelError, match="takes 'input_values'.*synthetic_batches"):
         synthetic_batches(model)
+    small = {"embedding_size": 4, "hidden_sizes": [4] * 4, "depths": [1] * 4, "groups_width": 4}
+    model = hf.RegNetForImageClassification(hf.RegNetConfig(**small))
+    with pytest.raises(UnsupportedModelError, match="says image_size None .*config.json, or over"):
+        synthetic_examples(model)
 
 
 def test_a_coupled_loss_is_seen_on_images_too():
@@ -103,10 +104,3 @@ def test_a_coupled_loss_is_seen_on_images_too():
 @pytest.mark.parametrize("model", [tiny_images.clip, tiny_images.siglip])
 def test_the_size_of_images_is_that_of_the_part_that_reads_them(model):
     assert {each["pixel_values"].shape for each in synthetic_examples(model())} == {(1, 3, 8, 8)}
-
-
-def test_a_model_that_does_not_say_the_size_of_its_images_is_refused():
-    small = {"embedding_size": 4, "hidden_sizes": [4] * 4, "depths": [1] * 4, "groups_width": 4}
-    model = hf.RegNetForImageClassification(hf.RegNetConfig(**small))
-    with pytest.raises(UnsupportedModelError, match="says image_size None .*config.json, or over"):
-        synthetic_examples(model)

@@ -178,15 +178,12 @@ def done(tmp_path_factory):
     )
 
 
-def test_all_that_counts_examples_counts_users(done):
+def test_all_that_counts_examples_counts_users_and_the_column_reaches_nothing(done):
     plan, users = done.plan, len(set(owners()))
     assert (plan.num_examples, plan.privacy_unit, plan.unit) == (users, USER, USER)
     assert plan.sample_rate == 4 / users
     assert done.ledger.events[0] == PoissonSampledGaussian(1.0, 4 / users, 4)
     assert done.drawn_from == users and done.stds == {plan.noise_std}
-
-
-def test_the_column_reaches_nothing(done):
     assert "who" not in done.columns
     files = [path for path in done.folder.rglob("*") if path.is_file()]
     assert len(files) > 10
@@ -342,12 +339,15 @@ def test_an_earlier_run_of_unknown_users_is_not_counted(done, tmp_path, damage, 
         trainer(tmp_path / "second", earlier_runs=[str(folder)])
 
 
-def test_a_statement_of_both_is_refused(done):
+def test_a_statement_and_a_plan_of_both_are_refused(done):
     rows = replace(
         done.statement.facts, earlier=(EarlierRun(run_id="a", unit="example", relation="zero_out"),)
     )
     with pytest.raises(LedgerError, match="protect what this run does"):
         PrivacyStatement.from_ledger(done.plan, done.ledger, rows)
+    for options in ({"privacy_unit": "user"}, {"users": Users("who")}):
+        with pytest.raises(InvalidArgumentError, match="`privacy_unit` to be 'user' exactly where"):
+            PrivacyPlan(10, 2.0, 3, 1e-3, DpSgdPlan(1.0, 1.0), **options)
 
 
 def test_frost_selects_by_users(tmp_path, monkeypatch):
@@ -370,12 +370,6 @@ def test_frost_selects_by_users(tmp_path, monkeypatch):
 
 
 # -- without a Trainer --
-
-
-def test_plans_name_users_exactly_where_they_protect_them():
-    for options in ({"privacy_unit": "user"}, {"users": Users("who")}):
-        with pytest.raises(InvalidArgumentError, match="`privacy_unit` to be 'user' exactly where"):
-            PrivacyPlan(10, 2.0, 3, 1e-3, DpSgdPlan(1.0, 1.0), **options)
 
 
 # -- data --
@@ -429,16 +423,16 @@ def test_a_list_in_another_order_changes_nothing(tmp_path):
     assert [made.train_dataset[index] for index in range(40)] == before
 
 
-def test_evaluation_rows_are_compared_as_text(tmp_path):
+def test_delta_is_of_users_and_rows_are_compared_as_text(tmp_path):
+    assert trainer(tmp_path, target_delta=None).privacy_plan.delta == 1 / (2 * len(set(owners())))
     own, numbers = tiny.evaluation_set(), [i % 9 for i in range(40)]
     same = own.add_column("who", ["3"] * len(own))
     with pytest.raises(UnsupportedArgumentError, match="of the same values"):
         trainer(tmp_path, numbers, given={"eval_dataset": same})
     trainer(tmp_path, numbers, given={"eval_dataset": own.add_column("who", [["3"]] * len(own))})
-
-
-def test_delta_is_of_users(tmp_path):
-    assert trainer(tmp_path, target_delta=None).privacy_plan.delta == 1 / (2 * len(set(owners())))
+    made = trainer(tmp_path)
+    with pytest.raises(UnsupportedArgumentError, match="users of several rows"):
+        made.mechanism.find_physical_batch(None)
 
 
 def test_evaluation_on_the_same_users_is_refused(tmp_path):
@@ -456,12 +450,6 @@ def test_evaluation_on_the_same_users_is_refused(tmp_path):
     for unknown in (own, others.to_iterable_dataset()):  # without the column, or only iterated
         compared = trainer(tmp_path, given={"eval_dataset": unknown})
         assert not compared.run.book.weaknesses.evaluation_compared
-
-
-def test_the_size_of_physical_batches_is_not_searched_for(tmp_path):
-    made = trainer(tmp_path)
-    with pytest.raises(UnsupportedArgumentError, match="users of several rows"):
-        made.mechanism.find_physical_batch(None)
 
 
 def test_rows_that_look_like_users_get_a_hint(tmp_path, warnings_of):
