@@ -85,7 +85,7 @@ def trainer(
     tokenizer = (given or {}).get("processing_class") or tiny.tokenizer()
     keywords = {
         "train_dataset": made(40, 0),
-        "eval_dataset": made(10, 1),
+        "eval_dataset": made(6, 1),
         "data_collator": hf.DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=-100),
         "processing_class": tokenizer,
         "compute_metrics": lambda prediction: {"rows": len(prediction.predictions)},

@@ -144,12 +144,14 @@ def test_in_a_loop_of_ones_own(tmp_path):
     assert run.ledger.events == (RandomAllocationGaussian(1.0, 2, 4),)
 
 
-def test_the_batch_is_what_an_epoch_of_whole_steps_gives(tmp_path):
+def test_the_batch_is_what_an_epoch_of_whole_steps_gives_and_no_other(tmp_path):
     options = {**ALLOCATED, "expected_batch_size": 9, "num_train_epochs": 3, "max_steps": -1}
     plan = tiny.trainer(tmp_path, **options).privacy_plan
     assert (plan.expected_batch_size, plan.epoch, plan.steps) == (10.0, 4, 12)
     assert plan.sample_rate == 0.25
     assert type(plan).from_dict(plan.to_dict()) == plan
+    with pytest.raises(InvalidArgumentError, match=r"`expected_batch_size` to be 40 / 4"):
+        PrivacyPlan(40, 9.0, 10, 1 / 80, DpSgdPlan(0.1, 1.0, draw=RandomAllocation()))
 
 
 def test_users_are_allocated_with_all_of_their_rows(tmp_path, monkeypatch):
@@ -174,8 +176,3 @@ def test_an_audit_refutes_allocations_without_noise(tmp_path, monkeypatch):
     trainer = tiny.trainer(tmp_path / "wrong", **ALLOCATED, **audited)
     with pytest.raises(AuditError, match="not as private as it claims"):
         trainer.train()
-
-
-def test_a_plan_of_other_batches_than_are_drawn_is_refused():
-    with pytest.raises(InvalidArgumentError, match=r"`expected_batch_size` to be 40 / 4"):
-        PrivacyPlan(40, 9.0, 10, 1 / 80, DpSgdPlan(0.1, 1.0, draw=RandomAllocation()))

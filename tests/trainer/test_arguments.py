@@ -278,14 +278,13 @@ def test_only_the_defaults_in_the_note_differ_from_training_arguments(output_dir
     assert of_both == others - {"learning_rate"}  # that is for DP-FP alone
 
 
-def test_the_best_model_is_saved_as_often_as_it_is_looked_for(output_dir):
+def test_settings_that_follow_from_others(
+    output_dir,
+):
     best = {"load_best_model_at_end": True, "eval_strategy": "steps"}
     assert make(output_dir, **best, eval_steps=50).save_steps == 50
     assert make(output_dir, **best).save_steps == make(output_dir, **best).eval_steps == 0.1
     assert make(output_dir, **best, eval_steps=50, save_steps=100).save_steps == 100
-
-
-def test_memory_is_not_pinned_on_a_cpu_where_torch_warns(output_dir):
     args = make(output_dir, dataloader_pin_memory=True, use_cpu=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -318,6 +317,11 @@ def test_all_problems_at_once(output_dir):
     with pytest.raises(UnsupportedArgumentError, match="2 arguments"):
         make(output_dir, fp16=True, data_seed=1)
     assert not output_dir.exists()
+    with pytest.raises(InvalidArgumentError, match="3 arguments") as error:
+        make(output_dir, **USERS, max_rows_per_unit=0, unit_reduction="x", unit_sampling="y")
+    assert all(name in str(error.value) for name in ("max_rows_per_unit", "unit_reduction"))
+    with pytest.raises(InvalidArgumentError, match="2 arguments.*\n.*canaries.*\n.*scores"):
+        make(output_dir, audit_canaries=0, audit_scores="x")
 
 
 def test_without_privacy_transformers_rules(output_dir):
@@ -360,15 +364,12 @@ def test_what_the_process_and_later_changes_make_wrong_is_refused(output_dir, mo
     assert make(output_dir, **PUBLIC).n_gpu == 2
 
 
-def test_round_trip_through_a_dict(output_dir):
+def test_round_trip_through_a_dict_and_from_training_arguments(output_dir):
     args = make(output_dir, release=["training_loss"], target_delta=1e-6, eval_strategy="epoch")
     again = DPTrainingArguments(**args.to_dict())
     assert again.to_dict() == args.to_dict()
     assert dataclasses.replace(args, noise_multiplier=2.0).noise_multiplier == 2.0
     assert '"release": [' in args.to_json_string()
-
-
-def test_built_from_training_arguments(output_dir):
     plain = TrainingArguments(
         output_dir=str(output_dir), use_cpu=True, learning_rate=1e-3
     ).to_dict()
@@ -405,11 +406,3 @@ def test_every_field_stands_in_the_docstring_once_with_its_help():
         if field.name in declared:
             assert field.metadata["help"].endswith("."), field.name
             assert not re.search(r"(?<!%)%(?!%)", field.metadata["help"]), field.name
-
-
-def test_several_bad_arguments_of_one_group_are_reported_at_once(output_dir):
-    with pytest.raises(InvalidArgumentError, match="3 arguments") as error:
-        make(output_dir, **USERS, max_rows_per_unit=0, unit_reduction="x", unit_sampling="y")
-    assert all(name in str(error.value) for name in ("max_rows_per_unit", "unit_reduction"))
-    with pytest.raises(InvalidArgumentError, match="2 arguments.*\n.*canaries.*\n.*scores"):
-        make(output_dir, audit_canaries=0, audit_scores="x")

@@ -75,13 +75,15 @@ def test_nothing_is_paid_for_what_cannot_be_applied(tmp_path, monkeypatch):
     assert trainer.ledger.steps("selection") == 3 and hasattr(trainer.model, "peft_config")
 
 
-def test_heads_of_other_tasks_are_not_chosen_from():
+def test_heads_of_other_tasks_are_not_chosen_from_and_tasks_may_be_unknown_to_peft(tmp_path):
     model = BertForTokenClassification(tiny.model().config)
     wrapped = get_peft_model(model, RandomConfig(unfreeze_ratio=1.0, task_type="TOKEN_CLS"))
     assert not any(
         name.startswith("classifier") for name in wrapped.peft_config["default"].parameters
     )
     assert any("modules_to_save" in n for n, p in wrapped.named_parameters() if p.requires_grad)
+    trainer = run(tmp_path, PvalConfig(), {"model": BertForMaskedLM(tiny.model().config)})
+    assert trainer.tuner.config.task_type is None
 
 
 def test_a_selection_of_another_run_and_more_than_steps_are_refused(tmp_path):
@@ -190,11 +192,6 @@ def test_rgp_goes_on_in_one_trainer_and_in_float64(tmp_path):
     double = run(tmp_path / "b", RgpConfig(), {"model": tiny.model().double()}, max_steps=1)
     double.train()
     assert double.ledger.steps() == 1
-
-
-def test_models_without_a_task_type_of_peft(tmp_path):
-    trainer = run(tmp_path, PvalConfig(), {"model": BertForMaskedLM(tiny.model().config)})
-    assert trainer.tuner.config.task_type is None
 
 
 @pytest.mark.parametrize("num_selections", [1, 2])

@@ -56,15 +56,12 @@ PLACES = [0, 3, 5, 10, 11]
 COLUMNS = ("input_ids", "attention_mask", "labels")
 
 
-def test_the_loss_of_a_pair_is_that_of_the_paper(tmp_path):
+def test_the_loss_of_a_pair_is_that_of_the_paper_and_of_trl(tmp_path):
     tested, rows = trainer(tmp_path), pairs()
     losses = tested.compute_per_example_loss(tested.model, batch_of(tested, PLACES))
     expected = torch.stack([by_hand(tested.model, model(), rows[place]) for place in PLACES])
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
     assert losses.std() > 0.01
-
-
-def test_the_loss_is_that_of_trl(tmp_path):
     args = DPOConfig(
         str(tmp_path / "trl"), use_cpu=True, bf16=False, beta=BETA, report_to="none",
         per_device_eval_batch_size=1, gradient_checkpointing=False, disable_tqdm=True,
@@ -123,7 +120,7 @@ def test_answers_that_are_clipped_by_themselves_are_refused(tmp_path):
     assert not tested.ledger.steps()
 
 
-def test_a_pair_is_one_row_of_every_column(tmp_path):
+def test_a_pair_is_one_row_of_every_column_and_the_collator_copies(tmp_path):
     tested = trainer(tmp_path)
     assert {len(value) for value in batch_of(tested, PLACES).values()} == {len(PLACES)}
     alone = batch_of(tested, [3])
@@ -133,6 +130,8 @@ def test_a_pair_is_one_row_of_every_column(tmp_path):
         answer = pairs()[3]["rejected" if prefix else "chosen"]
         text = pairs()[3]["prompt"] + answer + "<|im_end|>"
         assert tokens.tolist() == tokenizer()(text)["input_ids"]
+    # hf_dp gives each row a fresh copy of the collator's state.
+    assert isinstance(copy.deepcopy(trainer(tmp_path).data_collator), PairCollator)
 
 
 def test_the_reference_sees_one_answer_at_a_time(tmp_path):
@@ -251,7 +250,7 @@ def test_reference_columns_of_ones_own_are_kept(tmp_path):
     assert tested.predict(own(pairs(4, 100))).predictions.shape == (4,)
 
 
-def test_evaluation_on_training_rows_is_refused(tmp_path):
+def test_training_rows_are_known_by_their_texts_whatever_stands_beside_them(tmp_path):
     rows = pairs()
     with pytest.raises(UnsupportedArgumentError, match="held-out set"):
         trainer(tmp_path, given={"train_dataset": rows, "eval_dataset": rows.select(range(4))})
@@ -259,8 +258,6 @@ def test_evaluation_on_training_rows_is_refused(tmp_path):
     with pytest.raises(UnsupportedArgumentError, match="held-out set"):
         tested.evaluate(rows.select(range(4)))
 
-
-def test_training_rows_are_known_by_their_texts_whatever_stands_beside_them(tmp_path):
     def beside(rows: Dataset, name: str) -> Dataset:
         return rows.add_column("source", [f"{name} {place}" for place in range(len(rows))])
 
@@ -283,8 +280,3 @@ def test_rows_that_trl_would_drop_or_without_an_answer_are_refused(tmp_path):
         rows[5][column] = None
         with pytest.raises(DataError, match="cannot prepare row 5 of the train set"):
             trainer(tmp_path, given={"train_dataset": Dataset.from_list(rows)})
-
-
-def test_the_collator_copies(tmp_path):
-    """hf_dp gives each row a fresh copy of the collator's state."""
-    assert isinstance(copy.deepcopy(trainer(tmp_path).data_collator), PairCollator)

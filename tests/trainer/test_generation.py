@@ -40,17 +40,17 @@ def test_answers_in_a_batch_are_those_of_prompts_alone(family, side, tmp_path):
     tokenizer.padding_side = side
     model = causal(family)
     tested = trainer(tmp_path, model, given={"processing_class": tokenizer})
-    rows = texts(10, 1)
+    rows = texts(6, 1)
     found = tested.predict(rows)
     assert found.predictions.tolist() == [alone(model, row) for row in rows]
-    assert len({tuple(row) for row in found.predictions.tolist()}) > 5  # they depend on the prompt
+    assert len({tuple(row) for row in found.predictions.tolist()}) > 3  # they depend on the prompt
     assert without_padding(found.label_ids) == targets(rows)
-    assert found.metrics["test_rows"] == 10 and np.isfinite(found.metrics["test_loss"])
+    assert found.metrics["test_rows"] == 6 and np.isfinite(found.metrics["test_loss"])
 
 
 def test_the_same_with_beams(tmp_path):
     model = causal()
-    rows = texts(10, 1)
+    rows = texts(6, 1)
     found = trainer(tmp_path, model, generation_num_beams=3).predict(rows)
     assert found.predictions.tolist() == [alone(model, row, num_beams=3) for row in rows]
 
@@ -75,7 +75,7 @@ def leaves_the_target(inputs, pad_token_id):
 
 
 def test_no_target_reaches_generate(tmp_path, monkeypatch):
-    tested, rows = trainer(tmp_path), texts(10, 1)
+    tested, rows = trainer(tmp_path), texts(6, 1)
     assert all(bool((tokens < TARGETS).all()) for tokens in given_to_generate(tested, rows))
     monkeypatch.setattr(seq2seq, "split_rows", leaves_the_target)
     tested = trainer(tmp_path / "planted")
@@ -97,12 +97,12 @@ def test_a_row_without_target_is_a_prompt_as_a_whole(tmp_path):
 
 
 def test_lengths_count_new_tokens_and_may_be_given_to_evaluate(tmp_path):
-    tested, rows = trainer(tmp_path, generation_max_length=None), texts(10, 1)
-    assert tested.predict(rows).predictions.shape == (10, 20)  # transformers' default
-    assert tested.predict(rows, max_length=3).predictions.shape == (10, 3)
-    assert tested.predict(rows, max_new_tokens=4).predictions.shape == (10, 4)
+    tested, rows = trainer(tmp_path, generation_max_length=None), texts(6, 1)
+    assert tested.predict(rows).predictions.shape == (6, 20)  # transformers' default
+    assert tested.predict(rows, max_length=3).predictions.shape == (6, 3)
+    assert tested.predict(rows, max_new_tokens=4).predictions.shape == (6, 4)
     tested.model.generation_config.max_new_tokens = 5
-    assert tested.predict(rows).predictions.shape == (10, 5)
+    assert tested.predict(rows).predictions.shape == (6, 5)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_a_private_run_that_generates_is_proven(made, tmp_path):
     tested.train()
     assert tested.privacy_statement().status == "proven"
     assert tested.ledger.steps() == 2
-    assert seen == [10] * 2
+    assert seen == [6] * 2
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -268,7 +268,7 @@ def test_sampling_neither_changes_nor_shows_what_is_secret(tmp_path):
 @pytest.mark.usefixtures("unchecked")
 def test_a_saved_checkpoint_generates_what_the_model_in_memory_does(tmp_path):
     tested = trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=1)
-    model, rows = tested.model, texts(10, 1)
+    model, rows = tested.model, texts(6, 1)
     before = tested.predict(rows).predictions
     tested.train()
     after = tested.predict(rows).predictions
@@ -280,7 +280,7 @@ def test_a_saved_checkpoint_generates_what_the_model_in_memory_does(tmp_path):
 
 
 def test_without_privacy_it_generates_alike(tmp_path):
-    model, rows = causal(), texts(10, 1)
+    model, rows = causal(), texts(6, 1)
     tested = trainer(tmp_path, model, privacy_mode="non_private", max_steps=1)
     tested.train()
     assert tested.predict(rows).predictions.tolist() == [alone(model, row) for row in rows]

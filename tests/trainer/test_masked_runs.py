@@ -57,7 +57,7 @@ def test_planted_noise_outside_the_mask_is_seen(tmp_path, monkeypatch):
     assert outside(tmp_path, PvalConfig(unfreeze_ratio=0.2)) > 0
 
 
-def test_pval_keeps_the_largest(tmp_path):
+def test_pval_keeps_the_largest_and_masks_are_bits(tmp_path):
     model = tiny.model()
     trainer = masked(tmp_path, PvalConfig(unfreeze_ratio=0.1))
     trainer.tuner.start(trainer.run)
@@ -65,6 +65,12 @@ def test_pval_keeps_the_largest(tmp_path):
     kept = torch.cat([values[n][m].abs() for n, m in masks.items()])
     left = torch.cat([values[n][~m].abs() for n, m in masks.items()])
     assert kept.min() >= left.max() and len(kept) == int(0.1 * (len(kept) + len(left)))
+    model = tiny.model()
+    masks = {n: torch.rand(p.shape) < 0.4 for n, p in model.named_parameters()}
+    again = unpacked(packed(masks), model)
+    assert all(torch.equal(mask, again[name]) for name, mask in masks.items())
+    with pytest.raises(InvalidArgumentError, match="'other'"):
+        unpacked({"other": torch.zeros(1, dtype=torch.uint8)}, model)
 
 
 def test_param_is_charged_and_pval_is_free(tmp_path):
@@ -94,15 +100,6 @@ def test_a_resumed_run_reads_its_masks(config, tmp_path, monkeypatch):
     other = masked(tmp_path, dataclasses.replace(config, unfreeze_ratio=0.5))
     with pytest.raises(ConfigError, match="Cannot resume: `unfreeze_ratio`"):
         other.train(resume_from_checkpoint=checkpoint)
-
-
-def test_masks_as_bits():
-    model = tiny.model()
-    masks = {n: torch.rand(p.shape) < 0.4 for n, p in model.named_parameters()}
-    again = unpacked(packed(masks), model)
-    assert all(torch.equal(mask, again[name]) for name, mask in masks.items())
-    with pytest.raises(InvalidArgumentError, match="'other'"):
-        unpacked({"other": torch.zeros(1, dtype=torch.uint8)}, model)
 
 
 def test_refusals(tmp_path):

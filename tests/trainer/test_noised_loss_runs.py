@@ -89,11 +89,16 @@ def test_logs_hold_the_mean_over_the_steps_since_the_last(tmp_path, monkeypatch,
     assert f", noised loss {values[1]:.4g}" in capsys.readouterr().err
 
 
-def test_without_a_log_of_steps_the_end_has_the_mean_of_all(tmp_path, monkeypatch):
+def test_the_end_has_the_mean_of_all_and_it_may_stand_beside_a_released_loss(tmp_path, monkeypatch):
     watched = Watched(monkeypatch)
     trainer = made(tmp_path, logging_strategy="no", max_steps=2)
     trainer.train()
     assert logged(trainer) == [(2, pytest.approx(sum(watched.steps) / 2))]
+    trainer = made(tmp_path / "released", release=["training_loss"], max_steps=1)
+    trainer.train()
+    (row,) = [row for row in trainer.state.log_history if "noised_loss" in row]
+    assert row["loss"] > 0
+    assert trainer.privacy_statement().status == "proven_weights_only"
 
 
 def unnoised_numbers(folder: Path) -> list[float]:
@@ -124,14 +129,6 @@ def test_no_loss_without_noise_is_written_or_logged_and_a_planted_one_is_seen(
     assert unnoised_numbers(tmp_path) == []
     monkeypatch.setattr(Release, "loss", lambda self, total: total)
     assert len(unnoised_numbers(tmp_path / "planted")) >= 2
-
-
-def test_it_may_stand_beside_a_loss_that_is_released_without_noise(tmp_path):
-    trainer = made(tmp_path, release=["training_loss"], max_steps=1)
-    trainer.train()
-    (row,) = [row for row in trainer.state.log_history if "noised_loss" in row]
-    assert row["loss"] > 0
-    assert trainer.privacy_statement().status == "proven_weights_only"
 
 
 # -- what it costs, and what is said of it --

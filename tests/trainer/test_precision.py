@@ -60,15 +60,12 @@ def test_planted_precision_by_the_argument_is_seen(tmp_path, from_environment, m
     assert not one_shape(tiny.trainer(tmp_path))
 
 
-def test_float32(tmp_path):
+def test_float32_and_autocast_around_the_training(tmp_path):
     trainer = tiny.trainer(tmp_path)
     assert not one_shape(trainer)
     assert trainer.privacy_statement().facts.precision.startswith(
         "forward and backward float32; norms"
     )
-
-
-def test_autocast_around_the_training(tmp_path):
     trainer = tiny.trainer(tmp_path)
     with torch.autocast("cpu", torch.bfloat16):
         assert one_shape(trainer)

@@ -219,16 +219,13 @@ def test_noise_draws_and_dropout_do_not_follow_from_the_seed(tmp_path, monkeypat
     assert in_common(tmp_path / "public") == {"dropout"}
 
 
-def test_a_step_leaves_the_public_generators_as_they_were(trainer):
+def test_neither_a_step_nor_fetching_draws_from_the_public_generators(trainer, tmp_path):
     torch.manual_seed(3)
     expected = torch.rand(3)
     torch.manual_seed(3)
     step(trainer, [1, 2])
     assert torch.equal(torch.rand(3), expected)
-
-
-def test_fetching_rows_draws_nothing_from_the_public_generators(tmp_path):
-    """A transform's draws would otherwise tell from rng_state.pth how many rows were drawn."""
+    # A transform's draws would otherwise tell from rng_state.pth how many rows were drawn.
 
     class Augmented(torch.utils.data.Dataset):
         rows = [tiny.dataset()[i] for i in range(40)]

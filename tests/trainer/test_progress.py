@@ -9,14 +9,11 @@ from hf_dp.accounting import PoissonSampledGaussian, epsilon
 from hf_dp.features.always import Progress
 
 
-def test_the_terminal_bar_shows_epsilon(tmp_path, capsys):
-    trainer = tiny.trainer(tmp_path, disable_tqdm=False)
+def test_the_bar_shows_epsilon_from_the_first_step(tmp_path, capsys):
+    trainer = tiny.trainer(tmp_path / "logged", disable_tqdm=False)
     trainer.train()
     assert f"epsilon {trainer.epsilon().rounded_up():g}" in capsys.readouterr().err
-
-
-def test_the_bar_shows_epsilon_from_the_first_step(tmp_path, capsys):
-    """Whatever is logged: by another way than the run's, from noise, rate and steps."""
+    # Whatever is logged: by another way than the run's, from noise, rate and steps.
     options = {"logging_strategy": "no", "accountant": "rdp", "disable_tqdm": False}
     trainer = tiny.trainer(tmp_path, **options, max_steps=3)
     trainer.train()

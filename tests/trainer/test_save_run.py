@@ -40,20 +40,17 @@ def test_a_model_is_saved_as_it_can_be_verified_loaded_and_published(tmp_path):
     Publication.of(tmp_path).refuse()
 
 
-def test_an_adapter_is_saved_without_its_base(tmp_path):
+def test_an_adapter_is_saved_without_its_base_and_what_a_card_cannot_say_refused(tmp_path):
     lora = LoraConfig(task_type="SEQ_CLS", target_modules=["query"], r=2)
     save_run(trained(tmp_path, get_peft_model(tiny.model(), lora)), tiny.tokenizer())
     assert verify(tmp_path).outcome == "ok"
     assert (tmp_path / "adapter_model.safetensors").exists()
     assert (tmp_path / "tokenizer_config.json").exists()
     assert not (tmp_path / "model.safetensors").exists()
-
-
-def test_what_a_card_cannot_say_is_refused_before_anything_is_written(tmp_path):
-    mechanism = trained(tmp_path, tiny.model())
+    mechanism = trained(tmp_path / "refused", tiny.model())
     with pytest.raises(InvalidArgumentError, match="A card has no 'licence'"):
         save_run(mechanism, licence="mit")
-    assert not (tmp_path / "model.safetensors").exists()
+    assert not (tmp_path / "refused" / "model.safetensors").exists()
 
 
 def test_planted_weights_that_are_saved_after_the_evidence_are_seen(tmp_path, monkeypatch):

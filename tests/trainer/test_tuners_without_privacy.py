@@ -146,16 +146,13 @@ def test_accumulated_batches_give_the_gradient_of_all_their_rows(tmp_path):
     assert not torch.equal(after[0]["classifier.weight"], tiny.model().classifier.weight)
 
 
-def test_carriers_are_new_in_each_step_and_the_same_within_one(tmp_path, monkeypatch):
+def test_carriers_are_new_in_each_step_and_what_does_not_work_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(UnsupportedArgumentError, match="`num_selections` to be 1"):
+        plain(tmp_path, FrostConfig(num_selections=2))
+    with pytest.raises(ValueError, match="weight_decay"):
+        plain(tmp_path, PvalConfig(), weight_decay=0.1)
     trainer = plain(tmp_path, RgpConfig(rank=1), max_steps=3, gradient_accumulation_steps=2)
     made = []
     monkeypatch.setattr("hf_dp.tuners.rgp.carriers", lambda *a: (made.append(a), carriers(*a))[1])
     trainer.train()
     assert len(made) == 3 * len(trainer.tuner._weights)
-
-
-def test_what_does_not_work_without_privacy_is_refused(tmp_path):
-    with pytest.raises(UnsupportedArgumentError, match="`num_selections` to be 1"):
-        plain(tmp_path, FrostConfig(num_selections=2))
-    with pytest.raises(ValueError, match="weight_decay"):
-        plain(tmp_path, PvalConfig(), weight_decay=0.1)

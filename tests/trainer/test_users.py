@@ -273,13 +273,20 @@ def test_a_resume_with_other_names_of_the_same_users_goes_on(done, tmp_path):
     assert resumed_with(renamed, folder).ledger.steps() == 4 + 2
 
 
-def test_earlier_runs_by_another_column_are_refused(done, tmp_path):
+def test_earlier_runs_by_another_column_are_refused_and_a_look_at_its_name_alone_is_seen(
+    done, tmp_path, monkeypatch
+):
     earlier = {"earlier_runs": [str(done.folder)]}
     given = {"train_dataset": by_user().rename_column("who", "author")}
     with pytest.raises(InvalidArgumentError, match="'author' grouped the rows.*not one by 'who'"):
         trainer(tmp_path, given=given, privacy_unit_column="author", **earlier)
     with pytest.raises(InvalidArgumentError, match="privacy_unit='example', not 'user'"):
         tiny.trainer(tmp_path, **earlier)  # rows and users do not add up
+    monkeypatch.setattr("hf_dp.run.earlier.is_grouping_of", lambda *a: True)
+    options = {"earlier_runs": [str(done.folder)]}
+    assert trainer(
+        tmp_path, given={"train_dataset": regrouped()}, **options
+    ).run.book.earlier_entries
 
 
 def regrouped():
@@ -307,14 +314,6 @@ def test_a_run_with_rows_grouped_in_another_way_is_not_counted(done, tmp_path, s
     both.train()
     assert both.ledger.steps() == 5 and both.epsilon().value > done.epsilon
     assert both.privacy_statement().unit_code == USER
-
-
-def test_planted_a_look_at_the_name_of_the_column_alone_is_seen(done, tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_dp.run.earlier.is_grouping_of", lambda *a: True)
-    options = {"earlier_runs": [str(done.folder)]}
-    assert trainer(
-        tmp_path, given={"train_dataset": regrouped()}, **options
-    ).run.book.earlier_entries
 
 
 @pytest.mark.parametrize("place", ["", "privacy.json", "checkpoint-2", "checkpoint-2/privacy.json"])
@@ -408,14 +407,11 @@ def test_what_users_do_not_go_with_is_refused_before_anything_is_written(case, t
     assert not (tmp_path / "run").exists()
 
 
-def test_other_rows_after_the_start_are_refused(tmp_path):
+def test_rows_are_those_of_the_start_in_any_order(tmp_path):
     made = trainer(tmp_path)
     made.train_dataset = made.train_dataset.select(range(39, -1, -1))
     with pytest.raises(DataError, match="was replaced after it was used"):
         made.train()
-
-
-def test_a_list_in_another_order_changes_nothing(tmp_path):
     rows = [dict(row) for row in by_user()]
     made = trainer(tmp_path, given={"train_dataset": rows}, remove_unused_columns=False)
     before = [made.train_dataset[index] for index in range(40)]
@@ -452,7 +448,7 @@ def test_evaluation_on_the_same_users_is_refused(tmp_path):
         assert not compared.run.book.weaknesses.evaluation_compared
 
 
-def test_rows_that_look_like_users_get_a_hint(tmp_path, warnings_of):
+def test_rows_that_look_like_users_and_few_users_get_a_word(tmp_path, warnings_of, monkeypatch):
     told = warnings_of("run.checks")
     given = {"train_dataset": by_user(name="user_id")}
     for column in ("label_id", "text_user", "username_hint"):
@@ -463,9 +459,6 @@ def test_rows_that_look_like_users_get_a_hint(tmp_path, warnings_of):
     assert not any("privacy_unit_column=" in text for text in told)
     tiny.trainer(tmp_path, given=given)
     assert "privacy_unit_column='user_id'" in told[-1]
-
-
-def test_few_users_and_one_with_most_rows_get_a_warning(tmp_path, monkeypatch, warnings_of):
     told = warnings_of("run.checks")
     trainer(tmp_path)
     assert len(told) == 1 and "names 12 users" in told[0] and "0.042" in told[0]
