@@ -232,12 +232,8 @@ def with_extras(rows: Rows) -> Any:
     batch = hf.DataCollatorWithPadding(tokenizer())(
         [{k: v for k, v in row.items() if k != "text"} for row in rows]
     )
-    return {
-        **batch,
-        "names": [str(row["number"]) for row in rows],
-        "count": len(rows),
-        "nothing": None,
-    }
+    names = [str(row["number"]) for row in rows]
+    return {**batch, "names": names, "count": len(rows), "nothing": None}
 
 
 class ExtrasTrainer(DPTrainer):
@@ -450,14 +446,8 @@ def popping(rows: Rows) -> Any:
 
 
 def _classifier(**values: Any) -> DataPath:
-    return DataPath(
-        **{
-            "model": bert,
-            "rows": classes,
-            "collator": lambda: hf.DataCollatorWithPadding(tokenizer()),
-            **values,
-        }
-    )
+    pad = {"collator": lambda: hf.DataCollatorWithPadding(tokenizer())}
+    return DataPath(**{"model": bert, "rows": classes, **pad, **values})
 
 
 def _language_model(collator: Callable[[], Any], **values: Any) -> DataPath:

@@ -108,11 +108,6 @@ def alone(model: Any, row: dict[str, list[int]], **options: Any) -> list[int]:
     prompt = [t for t, label in zip(row["input_ids"], row["labels"]) if label == -100]
     tokens = torch.tensor([prompt])
     with torch.no_grad():
-        found = model.eval().generate(
-            input_ids=tokens,
-            attention_mask=torch.ones_like(tokens),
-            max_new_tokens=NEW,
-            pad_token_id=0,
-            **options,
-        )
+        given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "pad_token_id": 0}
+        found = model.eval().generate(**given, max_new_tokens=NEW, **options)
     return F.pad(found[0, len(prompt) :], (0, NEW - (found.shape[1] - len(prompt)))).tolist()

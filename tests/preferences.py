@@ -62,11 +62,6 @@ def arguments(folder: Any, **options: Any) -> DPDPOConfig:
 
 
 def trainer(folder: Any, made: Any = pairs, given: dict[str, Any] | None = None, **options: Any):
-    keywords = {
-        "model": moved(),
-        "ref_model": model(),
-        "processing_class": tokenizer(),
-        "train_dataset": made(),
-        **(given or {}),
-    }
+    models = {"model": moved(), "ref_model": model(), "processing_class": tokenizer()}
+    keywords = {**models, "train_dataset": made(), **(given or {})}
     return DPDPOTrainer(args=arguments(folder, **options), **keywords)

@@ -128,16 +128,11 @@ def test_a_run_that_spent_its_target_makes_no_further_step(run, tmp_path):
 
 
 def test_the_best_checkpoint_is_known_by_its_final_path_and_kept(tmp_path):
-    trainer = saving(
-        tmp_path,
-        save_steps=1,
-        max_steps=4,
-        eval_strategy="steps",
-        eval_steps=1,
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_loss",
-        save_total_limit=2,
-    )
+    options = {
+        "save_steps": 1, "save_total_limit": 2, "eval_strategy": "steps", "eval_steps": 1,
+        "load_best_model_at_end": True, "metric_for_best_model": "eval_loss",
+    }  # fmt: skip
+    trainer = saving(tmp_path, **options)
     trainer.train()
     best = trainer.state.best_model_checkpoint
     assert best == str(tmp_path / f"checkpoint-{trainer.state.best_global_step}")

@@ -60,18 +60,11 @@ def logged(trainer: DPTrainer) -> list[tuple[int, float]]:
 
 def test_logs_hold_the_mean_over_the_steps_since_the_last(tmp_path, monkeypatch, capsys):
     watched, recorder = Watched(monkeypatch), Recorder()
-    trainer = made(
-        tmp_path,
-        max_steps=5,
-        logging_steps=2,
-        eval_strategy="steps",
-        eval_steps=3,  # also between two logs of steps
-        save_strategy="steps",
-        save_steps=5,
-        report_to=["tensorboard"],
-        disable_tqdm=False,
-        given={"callbacks": [recorder]},
-    )
+    options = {
+        "max_steps": 5, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 3,  # also between two logs of steps
+        "save_strategy": "steps", "save_steps": 5, "report_to": ["tensorboard"], "disable_tqdm": False,
+    }  # fmt: skip
+    trainer = made(tmp_path, given={"callbacks": [recorder]}, **options)
     output = trainer.train()
     s = watched.steps
     assert len(s) == 5

@@ -57,14 +57,9 @@ def leaks(folder: Path) -> set[str]:
 def observed(request, tmp_path_factory):
     """The trainer after its run, its folder, what ``train()`` returned and what callbacks got."""
     recorder, folder = Recorder(), tmp_path_factory.mktemp("observed")
-    trainer = tiny.trainer(
-        folder,
-        use_cpu=request.param == "cpu",
-        report_to=["tensorboard"],
-        given={"callbacks": [recorder], "compute_metrics": accuracy},
-        **SAVING,
-        **EVALUATING,
-    )
+    given = {"callbacks": [recorder], "compute_metrics": accuracy}
+    options = {"use_cpu": request.param == "cpu", "report_to": ["tensorboard"], **SAVING}
+    trainer = tiny.trainer(folder, given=given, **options, **EVALUATING)
     assert trainer.args.device.type == request.param
     output = trainer.train()
     logs = [*recorder.logs]
@@ -148,19 +143,13 @@ def test_a_released_loss_is_logged_and_the_statement_says_so(tmp_path):
 def test_training_learns_without_much_noise(tmp_path):
     # label = does the row contain the word with id 4; learnable in a few steps
     marked = tiny.dataset().map(lambda row: {"label": int(4 in row["input_ids"])})
-    trainer = tiny.trainer(
-        tmp_path,
-        given={"train_dataset": marked, "model": tiny.model(num_hidden_layers=2)},
-        noise_multiplier=0.05,
-        accountant="rdp",
-        max_steps=40,
-        expected_batch_size=40,
-        per_device_train_batch_size=40,
-        learning_rate=3e-3,
-        per_example_max_grad_norm=1.0,
-        logging_strategy="no",
-        evaluate_on_training_rows=True,
-    )
+    options = {
+        "noise_multiplier": 0.05, "accountant": "rdp", "max_steps": 40, "expected_batch_size": 40, "learning_rate": 3e-3,
+        "per_device_train_batch_size": 40, "per_example_max_grad_norm": 1.0, "logging_strategy": "no",
+        "evaluate_on_training_rows": True,
+    }  # fmt: skip
+    given = {"train_dataset": marked, "model": tiny.model(num_hidden_layers=2)}
+    trainer = tiny.trainer(tmp_path, given=given, **options)
     before = trainer.predict(marked.select(range(39))).metrics["test_loss"]
     trainer.train()
     assert trainer.predict(marked.select(range(39))).metrics["test_loss"] < before - 0.1
@@ -223,13 +212,9 @@ def test_weights_are_never_saved_beside_another_runs_statement(run, tmp_path, mo
 
 
 def test_a_model_that_was_selected_is_stated_and_remembered_after_a_resume(tmp_path):
-    trainer = tiny.trainer(
-        tmp_path,
-        load_best_model_at_end=True,
-        given={"callbacks": [EarlyStoppingCallback(early_stopping_patience=1)]},
-        **SAVING,
-        **EVALUATING,
-    )
+    given = {"callbacks": [EarlyStoppingCallback(early_stopping_patience=1)]}
+    best = {"load_best_model_at_end": True, **SAVING, **EVALUATING}
+    trainer = tiny.trainer(tmp_path, given=given, **best)
     trainer.train()
     assert trainer.state.best_model_checkpoint is not None
     (line,) = [

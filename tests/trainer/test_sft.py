@@ -367,13 +367,8 @@ def test_training_rows_are_known_by_their_texts_before_trl_tokenizes_them(tmp_pa
 
 
 def plainly(folder: Any, template: str = PLAIN, **options: Any) -> DPSFTTrainer:
-    return trainer(
-        folder,
-        talks,
-        given={"processing_class": tokenizer(template), "eval_dataset": talks(4, 90)},
-        assistant_only_loss=True,
-        **options,
-    )
+    given = {"processing_class": tokenizer(template), "eval_dataset": talks(4, 90)}
+    return trainer(folder, talks, given=given, assistant_only_loss=True, **options)
 
 
 @pytest.mark.usefixtures("unchecked")
