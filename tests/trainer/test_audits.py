@@ -194,11 +194,21 @@ def test_planted_missing_clipping_is_seen_by_many_runs_with_one_canary(tmp_path,
     assert found.refutation(claim, made.ledger.events, "rdp")
 
 
-def test_losses_are_compared_before_and_after(tmp_path):
-    made = trainer(tmp_path, audit_scores="losses", noise_multiplier=5.0, max_steps=2)
+def test_losses_are_compared_before_and_after_and_rows_may_be_a_list_or_have_a_format(tmp_path):
+    made = trainer(tmp_path / "losses", audit_scores="losses", noise_multiplier=5.0, max_steps=2)
     made.train()
     found = made.privacy_statement().facts.audit
     assert found.scores == "losses" and np.ptp(audit_of(made.run)._likelihood) > 0
+    rows = [dict(row) for row in tiny.dataset(ROWS)]
+    given, options = {"train_dataset": rows}, {"remove_unused_columns": False, "max_steps": 1}
+    made = trainer(tmp_path / "list", given=given, **options)
+    made.train()
+    assert made.privacy_statement().facts.audit.canaries == CANARIES and len(rows) == ROWS
+    given = {"train_dataset": tiny.dataset(ROWS).with_format("torch")}
+    made = trainer(tmp_path / "torch", given=given, max_steps=1)
+    assert isinstance(made.train_dataset, datasets.Dataset)
+    assert made.train_dataset.format["type"] == "torch"
+    made.train()
 
 
 # -- what is caught --
@@ -283,19 +293,6 @@ def test_a_resume_and_a_second_training_are_refused(tmp_path):
     for train in (made.train, lambda: again.train(resume_from_checkpoint=True)):
         with pytest.raises(UnsupportedArgumentError, match="not resumed"):
             train()
-
-
-def test_rows_in_a_list_and_a_data_set_with_a_format(tmp_path):
-    rows = [dict(row) for row in tiny.dataset(ROWS)]
-    given, options = {"train_dataset": rows}, {"remove_unused_columns": False, "max_steps": 1}
-    made = trainer(tmp_path / "list", given=given, **options)
-    made.train()
-    assert made.privacy_statement().facts.audit.canaries == CANARIES and len(rows) == ROWS
-    given = {"train_dataset": tiny.dataset(ROWS).with_format("torch")}
-    made = trainer(tmp_path / "torch", given=given, max_steps=1)
-    assert isinstance(made.train_dataset, datasets.Dataset)
-    assert made.train_dataset.format["type"] == "torch"
-    made.train()
 
 
 @pytest.mark.parametrize("guesses", [50, 400])

@@ -104,9 +104,6 @@ def test_the_score_reads_no_training_row_by_construction(tmp_path):
             with pytest.raises(UnsupportedArgumentError, match=found):
                 evaluate(evaluation)
     assert "eval_loss" in trainer.evaluate()
-
-
-def test_the_score_reads_no_row_of_a_training_user(tmp_path):
     of_users = OF_A_SEARCH | {"privacy_unit": "user", "privacy_unit_column": "who"}
     of_users |= {"max_rows_per_unit": 2}
     train = tiny.dataset().add_column("who", [f"user{row // 2}" for row in range(40)])

@@ -537,7 +537,7 @@ def test_a_label_that_is_no_class_is_not_released_as_it_is(tmp_path, label):
     assert released_nothing(tmp_path)
 
 
-def test_other_data_than_planned_is_refused(tmp_path):
+def test_other_data_than_planned_is_refused_and_tensors_are_taken(tmp_path):
     trainer = made(tmp_path / "before", "frozen")
     trainer.train_dataset = tiny.dataset(60)
     with pytest.raises(errors.DataError, match="has 60 rows, but the privacy plan was made for 40"):
@@ -547,11 +547,8 @@ def test_other_data_than_planned_is_refused(tmp_path):
     trainer.train_dataset = tiny.dataset()
     with pytest.raises(errors.DataError, match="replaced after it was used"):
         trainer.train()
-
-
-def test_data_sets_of_tensors(tmp_path):
     given = {"train_dataset": tiny.dataset().with_format("torch")}
-    assert run(tmp_path, "frozen", given=given).ledger.steps() == 1
+    assert run(tmp_path / "tensors", "frozen", given=given).ledger.steps() == 1
 
 
 def test_a_private_encoder_with_a_head_of_several_layers_partly_frozen_and_empty_draws(

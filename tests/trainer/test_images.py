@@ -136,7 +136,7 @@ def test_a_shape_that_the_model_does_not_take_is_named_with_its_own(case, tmp_pa
     assert made.ledger.steps() == 0 and not (tmp_path / "ledger.jsonl").exists()
 
 
-def test_a_model_may_take_other_channels_than_its_configuration_says(tmp_path):
+def test_a_model_may_take_other_channels_and_the_self_check_images_of_the_size_of_rows(tmp_path):
     """It then trains: only its forward decides."""
     model = tiny_images.vit(num_labels=3)
     first = model.vit.embeddings.patch_embeddings
@@ -144,6 +144,12 @@ def test_a_model_may_take_other_channels_than_its_configuration_says(tmp_path):
     made = trainer(tmp_path, rows(shaped("L", lambda x: x[None])), model)
     made.train()
     assert made.model.config.num_channels == 3 and made.ledger.steps() == 1
+    # DINOv2 interpolates its position embeddings there, and this path is what is compared.
+    made = trainer(tmp_path / "dinov2", model=tiny_images.dinov2(num_labels=3))
+    assert made.model.config.image_size == 12
+    sizes = {tuple(example["pixel_values"].shape) for example in made.synthetic_batches()}
+    assert sizes == {(1, 3, 8, 8)}
+    made.train()
 
 
 def test_videos_train_on_a_loss_of_ones_own(tmp_path, monkeypatch):
@@ -176,15 +182,6 @@ def test_videos_train_on_a_loss_of_ones_own(tmp_path, monkeypatch):
     again = made(type("Again", (Own,), {}))
     with pytest.raises(SelfCheckError, match="expected 5, got 4"):  # planted
         again.train()
-
-
-def test_the_self_check_sees_images_of_the_size_of_the_rows(tmp_path):
-    """DINOv2 interpolates its position embeddings there, and this path is what is compared."""
-    made = trainer(tmp_path, model=tiny_images.dinov2(num_labels=3))
-    assert made.model.config.image_size == 12
-    sizes = {tuple(example["pixel_values"].shape) for example in made.synthetic_batches()}
-    assert sizes == {(1, 3, 8, 8)}
-    made.train()
 
 
 @pytest.mark.parametrize("given", [None, ["layernorm"]])

@@ -140,22 +140,19 @@ def test_the_card_repeats_what_other_rows_there_were(tmp_path):
     assert any("to be public" in line for line in public.privacy_statement().not_covered)
 
 
-def test_a_base_that_was_trained_privately_counts_or_is_refused(tmp_path):
+def test_a_base_or_a_trainer_without_a_step_counts_or_is_refused(tmp_path):
     train(tmp_path / "first", tiny.model())
     base = hf.BertForSequenceClassification.from_pretrained(tmp_path / "first")
     refused(tmp_path / "second", base, "in '.*first': status 'proven'")
     train(tmp_path / "counted", base, earlier_runs=[str(tmp_path / "first")])
-
-
-def test_a_trainer_without_a_step_states_nothing_of_trained_weights(tmp_path):
-    """A statement of 0 for them would be untrue, whatever is named."""
+    # A statement of 0 for them would be untrue, whatever is named.
     train(tmp_path / "first", tiny.model())
     base = hf.BertForSequenceClassification.from_pretrained(tmp_path / "first")
     for model in (base, by_loop(tiny.model(), tmp_path)):
-        made = trainer(tmp_path / "second", model, earlier_runs=[str(tmp_path / "first")])
+        made = trainer(tmp_path / "third", model, earlier_runs=[str(tmp_path / "first")])
         with pytest.raises(UnsupportedModelError, match=REFUSED):
             made.save_model()
-    assert not (tmp_path / "second" / "ledger.jsonl").exists()
+    assert not (tmp_path / "third" / "ledger.jsonl").exists()
 
 
 # -- what is not refused --

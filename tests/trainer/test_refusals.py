@@ -250,7 +250,7 @@ def test_a_mixin_that_overrides_is_named(tmp_path, bases):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_parameter_outside_the_model_is_refused(tmp_path):
+def test_an_optimizer_with_other_parameters_or_made_late_is_refused(tmp_path):
     head = torch.nn.Linear(2, 2)
 
     class Outside(DPTrainer):
@@ -262,8 +262,6 @@ def test_a_parameter_outside_the_model_is_refused(tmp_path):
     with pytest.raises(errors.UnaccountedGradientError, match="not in the model"):
         tiny.trainer(tmp_path, cls=Outside).train()
 
-
-def test_an_optimizer_that_is_made_after_the_check_is_refused(tmp_path):
     class Late(DPTrainer):
         def create_optimizer(self, *args, **kwargs):
             return None
@@ -271,24 +269,21 @@ def test_an_optimizer_that_is_made_after_the_check_is_refused(tmp_path):
         def create_scheduler(self, *args, **kwargs):
             return None
 
-    trainer = tiny.trainer(tmp_path, cls=Late)
+    trainer = tiny.trainer(tmp_path / "late", cls=Late)
     with pytest.raises(errors.UnaccountedGradientError, match="no optimizer before the first step"):
         trainer.train()
     assert trainer.ledger.steps() == 0
 
 
-def test_a_folder_with_other_weights_is_refused(tmp_path):
+def test_a_folder_with_other_weights_and_another_training_set_are_refused(tmp_path):
     public = tiny.trainer(tmp_path, privacy_mode="non_private", max_steps=1)
     public.train()
     public.save_model()
     with pytest.raises(errors.LedgerError, match="model.safetensors"):
         tiny.trainer(tmp_path).train()
     assert not (tmp_path / "ledger.jsonl").exists()
-
-
-def test_another_training_set_is_refused(tmp_path):
-    """Of other length, and any after the first was used."""
-    trainer = tiny.trainer(tmp_path, max_steps=1)
+    # Of other length, and any after the first was used.
+    trainer = tiny.trainer(tmp_path / "rows", max_steps=1)
     trainer.train_dataset = tiny.dataset(30)
     with pytest.raises(errors.DataError, match="30 rows"):
         trainer.train()

@@ -54,7 +54,9 @@ def test_it_is_what_was_clipped_beside_little_noise_and_nothing_beside_much(tmp_
     assert all(abs(each) < spread(0) for each in found)
 
 
-def test_where_gradients_are_not_the_noised_sum_none_is_logged(tmp_path):
+def test_where_gradients_are_not_the_noised_sum_none_is_logged_and_the_mean_is_of_30_steps(
+    tmp_path,
+):
     config = RgpConfig(rank=2, task_type="SEQ_CLS")
     trainer = tiny.trainer(
         tmp_path, given={"peft_config": config}, accountant="rdp", max_steps=1, logging_steps=1
@@ -62,9 +64,6 @@ def test_where_gradients_are_not_the_noised_sum_none_is_logged(tmp_path):
     trainer.train()
     assert not any("signal_to_noise" in log for log in trainer.state.log_history)
     assert signal_to_noise(trainer.state.log_history) == {}
-
-
-def test_the_mean_is_of_the_first_30_steps():
     logs = [{"signal_to_noise": 1.0, "step": 1}, {"signal_to_noise": 2.0, "step": 30}]
     assert signal_to_noise([*logs, {"signal_to_noise": 9.0, "step": 31}, {"loss": 3.0}]) == {
         "signal_to_noise": 1.5
