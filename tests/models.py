@@ -259,21 +259,10 @@ def engine_result(
     clipping_norm: float,
     *,
     strategy: str = "book_keeping",
-    cuts: Sequence[Sequence[int]] | None = None,
     loss: Loss = per_example_loss,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What the engine makes of a logical batch cut into these physical ones: norms in the batch's
-    order, and sums."""
-    count = len(batch["input_ids"])
-    cuts = [range(count)] if cuts is None else cuts  # type: ignore[list-item]
-    norms: list[Tensor] = [torch.empty(0)] * count
-    with ClippingEngine(model, clipping_norm, strategy=strategy) as engine:
-        for cut in cuts:
-            for position, norm in zip(
-                cut, engine.backward(loss(model, rows(batch, cut))), strict=True
-            ):
-                norms[position] = norm
-        return torch.stack(norms), engine.collect()
+    """Norms and clipped sums of a batch, as the engine finds them."""
+    return clip_losses(model, lambda: loss(model, batch), clipping_norm, strategy=strategy)
 
 
 def example_norms(

@@ -191,7 +191,7 @@ def test_exact(name):
     for lengths in LENGTHS:
         with case.architecture.precision():
             expected = expectation(case, model, lengths)
-            for strategy in STRATEGIES if lengths == LENGTHS[0] else STRATEGIES[::2]:
+            for strategy in STRATEGIES if lengths == LENGTHS[0] else STRATEGIES[:1]:
                 found = result(case, model, lengths, expected.clipping_norm, strategy)
                 assert_equal(*found, expected)
 

@@ -145,13 +145,6 @@ def test_refusals_of_the_engine_come_through():
         check(model)
 
 
-def test_weight_norm_is_refused():
-    model = bert()
-    model.classifier = torch.nn.utils.parametrizations.weight_norm(model.classifier)
-    with pytest.raises((SelfCheckError, UnsupportedModelError, UnaccountedGradientError)):
-        check(model)
-
-
 def test_an_engine_that_fails_is_named():
     """Windows of images stand where the examples should, and no rule can tell them apart."""
     config = transformers.SwinConfig(

@@ -240,15 +240,15 @@ SETTINGS = {
     "bert": Setting("bert", cases=CASES),
     "albert": Setting("albert"),
     "llama": Setting("llama"),
-    "gpt2, 3 processes": Setting("gpt2_tied", 3, CASES),
+    "gpt2, 3 processes": Setting("gpt2_tied", 3, CASES[1:]),
     "replicated shards": Setting("gpt2_tied", 4, CASES[1:3], replicated),
     "each layer by itself": Setting("gpt2_tied", 2, CASES[:1], each_layer),
     "whole until backward": Setting("bert", 2, WHOLE, partial(sharded, reshard_after_forward=False)),
     "checkpointing": Setting("bert", build=partial(checkpointed, reentrant=False)),
     "reentrant checkpointing": Setting("bert", build=partial(checkpointed, reentrant=True)),
-    "LoRA": Setting("llama", 2, CASES, partial(of_adapters, replicated=False), adapted),
+    "LoRA": Setting("llama", 2, CASES[::2], partial(of_adapters, replicated=False), adapted),
     # Sums of an adapter that is not sharded are each rank's own.
-    "LoRA, not sharded": Setting("llama", 2, CASES, partial(of_adapters, replicated=True), adapted),
+    "LoRA, not sharded": Setting("llama", 2, CASES[1::2], partial(of_adapters, replicated=True), adapted),
 }  # fmt: skip
 SLOW = {
     "gpt2": Setting("gpt2_tied"), "t5": Setting("t5"), "vit": Setting("vit"), "gemma3": Setting("gemma3"),
@@ -302,19 +302,12 @@ def test_equals_one_process_in_float32(name, clipping, case):
 # -- examples that do not count, and those that are removed ---
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        pytest.param(1.0, marks=pytest.mark.slow),
-        torch.nan,
-        pytest.param(torch.inf, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("value", [torch.nan, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_made_up_examples_add_exactly_nothing(value):
     architecture = small("bert")
 
     def run() -> None:
-        for strategy, sharding._WHOLE in itertools.product(STRATEGIES, (ALL, NONE)):
+        for strategy, sharding._WHOLE in CASES:
             model = architecture.build()
             examples = architecture.examples(model, LENGTHS)
             poison(model, examples, 1, value)
@@ -327,18 +320,17 @@ def test_made_up_examples_add_exactly_nothing(value):
     on_processes(2, run)
 
 
-@pytest.mark.parametrize("value", [pytest.param(torch.nan, marks=pytest.mark.slow), torch.inf])
-def test_an_example_that_is_not_finite_is_removed_on_its_rank(value):
+def test_an_example_that_is_not_finite_is_removed_on_its_rank():
     architecture = small("bert")
 
     def spoil(model: Any, examples: list[Batch]) -> None:
-        poison(model, examples, 1, value)
+        poison(model, examples, 1, torch.inf)
 
     model = architecture.build()
     examples = architecture.examples(model, LENGTHS)
     spoil(model, examples)
     expected = loop(model, [e for place, e in enumerate(examples) if place != 1], clipping_norm=2.0)
-    for norms, sums in results(2, architecture, 2.0, CASES, spoil=spoil):
+    for norms, sums in results(2, architecture, 2.0, CASES[1:], spoil=spoil):
         assert norms[1] == torch.inf
         assert_equal(norms[torch.arange(5) != 1], sums, expected)
 
