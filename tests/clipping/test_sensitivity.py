@@ -101,9 +101,9 @@ def moved_by_a_longer_one(bf16: bool, by_shape: bool, device: str = "cpu") -> fl
     """Return the same as :func:`moved` for texts of one repeated word. The longest joins, so all
     after it move on by one, and the last of each physical batch comes into the next one, whose
     examples are all shorter."""
-    model = models.bert(dtype=torch.float32, hidden_size=64, intermediate_size=256).to(device)
-    size = 32
-    lengths = [39, *sorted((4 + i // size for i in range(ALIGNED)), reverse=True)]
+    model = models.bert(dtype=torch.float32, hidden_size=32, intermediate_size=128).to(device)
+    size, aligned = 32, ALIGNED // 2
+    lengths = [39, *sorted((4 + i // size for i in range(aligned)), reverse=True)]
     batch = batch_for(model, tuple(lengths))
     batch["input_ids"] = torch.where(batch["attention_mask"] == 1, 7, batch["input_ids"])
     batch["labels"] = torch.ones_like(batch["labels"])
@@ -118,7 +118,7 @@ def moved_by_a_longer_one(bf16: bool, by_shape: bool, device: str = "cpu") -> fl
         else:  # every so many of the sorted examples
             groups = [here[start : start + size] for start in range(0, len(here), size)]
         sums.append(sum_of_groups(model, batch, groups, bf16, "book_keeping"))
-    assert sums[0].norm() > 0.5 * ALIGNED * C
+    assert sums[0].norm() > 0.5 * aligned * C
     return float((sums[0] - sums[1]).norm()) / C
 
 
@@ -135,7 +135,7 @@ def test_another_padding_of_all_others_moves_the_sum_by_no_more_than_the_noise_i
 
 
 def test_planted_padding_to_the_longest_neighbor_in_bf16_is_seen():
-    assert moved_by_a_longer_one(bf16=True, by_shape=False) > 1.08
+    assert moved_by_a_longer_one(bf16=True, by_shape=False) > 1.05  # where 0.986 is right
 
 
 def moved_by_small_products(batches: int = 150) -> float:
