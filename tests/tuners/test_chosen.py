@@ -18,7 +18,7 @@ from hf_dp.tuners.public_choice import RandomConfig
 from tests import tiny
 
 GIVEN = {
-    "unfreeze_ratio": 0.3, "selection_sample_rate": 0.3, "selection_iterations": 3,
+    "unfreeze_ratio": 0.3, "selection_sample_rate": 0.3, "selection_iterations": 2,
     "selection_noise_multiplier": 0.5,
 }  # fmt: skip
 
