@@ -687,7 +687,7 @@ def test_where_packages_lie_does_not_matter(tmp_path, monkeypatch, said):
     Isolated(theirs.collate.counting)
     Isolated(theirs.collate.keeping)
     assert "all rows share: SEEN. If" in said[0] and "all rows share: KEPT. If" in said[1]
-    tiny.trainer(tmp_path / "out", max_steps=1).train()
+    tiny.trainer(tmp_path / "out", max_steps=1, accountant="rdp").train()
 
 
 # -- each guard broken on purpose ---

@@ -192,7 +192,7 @@ def test_a_loss_of_the_users_own_may_leave_labels_in_words_alone(tmp_path):
 
     data = rows(labels=WORDS).remove_columns("label")
     given = {"train_dataset": data, "eval_dataset": None, "data_collator": words_left_out}
-    trainer = tiny.trainer(tmp_path, cls=Own, given=given)
+    trainer = tiny.trainer(tmp_path, cls=Own, given=given, accountant="rdp")
     trainer.train()
     assert trainer.ledger.steps() == 4
 
@@ -222,7 +222,7 @@ def test_a_column_that_cannot_be_padded_is_named_before_the_first_draw(tmp_path)
         match=r"`weights` \(float32\) differs in length between rows \(1 to 3 in dimension 1\)",
     ):
         run(tmp_path / "a").train()
-    trainer = run(tmp_path / "b", padding_values={"weights": 0})
+    trainer = run(tmp_path / "b", padding_values={"weights": 0}, accountant="rdp")
     trainer.train()
     assert trainer.ledger.steps() == 4
 

@@ -377,6 +377,7 @@ STARTS: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
     "code": (lambda rank: {"code": f"of rank {rank}"}, "differ in the code of hf_dp"),
     "one seed": (lambda _: {"source": SOURCES["seed"]}, SAME),
     "one source": (lambda _: {"source": SOURCES["copy"]}, SAME),
+    "a norm of the whole sum": (lambda _: {"release": ["clipped_gradient_norm"]}, "without 'clipped_gradient_norm' with 2 proc"),
     "other rows each time": (lambda _: {"given": {"train_dataset": Shuffled()}}, "^DataError.* differ each time they are read"),
 }  # fmt: skip
 
@@ -416,21 +417,9 @@ def test_the_order_inside_joined_parts_is_compared():
     assert checks.digest_of_rows(mixed[0]) != checks.digest_of_rows(mixed[1])
 
 
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        ({"max_logical_batch_size": 12}, "`max_batch_size` to be None with 2 processes"),
-        ({"release": ["clipped_gradient_norm"]}, "without 'clipped_gradient_norm' with 2 proc"),
-    ],
-    ids=["a limit of the whole draw", "the norm of the whole sum"],
-)
-def test_what_only_one_process_knows_is_refused(tmp_path, option, said):
-    def train():
-        tiny.trainer(tmp_path, **option).train()
-
-    ended = outcomes(2, train)  # the first to refuse may end before the other has met it
-    assert all(each.exit for each in ended)
-    assert any(said in each.message for each in ended)
+def test_a_limit_of_the_whole_draw_is_refused():
+    with pytest.raises(HfDpError, match="`max_batch_size` to be None with 2 processes"):
+        PoissonSampler(40, 0.2, 4, max_batch_size=12, share=Share(0, 2))
 
 
 # -- what goes wrong later --

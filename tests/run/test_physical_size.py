@@ -18,7 +18,6 @@ import tiny
 import torch
 from loops import plan, run
 from processes import on_processes
-from transformers import BertConfig, BertForSequenceClassification
 
 from hf_dp import FrostConfig, RgpConfig, mechanism_for
 from hf_dp.errors import (
@@ -58,22 +57,6 @@ def mechanism_of(folder, model=None, train_dataset=None, expected: int = 250):
     return mechanism_for(run(folder, planned, model=model, train_dataset=data, size=8))
 
 
-def wide_model() -> BertForSequenceClassification:
-    """Attention over 512 tokens takes some MiB an example."""
-    torch.manual_seed(0)
-    return BertForSequenceClassification(
-        BertConfig(
-            vocab_size=19,
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=32,
-            max_position_embeddings=512,
-            attn_implementation="eager",
-        )
-    )
-
-
 def adam(mechanism):
     return torch.optim.AdamW(mechanism.run.model.parameters(), lr=0.1)
 
@@ -85,12 +68,12 @@ def on_a_gpu(monkeypatch):
 
 @pytest.fixture
 def artificial(on_a_gpu):
-    """Return ``find(mechanism, cost, budget, **given)``: the search where a step on n examples of
-    T tokens takes ``cost(n, T)`` bytes, and there are ``budget``."""
+    """Return ``find(mechanism, budget, **given)``: the search where a step on n examples of T
+    tokens takes 100 + 3 n T bytes, and there are ``budget``."""
 
-    def find(mechanism, cost, budget, **given):
+    def find(mechanism, budget, **given):
         def rehearse(batches, optimizer):
-            if cost(*batches[-1]["input_ids"].shape) > budget:
+            if 100 + 3 * batches[-1]["input_ids"].numel() > budget:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
         return largest_physical_batch(mechanism.run, rehearse, adam(mechanism), **given)
@@ -98,21 +81,17 @@ def artificial(on_a_gpu):
     return find
 
 
-def linear(examples: int, tokens: int) -> int:
-    return 100 + 3 * examples * tokens
-
-
 @pytest.mark.parametrize("budget", [1_000, 5_300])
 def test_the_largest_that_fits_is_found(tmp_path, artificial, budget):
-    found = artificial(mechanism_of(tmp_path), linear, budget, length=16)
+    found = artificial(mechanism_of(tmp_path), budget, length=16)
     most = (budget - 100) // (3 * 16)
     assert 0.88 * most - 1 <= found <= most
 
 
 def test_nothing_is_searched_beyond_a_draw_or_a_size_that_is_given(tmp_path, artificial):
     mechanism = mechanism_of(tmp_path, expected=20)
-    assert artificial(mechanism, linear, 10**6, length=16) == 20 + 27
-    assert artificial(mechanism, linear, 10**6, length=16, most_examples=5) == 5
+    assert artificial(mechanism, 10**6, length=16) == 20 + 27
+    assert artificial(mechanism, 10**6, length=16, most_examples=5) == 5
 
 
 REFUSED = {
@@ -126,7 +105,7 @@ REFUSED = {
 def test_what_cannot_be_found_names_what_to_do(tmp_path, artificial, case):
     length, budget, error, words = REFUSED[case]
     with pytest.raises(error, match=words):
-        artificial(mechanism_of(tmp_path), linear, budget, length=length)
+        artificial(mechanism_of(tmp_path), budget, length=length)
 
 
 def test_a_cpu_is_refused_by_name(tmp_path):
@@ -147,7 +126,7 @@ def test_a_length_that_the_model_does_not_take_is_named(tmp_path, on_a_gpu):
 
 def found_on(folder, artificial, longest: int) -> int:
     given = mechanism_of(folder / str(longest), train_dataset=rows(longest, seed=longest))
-    return artificial(given, linear, 5_000, length=24)
+    return artificial(given, 5_000, length=24)
 
 
 def test_the_rows_do_not_matter(tmp_path, artificial):
@@ -348,8 +327,11 @@ def test_made_up_examples_of_ones_own_are_stretched(tmp_path, no_statement, monk
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_largest_batch_runs_and_nothing_is_changed(tmp_path):
-    """A share of the memory is all there is; what was found fits into it, and a tenth is free."""
-    mechanism = mechanism_of(tmp_path, wide_model().cuda())
+    """A share of the memory is all there is; what was found fits into it, and a tenth is free.
+    Attention over 512 tokens takes some MiB an example."""
+    sizes = {"num_hidden_layers": 2, "max_position_embeddings": 512}
+    wide = tiny.model(**sizes, attn_implementation="eager")
+    mechanism = mechanism_of(tmp_path, wide.cuda())
     optimizer = adam(mechanism)
     mechanism.run.training_data()
     mechanism.run.model.train()
