@@ -3,6 +3,7 @@ and what is refused."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -401,5 +402,10 @@ def test_a_processor_that_does_not_fit_the_model(task):
 
 
 def test_without_pillow(task, monkeypatch):
-    monkeypatch.setattr("hf_dp.tasks.images.importlib.util.find_spec", lambda name: None)
+    honest = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "PIL" else honest(name, *rest),
+    )
     task.refused(r"pip install 'hf-dp\[images\]'")
