@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -156,7 +156,8 @@ def seed_in_place(generator: object, seed: int) -> Callable[[], object]:
         before = generator.getstate()
         generator.seed(seed)
         return lambda: generator.setstate(before)
-    bits = getattr(generator, "bit_generator", getattr(generator, "_bit_generator", generator))
+    inside = getattr(generator, "_bit_generator", generator)
+    bits: Any = getattr(generator, "bit_generator", inside)
     stream = bits.__reduce__()[2]  # with the sequence of seeds from which others are spawned
     bits.__setstate__(type(bits)(seed).__reduce__()[2])
     return lambda: bits.__setstate__(stream)

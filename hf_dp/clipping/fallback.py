@@ -243,7 +243,7 @@ def fallback_forward(
         tape.note_forward(module, *own)
         anchor = next(iter(own.values()))
         function = _Method(module, method)
-        parameters = {f"module.{name}": parameter for name, parameter in own.items()}
+        parameters: dict[str, Tensor] = {f"module.{name}": each for name, each in own.items()}
         detached = {name: parameter.detach() for name, parameter in parameters.items()}
         with DrawnMasks(anchor.device) as masks:
             output = functional_call(function, detached, args, kwargs, tie_weights=False)

@@ -208,7 +208,7 @@ class Context(Protocol):
 
 def seen_in_backward(
     output: Tensor,
-    anchor: nn.Parameter,
+    anchor: Tensor,
     as_own: Callable[[Tensor], Tensor],
     see: See,
     *kept: Tensor | None,

@@ -8,6 +8,7 @@ of sqrt(hidden size); subclasses of ``nn.Embedding`` have a rule that runs their
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -24,7 +25,7 @@ def find_rule(module: nn.Module) -> Callable[..., object] | None:
     a weight parametrized."""
     if "forward" in module.__dict__ or parametrize.is_parametrized(module):
         return None
-    own_class = plain_class(module)
+    own_class: Any = plain_class(module)
     rule = RULES.get(own_class)
     if rule is None and isinstance(module, nn.Embedding):
         return embedding_subclass if owns_weight(module) else None
