@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 
 from warm import run_program
 
-SCRIPT = """
-import importlib.util, sys
 import hf_dp
-home = "transformers.models.auto.configuration_auto"
-def waiting():
-    return [finder for finder in sys.meta_path if getattr(finder, "module", None) == home]
-assert waiting()
-assert importlib.util.find_spec("transformers.models.auto.configuration_auto")
-from transformers import AutoConfig
-AutoConfig.for_model("bert")
-assert not waiting()
-assert AutoConfig.for_model("hf_dp_infilling", label_word_ids=[1, 2]).model_type == "hf_dp_infilling"
-"""
+
+WAITING = "import hf_dp, sys; print([(each.module, each.then) for each in sys.meta_path[:2]])"
 
 
-def test_a_look_up_before_the_import():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_a_look_up_before_the_import(tmp_path, monkeypatch):
+    (tmp_path / "awaited.py").write_text("")
+    (tmp_path / "follower.py").write_text(
+        "import awaited\nassert not hasattr(awaited, 'seen')\nawaited.seen = 1"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    hf_dp._when_imported("awaited", "follower")
+
+    def waiting():
+        return [each for each in sys.meta_path if getattr(each, "module", None) == "awaited"]
+
+    assert importlib.util.find_spec("awaited") and len(waiting()) == 1
+    assert "follower" not in sys.modules
+    assert importlib.import_module("awaited").seen == 1 and not waiting()
+    for name in ("awaited", "follower"):
+        del sys.modules[name]
+
+
+def test_what_is_awaited():
+    done = subprocess.run([sys.executable, "-c", WAITING], capture_output=True, text=True)
+    assert eval(done.stdout) == [
+        ("transformers.models.auto.configuration_auto", "hf_dp.tasks.infilling_config"),
+        ("peft", "hf_dp.tuners.adapter"),
+    ]
 
 
 def test_transformers_before_hf_dp(tmp_path):

@@ -39,8 +39,7 @@ def rows(numbers: range) -> datasets.Dataset:
         {"img": datasets.Image(), "label": datasets.ClassLabel(names=NAMES)}
     )
     return datasets.Dataset.from_dict(
-        {"img": [picture(i) for i in numbers], "label": [i % 3 for i in numbers]},
-        features=features,
+        {"img": [picture(i) for i in numbers], "label": [i % 3 for i in numbers]}, features=features
     )
 
 

@@ -65,8 +65,7 @@ def test_nothing_is_paid_for_what_cannot_be_applied(tmp_path, monkeypatch):
         run(tmp_path / "a", FrostConfig(**FROST), {"model": model})
     trainer = run(tmp_path / "b", FrostConfig(**FROST), max_steps=1)
     monkeypatch.setattr(
-        "hf_dp.tuners.frost.tuner.apply_peft",
-        lambda *a: (_ for _ in ()).throw(RuntimeError("no")),
+        "hf_dp.tuners.frost.tuner.apply_peft", lambda *a: (_ for _ in ()).throw(RuntimeError("no"))
     )
     with pytest.raises(RuntimeError, match="no"):
         trainer.train()
@@ -159,8 +158,7 @@ def test_a_selection_that_is_put_into_the_model_later_is_refused(chose, tmp_path
 def test_a_run_that_ended_before_its_first_checkpoint_is_told_what_to_do(chose):
     again = run(chose("dp_sgd"), FrostConfig(**FROST))
     with pytest.raises(
-        LedgerError,
-        match="has no checkpoint.*Start a new run in a new output_dir.*earlier_runs",
+        LedgerError, match="has no checkpoint.*Start a new run in a new output_dir.*earlier_runs"
     ):
         again.train(resume_from_checkpoint=True)
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import tiny
 import torch
@@ -80,11 +81,15 @@ def released(
 
 def moved(folder: Path, path: DataPath, without: int) -> float:
     """How far, in units of what gradients are clipped to, one row moves the release, beyond what
-    rounding of the weights explains. The first run alone checks itself, on made-up rows."""
+    rounding of the weights explains. The first run alone checks itself, on made-up rows, which
+    reach no data set: once for each way through a collator."""
     everything = range(len(path.rows()))
     kept = [i for i in everything if i != without % len(everything)]
-    one, rounding = released(folder / "all", path, everything)
+    is_first = without == -1 and path.dataset == datasets.Dataset.from_list
     with pytest.MonkeyPatch.context() as patch:
+        if not is_first or "bf16" in path.options:
+            no_self_check(patch)
+        one, rounding = released(folder / "all", path, everything)
         no_self_check(patch)
         other, other_rounding = released(folder / "without", path, kept)
     distance = float(

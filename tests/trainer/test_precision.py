@@ -52,9 +52,7 @@ def test_bf16_from_the_environment_is_seen(tmp_path, from_environment):
 
 def test_planted_precision_by_the_argument_is_seen(tmp_path, from_environment, monkeypatch):
     monkeypatch.setattr(
-        Precision,
-        "of",
-        classmethod(lambda cls, *given: cls(None, ("float32",))),
+        Precision, "of", classmethod(lambda cls, *given: cls(None, ("float32",)))
     )  # what bf16=False says
     from_environment("bf16")
     assert not one_shape(tiny.trainer(tmp_path))

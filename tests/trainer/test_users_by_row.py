@@ -116,10 +116,7 @@ def test_a_loop_of_ones_own_draws_from_as_many_rows_as_planned(tmp_path):
         num_examples=len(set(owners())), expected_batch_size=4, max_steps=2, noise_multiplier=1.0, clipping_norm=C,
         privacy_unit="user", users=users,
     )  # fmt: skip
-    rows = {
-        "train_dataset": by_user(),
-        "data_collator": DataCollatorWithPadding(tiny.tokenizer()),
-    }
+    rows = {"train_dataset": by_user(), "data_collator": DataCollatorWithPadding(tiny.tokenizer())}
 
     def run(users):
         return PrivateRun(tiny.model(), replace(plan, users=users), tmp_path, **rows)
