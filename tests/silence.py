@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,17 @@ class Silent(SecretRandomness):
 
     def gaussian_like(self, tensor: Tensor, std: float) -> Tensor:
         return torch.zeros_like(tensor)
+
+
+class Coupled(SecretRandomness):
+    """The same noise in every run, and for each row randomness of its own, whichever others there
+    are: to compare runs with and without a row."""
+
+    rows: Sequence[int] = ()
+
+    def example_seed(self, index: int | None) -> int:
+        row = -1 if index is None else self.rows[index]
+        return zlib.crc32(b"%d" % row)
 
 
 def bert() -> Any:

@@ -20,10 +20,10 @@ import datasets
 import pytest
 import tiny
 import torch
-from coupled import Coupled
 from data_paths import PATHS, DataPath, tokenizer
 from faults import attend_to_padding, collate_together, no_self_check
 from scipy import stats
+from silence import Coupled
 from torch import Tensor
 
 from hf_dp.accounting import Gaussian, epsilon

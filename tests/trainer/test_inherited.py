@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import re
 
@@ -138,12 +139,15 @@ def test_only_known_trackers_are_accepted(report_to, accepted):
     assert REFUSED["report_to"].accepts(report_to) is accepted
 
 
+source_of = functools.cache(inspect.getsource)
+
+
 def unread_switches() -> set[str]:
     """Switches of uploads that transformers' callbacks of accepted trackers read and we do not."""
     found = set()
     for tracker, switches in TRACKERS.items():
         for kind in integration_utils.INTEGRATION_TO_CALLBACK[tracker].__mro__[:-1]:
-            source = inspect.getsource(kind)
+            source = source_of(kind)
             read = set(re.findall(r"[A-Z_]+_LOG_(?:MODEL|ARTIFACTS|ASSETS)\b|WANDB_WATCH", source))
             found |= read - set(switches)
     return found

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
-from coupled import Coupled
+from silence import Coupled
 from torch import Tensor, nn
 
 from hf_dp.batches import loader

@@ -136,7 +136,7 @@ def test_the_plan_command_compares_both_ways(tmp_path, capsys):
 
     def planned(*words: str) -> str:
         unit = f"train_file: {rows}\nprivacy_unit: user\nprivacy_unit_column: who\n"
-        recipe.write_text(f"{unit}max_rows_per_unit: 2\nmax_steps: 3\ntarget_epsilon: 3\n")
+        recipe.write_text(f"{unit}max_rows_per_unit: 2\nmax_steps: 3\ntarget_epsilon: 0.5\n")
         assert main(["plan", "--config", str(recipe), *words]) == 0
         return capsys.readouterr().out
 
