@@ -346,7 +346,7 @@ def test_refusals(tmp_path):
         config=FrostConfig(**{**GIVEN, "unfreeze_ratio": 1e-4}),
     )
     refused("selection_noise_multiplier.*beside `noise_multiplier`", config=FrostConfig(**SMALL))
-    refused("selection_noise_multiplier.*to be None with a target_epsilon", target_epsilon=2.0)
+    refused("selection_noise_multiplier.*to be None with a target", target_epsilon=2.0)
     refused(
         "PeftModel already",
         given={"model": get_peft_model(tiny.model(), RandomConfig(task_type="SEQ_CLS"))},

@@ -409,6 +409,7 @@ def test_without_trl_the_message_names_the_extra(module, monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
     for each in (module, "trl_preparation"):
         monkeypatch.delitem(sys.modules, f"hf_dp.trainer.{each}", raising=False)
+        monkeypatch.delattr(f"hf_dp.trainer.{each}", raising=False)
     with pytest.raises(ImportError, match=r"Run `pip install hf-dp\[trl\]`"):
         importlib.import_module(f"hf_dp.trainer.{module}")
 
