@@ -146,7 +146,6 @@ def test_a_base_or_a_trainer_without_a_step_counts_or_is_refused(tmp_path):
     refused(tmp_path / "second", base, "in '.*first': status 'proven'")
     train(tmp_path / "counted", base, earlier_runs=[str(tmp_path / "first")])
     # A statement of 0 for them would be untrue, whatever is named.
-    train(tmp_path / "first", tiny.model())
     base = hf.BertForSequenceClassification.from_pretrained(tmp_path / "first")
     for model in (base, by_loop(tiny.model(), tmp_path)):
         made = trainer(tmp_path / "third", model, earlier_runs=[str(tmp_path / "first")])
