@@ -9,8 +9,6 @@ float64, and shares no code with hf_dp.
     assert_exact(architecture, model, examples)
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """A tokenizer with a chat template, a tiny model of Qwen's kind, and words to say: no download."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

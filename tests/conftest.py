@@ -1,7 +1,5 @@
 """Give each worker its own cache of data sets, and search what lives on for garbage only once."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

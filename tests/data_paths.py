@@ -6,8 +6,6 @@ without dropout, and whatever stands between: collators of transformers, of one'
 transforms, images, workers, 16 bits.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field

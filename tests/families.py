@@ -1,7 +1,5 @@
 """Tokenizers of five families, trained here on a few sentences: no download."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """Faults that let a run tell more than it claims, for audits of whole runs and for single tests."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Forcing the form in which the engine holds per-example gradients."""
 
-from __future__ import annotations
-
 import pytest
 
 from hf_dp.clipping.clipped_sum import ClippedSum

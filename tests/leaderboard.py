@@ -4,8 +4,6 @@ of ``recipes/sst2/README.md``, made from the figures in ``half_epoch/results.csv
 ``python tests/leaderboard.py`` writes them into the pages.
 """
 
-from __future__ import annotations
-
 import csv
 import math
 import re

@@ -4,8 +4,6 @@ It keeps repositories in memory, and every byte that it receives. It can drop a 
 with an error once, and take large files by LFS, as the Hub does.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

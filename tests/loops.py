@@ -1,7 +1,5 @@
 """Private runs on the tiny task in a loop of one's own, without a Trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ The oracle shares no code with hf_dp: one example at a time, unpadded, the model
 autograd. It is exact because in a batch of one a batch mean is the example's loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

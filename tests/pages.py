@@ -1,7 +1,5 @@
 """The project's pages and the commands in them."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Pairs of answers, a model that is not its reference any more, and a trainer for both."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Each child finds the environment that torchrun gives it, and gloo on the CPU with one thread.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Commands that must be quick, by the processor's clock, which does not care who else is at it."""
 
-from __future__ import annotations
-
 import resource
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A recipe in a folder, for tests of the command line."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping

@@ -1,8 +1,6 @@
 """Sentences about restaurants, as a table-to-text model would write them, for the metrics of
 texts."""
 
-from __future__ import annotations
-
 PREDICTIONS = [
     "The Vaults is a pub near Café Adriatic, with a 5 out of 5 rating.",
     "Blue Spice is a coffee shop. It isn't family-friendly.",

@@ -1,7 +1,5 @@
 """A CPU that rounds the factors of products as a GPU's tensor cores do, where torch is told to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

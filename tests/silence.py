@@ -1,7 +1,5 @@
 """Runs without noise, to compare updates, and the models and rows of these tests."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plans, facts and statements for the tests of statements and cards, and records edited by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable

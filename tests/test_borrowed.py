@@ -3,8 +3,6 @@
 A failure names what is gone or has changed, and so what of ours is to be read again.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

@@ -5,8 +5,6 @@ its recipe is found, every key is known, and what it would train on is named. A 
 its runs.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Sequence
 from functools import partial

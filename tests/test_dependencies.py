@@ -1,7 +1,5 @@
 """Every package that hf_dp imports is declared in pyproject.toml, with a bound that holds here."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -4,8 +4,6 @@ Its event is one that dp-accounting knows. Plan, sampler, ledger, statement, car
 without a line of theirs.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

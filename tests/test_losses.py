@@ -1,8 +1,6 @@
 """Per-example losses equal the model's own loss on a batch of one, and are functions of their own
 example only."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -4,8 +4,6 @@ The Kolmogorov-Smirnov tests use 20,000 draws and reject below p = 1e-6: the rig
 run in a million, half or twice the noise always.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from typing import Any

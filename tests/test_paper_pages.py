@@ -1,7 +1,5 @@
 """The pages of recipes/ have a row for each table and figure of a paper, and the paper's numbers."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The project as a newcomer meets it: installation, README, first errors."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

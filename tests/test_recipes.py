@@ -4,8 +4,6 @@ spends what its first lines say.
 What the papers say is in tests/golden/papers.yaml, and nowhere else in the tests.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import shlex

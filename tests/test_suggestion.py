@@ -1,7 +1,5 @@
 """Suggested settings: what the papers' rules give, and what a user can ask for."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

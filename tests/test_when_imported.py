@@ -1,7 +1,5 @@
 """A look-up of the awaited module does not end the waiting; its import does, once."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

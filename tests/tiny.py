@@ -1,7 +1,5 @@
 """A task small enough for a test of the whole trainer: random BERT, 40 rows, no download."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import re

@@ -1,7 +1,5 @@
 """Language models and tables small enough for tests of writing: no download."""
 
-from __future__ import annotations
-
 import runpy
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows of users and a trainer for them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import tiny

@@ -5,8 +5,6 @@ program. So a program still imports hf_dp itself, and sees nothing of the tests 
 program.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import runpy

@@ -3,8 +3,6 @@
 Its private fields are read in one module, and are named as they are today.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import math

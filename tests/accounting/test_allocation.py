@@ -1,7 +1,5 @@
 """Random allocation: the bound against Monte Carlo, quadrature and another package's bounds."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

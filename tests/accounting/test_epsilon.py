@@ -1,8 +1,6 @@
 """Every accountant at its edges, against closed forms, and against the others; and calibration: on
 the private side, tight, and refusing what cannot be done."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

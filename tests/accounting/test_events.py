@@ -1,8 +1,6 @@
 """Events: what is written is read back, bad values are named, what they compose to, and which
 accountants bound them: every combination is either answered or refused by name."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Every number of ``tests/golden/accounting.json``, which names its source."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The ledger: append-only, coalescing, prefix order, round trip."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """Bounds from guesses: against mechanisms whose privacy is known exactly, and against counting."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from statistics import NormalDist

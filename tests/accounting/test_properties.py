@@ -1,7 +1,5 @@
 """What must hold of every accountant whatever the numbers, drawn by hypothesis."""
 
-from __future__ import annotations
-
 import math
 
 import oracle

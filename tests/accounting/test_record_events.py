@@ -3,8 +3,6 @@
 They are compared with quadrature, simulation of the definition, and the paper's figures.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

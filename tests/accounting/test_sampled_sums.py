@@ -1,7 +1,5 @@
 """Truncated samples, and sampled rows of which several are one user's: against quadrature."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

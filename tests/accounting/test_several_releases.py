@@ -1,7 +1,5 @@
 """The best of random runs, and two sums over one draw: against integrals of the exact densities."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -5,8 +5,6 @@ The estimates keep each cell's mean and mass (no connect-the-dots rule), are com
 Fourier transform with 64 bits of mantissa, and are extrapolated from two grids.
 """
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -5,8 +5,6 @@
 It takes an hour on one core. The task is the tests' tiny one.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import logging

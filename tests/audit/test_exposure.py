@@ -1,8 +1,6 @@
 """Canaries in the form of the paper, written as every other row, and scored one by one. Exposure: ranks
 by sorting, skew-normals by sums on a grid, and what epsilon allows by adding up ranks."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """The faults that audits are tried on are faults."""
 
-from __future__ import annotations
-
 import pytest
 import tiny
 import torch

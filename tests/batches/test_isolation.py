@@ -1,7 +1,5 @@
 """Each row finds a collator as if it had never been called, and what cannot be so is said."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

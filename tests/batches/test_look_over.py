@@ -1,7 +1,5 @@
 """A row that could end the run when it is sampled is refused before, with its index."""
 
-from __future__ import annotations
-
 import math
 
 import datasets

@@ -1,7 +1,5 @@
 """A draw is cut into physical batches: a partition, which one example changes by a batch at most."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tiny

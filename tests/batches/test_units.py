@@ -1,7 +1,5 @@
 """Whose the rows are: the table, the choice of rows, and whole users in physical batches."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 

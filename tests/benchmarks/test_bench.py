@@ -1,8 +1,6 @@
 """A whole measurement on a tiny model, how its table reads, and the ratio statistic on clocks whose
 truth is known."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,8 +1,6 @@
 """Every mode does the same work: equal gradients without dropout; what cannot be done is refused
 with its reason."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 

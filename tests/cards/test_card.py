@@ -1,8 +1,6 @@
 """The card: statement first, machine-readable key equal to it, nothing local, nothing that breaks
 YAML or Markdown."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

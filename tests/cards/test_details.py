@@ -1,7 +1,5 @@
 """What a card says beside the statement: the Hub's rules, what the user gave, plain words."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

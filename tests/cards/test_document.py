@@ -1,8 +1,6 @@
 """``privacy.json`` never loses evidence, whatever is written over it and whenever the writer is
 killed."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The cards of real runs in ``model_cards/``: each verifies, and is what would be made today."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

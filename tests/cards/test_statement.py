@@ -1,7 +1,5 @@
 """The statement says what the ledger proves, rounded up, and says what it does not cover."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """``hf-dp verify``: what was changed after a run is found, and named."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A statement is as weak as the weakest thing done with the rows, over all runs that it names."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

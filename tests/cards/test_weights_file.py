@@ -1,7 +1,5 @@
 """Metadata goes into a weights file and nothing else of it changes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

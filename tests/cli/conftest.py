@@ -1,7 +1,5 @@
 """Recipes of tiny tasks, for tests of the command line."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``hf-dp audit exposure`` on the built-in tables, and ``hf-dp audit run`` on the tiny task."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``hf-dp figure``: what a picture shows, against the records that it is drawn from."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

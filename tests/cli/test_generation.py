@@ -1,7 +1,5 @@
 """``hf-dp train`` and ``hf-dp eval`` of the tasks that write, on the built-in tables."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

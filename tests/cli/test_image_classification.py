@@ -1,8 +1,6 @@
 """Image classification from the command line: train, evaluate, the sources of images, adapters,
 and what is refused."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -1,8 +1,6 @@
 """Infilling from the command line: train, evaluate before and after, sweep, pretrain a base; data
 from a local hub folder."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

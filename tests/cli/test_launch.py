@@ -3,8 +3,6 @@
 The commands are those that the configurations in recipes/accelerate name in their first lines.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import importlib
 import io

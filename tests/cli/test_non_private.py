@@ -1,7 +1,5 @@
 """``--privacy_mode non_private``: every recipe as its own baseline without privacy."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """``hf-dp plan`` as a user calls it."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

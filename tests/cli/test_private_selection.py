@@ -1,7 +1,5 @@
 """``hf-dp sweep --private-selection``: what is drawn, what is released, what goes on."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import Counter

@@ -1,7 +1,5 @@
 """``hf-dp suggest`` as a user calls it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

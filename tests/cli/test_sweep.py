@@ -1,7 +1,5 @@
 """A sweep: sizes of models, grids of papers, times, and its JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 """``hf-dp train``, YAML and command line, on files; in process and through ``accelerate
 launch``."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

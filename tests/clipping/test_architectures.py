@@ -5,8 +5,6 @@ architecture meets every strategy, every form and two kinds of batches; what els
 spread over the architectures, so that each pair occurs and not each product.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar

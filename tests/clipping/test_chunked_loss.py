@@ -1,7 +1,5 @@
 """The loss by blocks of the vocabulary against cross-entropy of whole logits."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Flat, automatic and per-layer clipping: what they do to each example, and that none passes C."""
 
-from __future__ import annotations
-
 import math
 
 import models

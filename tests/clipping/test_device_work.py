@@ -4,8 +4,6 @@ No GPU is needed. Tensors on the ``meta`` device have no values, so that any ope
 tensor elsewhere shows; operations and reads are counted as they are dispatched.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Random numbers that the examples of a batch share are found, whatever draws them."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

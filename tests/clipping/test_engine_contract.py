@@ -1,7 +1,5 @@
 """What the engine refuses, in which words, and what it leaves behind."""
 
-from __future__ import annotations
-
 import copy
 import re
 from typing import Any

@@ -4,8 +4,6 @@ physical batches; and bugs of norms and sums that are planted.
 These are invariants 2 and 12. Whole architectures are in test_architectures.py.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

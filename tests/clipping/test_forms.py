@@ -1,7 +1,5 @@
 """Which form per-example gradients take, and that none of them changes a sum."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from forms import FORMS, force

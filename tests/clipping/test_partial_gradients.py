@@ -1,7 +1,5 @@
 """Clipping over the entries that a mask keeps, and through low-rank carriers, against float64 loops."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from architectures import ARCHITECTURES, INFILLING, assert_equal, collate, together

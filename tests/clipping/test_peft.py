@@ -3,8 +3,6 @@
 The base model is left alone.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from typing import Any

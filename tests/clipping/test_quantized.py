@@ -4,8 +4,6 @@ They are exact where only weights are quantized, and refused where a batch share
 slow tests need bitsandbytes (``hf-dp[quantized]``), which `make slow` installs.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import models

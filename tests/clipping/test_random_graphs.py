@@ -5,8 +5,6 @@ of shape (b, d) or (b, T, d). The seed and the list are in the message of a fail
 draws the same graph again.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

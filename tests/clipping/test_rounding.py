@@ -3,8 +3,6 @@
 Where factors are float32, the truth is the gradient formed from the same factors in float64.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 

@@ -1,7 +1,5 @@
 """Rules for layers of one's own; modules without a rule are run again, example by example."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

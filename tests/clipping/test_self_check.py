@@ -1,7 +1,5 @@
 """The self-check passes on good models and refuses bad ones, and leaves everything as it was."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 

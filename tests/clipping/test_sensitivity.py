@@ -5,8 +5,6 @@ about a thousand times what one example may add, and its rounding is as large as
 in bfloat16 moved by 1.87 C here.
 """
 
-from __future__ import annotations
-
 import math
 
 import models

@@ -4,8 +4,6 @@ Rows are spread unevenly, and a rank without any runs made-up examples that do n
 is a loop over single examples by plain autograd on the whole model.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import weakref

@@ -1,7 +1,5 @@
 """With TF32 products in forward and backward, norms and sums are those of full precision."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any

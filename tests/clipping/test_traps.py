@@ -3,8 +3,6 @@
 Each is exact or refused now.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

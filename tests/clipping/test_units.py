@@ -3,8 +3,6 @@
 The loop adds up the gradients of a user's rows, each alone and unpadded, and clips the sum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """What chooses what trains, and DP-FP, in several processes: as in one, or refused by name."""
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from pathlib import Path

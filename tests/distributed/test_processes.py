@@ -1,7 +1,5 @@
 """Processes act together or not at all. Three of them answer most questions, one after the other."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

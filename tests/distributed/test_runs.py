@@ -3,8 +3,6 @@
 The processes are forked from this one and meet over gloo, as torchrun would start them.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re

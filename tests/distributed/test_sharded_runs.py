@@ -4,8 +4,6 @@ accelerate shards on accelerators only. Here it is told that it has some, so tha
 on the CPU; a model that ``fully_shard`` was called on needs no accelerate.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One noise for the sums of several processes: its size, its independence, and equal bits."""
 
-from __future__ import annotations
-
 import math
 import os
 

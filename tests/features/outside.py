@@ -1,7 +1,5 @@
 """A feature and an observer as someone else would write them, outside hf_dp."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from hf_dp import DPTrainingArguments

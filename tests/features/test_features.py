@@ -1,7 +1,5 @@
 """Features: one from outside hf_dp, and the list of those that see what is not noised."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 

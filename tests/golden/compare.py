@@ -13,8 +13,6 @@ touch: the statement and its epsilons, the ledger, names in the log. A ``pair`` 
 compared in whether it is refused.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -4,8 +4,6 @@
 names of arguments, and what a run writes.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import json

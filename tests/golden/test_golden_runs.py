@@ -1,7 +1,5 @@
 """What is committed of the golden runs, and bugs that their comparison must see."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -4,8 +4,6 @@ It passes the same gate as DP-SGD, and plan, ledger, statement, card and verific
 without a line of theirs.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 """Clipping and noise of the representation against equations 8 and 9; where it is found; what must
 not happen to it."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 
 import architectures

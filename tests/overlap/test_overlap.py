@@ -1,7 +1,5 @@
 """Evaluation sets that hold training rows are known by what they hold, and by their index."""
 
-from __future__ import annotations
-
 import functools
 import io
 import os

@@ -1,8 +1,6 @@
 """The plan couples sample rate, steps, noise and delta; each is derived once and each bad value is
 refused by name. So are the noise, the exact sum and the words of a noised loss."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -5,8 +5,6 @@ Statistical tests draw a few hundred thousand bits and reject below p = 1e-6, so
 fails one run in a million or so; the planted samplers fail by tens of orders of magnitude.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable, Iterable

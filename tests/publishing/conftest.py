@@ -1,7 +1,5 @@
 """A Hub on loopback, and finished runs of the tiny task."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial

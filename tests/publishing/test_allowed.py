@@ -1,7 +1,5 @@
 """The allow-list: by name, unknown stays, links do not lead out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """``hf-dp inspect`` and ``hf-dp publish``."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -4,8 +4,6 @@ A run that writes all of these into its own folder is pushed; what is looked for
 in what was received.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a folder would publish: of whole models and adapters, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What was pushed loads by its name, computes what it computed here, and is verified there."""
 
-from __future__ import annotations
-
 import pytest
 import tiny
 from huggingface_hub import constants, hf_api

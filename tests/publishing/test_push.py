@@ -1,7 +1,5 @@
 """Pushes through the real client: one commit, and a repository of this run alone."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """What stands inside the files that go: paths taken out, secrets refused, the rest left alone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """DPTrainer's pushes: at the end, with every save, in several processes, and what they refuse."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

@@ -17,8 +17,6 @@ After each kill:
 ``--plant`` breaks the library on purpose; the script must then fail.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,8 +1,6 @@
 """One gate: what leaves is noised with the planned standard deviation, after its event is durable,
 and once for each event. Each property has the bug it guards against planted."""
 
-from __future__ import annotations
-
 import ast
 import copy
 from collections.abc import Iterator

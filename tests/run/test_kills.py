@@ -3,8 +3,6 @@
 The script runs in a process of its own, which it forks from.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -4,8 +4,6 @@ recorded before it leaves, and leaves once, is the gate's (test_gate.py).
 Each property has the bug it guards against planted.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Warnings before the first step: of settings known to fail, and of none known to work."""
 
-from __future__ import annotations
-
 import logging
 import re
 from pathlib import Path

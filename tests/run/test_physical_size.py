@@ -3,8 +3,6 @@
 There is no GPU: a stand-in runs out of memory where a step on n examples of T tokens costs too much.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import pickle

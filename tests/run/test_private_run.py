@@ -1,7 +1,5 @@
 """A private run without a Trainer: a plain PyTorch loop and an Accelerate loop."""
 
-from __future__ import annotations
-
 import datasets
 import pytest
 import tiny

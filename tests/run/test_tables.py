@@ -1,7 +1,5 @@
 """No row's ids end a run, and whatever else raises in a step costs no step that ran."""
 
-from __future__ import annotations
-
 import datasets
 import pytest
 import tiny

@@ -1,8 +1,6 @@
 """Rows of classification: all that is wrong in a user's CSV file at once, which class a value means
 and which it cannot, class names to paste; and metrics."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

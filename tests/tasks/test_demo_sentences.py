@@ -1,8 +1,6 @@
 """The demo sentences: reproducible, balanced, distinct, and a validation split whose wordings
 training never saw."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Files, folders and splits mean what they are called, and a part held out is held out."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Images as a model reads them: read when asked for, in RGB, and changed at random by themselves."""
 
-from __future__ import annotations
-
 import io
 import random
 import struct

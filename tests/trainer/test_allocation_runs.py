@@ -1,7 +1,5 @@
 """Random allocation in whole runs: what is drawn, recorded, resumed and said."""
 
-from __future__ import annotations
-
 import faults
 import pytest
 import tiny

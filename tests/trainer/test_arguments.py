@@ -1,7 +1,5 @@
 """``DPTrainingArguments``: defaults, round trips, and every refusal by argument and next move."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

@@ -1,7 +1,5 @@
 """Audits of whole runs: who takes part, what is said, what is caught, what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """A run that is one of a private selection: what it plans, records and states."""
 
-from __future__ import annotations
-
 import functools
 import json
 

@@ -1,7 +1,5 @@
 """Draws with a largest size: sampler, noise, ledger and statement tell the same story."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """Resumed, best and saved weights are those of the checkpoint, or those that were evaluated."""
 
-from __future__ import annotations
-
 import peft
 import pytest
 import tiny

@@ -1,7 +1,5 @@
 """Checkpoints appear complete or not at all; a resumed run says what it lost."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """What went wrong, or could have, in runs that choose what trains: each as it was found."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from pathlib import Path

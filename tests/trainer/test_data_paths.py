@@ -6,8 +6,6 @@ every row drawn and the same noise, with and without one row. Each run's change 
 its own expected batch size, is its noised sum.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """Which device the processes of a launcher take, decided before transformers sets devices up."""
 
-from __future__ import annotations
-
 import logging
 from argparse import Namespace
 from pathlib import Path

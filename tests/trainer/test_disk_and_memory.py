@@ -1,8 +1,6 @@
 """A full disk, an unwritable folder and too little memory: a clear error, a usable last checkpoint,
 and each release recorded once."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

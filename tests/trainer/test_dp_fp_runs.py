@@ -1,7 +1,5 @@
 """Whole runs of DP-FP: what each variant does, records, and lets nobody read into it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

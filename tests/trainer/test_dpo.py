@@ -1,7 +1,5 @@
 """DPDPOTrainer: a pair is one example, whose loss is that of the DPO paper."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs on the same rows, one after the other: the later claims no more than the weakest of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 from pathlib import Path

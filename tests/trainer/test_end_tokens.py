@@ -1,7 +1,5 @@
 """Classifiers that read at the last end token train and evaluate on rows with any number of them."""
 
-from __future__ import annotations
-
 import datasets
 import pytest
 import tiny

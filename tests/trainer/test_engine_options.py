@@ -1,7 +1,5 @@
 """The engine's options through the trainer: they change memory and time, and nothing else."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Once a trainer exists, an argument is read again when it is used, or it cannot change."""
 
-from __future__ import annotations
-
 import dataclasses
 from contextlib import contextmanager
 

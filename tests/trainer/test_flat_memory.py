@@ -1,7 +1,5 @@
 """Thousands of private steps do not fill the memory."""
 
-from __future__ import annotations
-
 import gc
 import resource
 import sys

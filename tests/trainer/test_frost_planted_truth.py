@@ -1,7 +1,5 @@
 """A model in which three known matrices matter: FROST finds them at epsilon 2, chance does not."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

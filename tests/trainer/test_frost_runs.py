@@ -1,8 +1,6 @@
 """DP-FROST inside a private run: paid for before it is used, made once, kept, loaded by stock PEFT,
 nothing un-noised left."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """DPSeq2SeqTrainer: what is generated, from which prompts, and what generation leaves alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import datasets

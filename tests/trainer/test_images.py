@@ -1,7 +1,5 @@
 """Images in ``DPTrainer``: a transform makes pixels of them, and what it must not leave out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every argument of transformers works or is refused, and so is what the environment may set."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

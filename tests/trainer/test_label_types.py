@@ -1,7 +1,5 @@
 """Training and evaluation read one label alike, whatever type the rows hold it in."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

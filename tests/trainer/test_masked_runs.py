@@ -1,7 +1,5 @@
 """In place: PVAL and PARAM, whose other entries stay and whose look PARAM pays for; RGP."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """A noised loss in whole runs: from the argument to logs, ledger, statement and card."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

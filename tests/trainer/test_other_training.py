@@ -1,7 +1,5 @@
 """A model remembers what trained it, and a statement counts all of that, names it, or is refused."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

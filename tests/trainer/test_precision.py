@@ -1,7 +1,5 @@
 """Guard, self-check, card and physical batches go by the precision that runs, whoever asked for it."""
 
-from __future__ import annotations
-
 import pytest
 import tiny
 import torch

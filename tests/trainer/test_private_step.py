@@ -1,7 +1,5 @@
 """What one private step does, each property with the bug it guards against planted."""
 
-from __future__ import annotations
-
 import contextlib
 
 import faults

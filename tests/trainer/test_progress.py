@@ -1,7 +1,5 @@
 """Progress shows the epsilon spent so far, in a terminal and in a notebook."""
 
-from __future__ import annotations
-
 import tiny
 from transformers.utils.notebook import NotebookProgressCallback
 

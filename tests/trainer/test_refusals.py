@@ -1,7 +1,5 @@
 """Bad input ends before anything is written, with the argument, its value and the next move."""
 
-from __future__ import annotations
-
 import pytest
 import tiny
 import torch

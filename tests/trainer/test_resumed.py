@@ -1,7 +1,5 @@
 """A resumed run trains what its checkpoint trained, or nothing."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A ledger cannot go back: what anything else knows of it is in it, or nobody trains on."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

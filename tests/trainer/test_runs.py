@@ -1,7 +1,5 @@
 """Whole runs: what is written, logged and withheld, resumed, and what a Trainer user expects."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

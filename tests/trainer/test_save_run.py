@@ -1,7 +1,5 @@
 """A loop of one's own saves by one call what DPTrainer saves: weights, tokenizer, card, evidence."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

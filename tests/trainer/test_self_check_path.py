@@ -1,7 +1,5 @@
 """The self-check goes the way of the rows: through the user's collator and our padding."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import datasets

@@ -1,7 +1,5 @@
 """DPSFTTrainer: data as TRL prepares it, each row by itself, and a private run on it."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from typing import Any

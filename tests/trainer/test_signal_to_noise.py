@@ -1,7 +1,5 @@
 """The logged signal to noise, against the clipped sum before any noise."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

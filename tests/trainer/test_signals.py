@@ -1,7 +1,5 @@
 """SIGTERM and SIGINT: the step under way is finished, a checkpoint saved, and handlers given back."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

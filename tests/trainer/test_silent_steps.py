@@ -1,7 +1,5 @@
 """What a private forward computes reaches no log: neither from within a step, nor later."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """Question answering from spans: two cross-entropies, one loss for each example."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

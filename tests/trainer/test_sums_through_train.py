@@ -5,8 +5,6 @@ Whole runs of one step through ``DPTrainer.train()`` with every row drawn, with 
 Read is what enters the noise. In both runs each row has the same key, as in the proof.
 """
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

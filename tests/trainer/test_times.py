@@ -1,7 +1,5 @@
 """How long a run and its selection take: written where a sweep asks for it, and nowhere else."""
 
-from __future__ import annotations
-
 import json
 import time
 

@@ -1,7 +1,5 @@
 """DP-FROST, PARAM, PVAL and RGP in ``non_private`` mode: the same choices, by exact numbers."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

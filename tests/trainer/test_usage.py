@@ -1,7 +1,5 @@
 """The Python lines of a card load what was trained, with its classes."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Users as the privacy unit in whole runs: what one user can move, and what is said of it."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json

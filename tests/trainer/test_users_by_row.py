@@ -1,7 +1,5 @@
 """Rows of users drawn and clipped one by one: what is drawn from, what is said, what is refused."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace

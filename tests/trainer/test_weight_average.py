@@ -1,7 +1,5 @@
 """An average of the weights is a callback of the user's: it reads released weights alone."""
 
-from __future__ import annotations
-
 import tiny
 import torch
 from safetensors.torch import load_file

@@ -1,8 +1,6 @@
 """Bottleneck adapters: where they sit, what they compute, exact to clip, saved and loaded with
 ``import hf_dp``."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """What DP-FROST chose, read from ``selection.json``."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 

@@ -1,8 +1,6 @@
 """Partitions, estimation and selection of DP-FROST, against slow implementations written from the
 paper's text alone."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,8 +1,6 @@
 """Partition gradient magnitudes against definitions 7 to 9 in float64, their sensitivity by leaving
 each record out."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 

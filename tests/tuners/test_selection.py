@@ -1,8 +1,6 @@
 """Training some of a model's own parameters: exact to clip, and a stock PEFT adapter of just
 those."""
 
-from __future__ import annotations
-
 import copy
 import json
 import warnings

@@ -1,7 +1,5 @@
 """Conversations: labels on the assistant's turns alone, whatever the template can tell."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

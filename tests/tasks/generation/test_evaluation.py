@@ -1,8 +1,6 @@
 """Writing: a batch as each prompt alone, reproducible, and apart from all private randomness; and
 perplexity against a loop over single examples and tokens in float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

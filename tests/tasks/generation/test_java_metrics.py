@@ -1,7 +1,5 @@
 """E2E's ROUGE-L, CIDEr and METEOR, whose words come from a Java program."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections import Counter

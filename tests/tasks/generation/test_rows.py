@@ -1,8 +1,6 @@
 """Rows to prompts and targets, as Li et al. write them; their token ids and labels; questions with
 their references."""
 
-from __future__ import annotations
-
 import datasets
 import pytest
 import tiny_text

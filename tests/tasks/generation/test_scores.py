@@ -1,8 +1,6 @@
 """The driver of scores: names, rows that it refuses, degenerate texts, and what is missing; BERTScore
 by a model in a local folder."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Synthetic rows of every layout."""
 
-from __future__ import annotations
-
 import copy
 
 import datasets

@@ -1,7 +1,5 @@
 """BLEU, NIST, ROUGE and dialog F1 against direct counts, and against the E2E challenge's script."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 
