@@ -30,7 +30,10 @@ NamedClass = TypeVar("NamedClass", bound=Named)
 
 
 def register(cls: type[NamedClass]) -> type[NamedClass]:
-    """Make a class known by its ``name``: a class decorator."""
+    """Make a class known by its ``name``: a class decorator.
+
+    Raises: ConfigError when another class has that name.
+    """
     if cls.known.setdefault(cls.name, cls) is not cls:
         raise ConfigError(f"Expected {cls.__name__} to have a name of its own, got {cls.name!r}.")
     return cls

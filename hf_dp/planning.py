@@ -158,13 +158,18 @@ def suggest(
     """Suggest settings for a run with DP-Adam.
 
     Args:
+        num_examples: N, rows (or users) of the training set, at least 16.
+        target_epsilon: the epsilon to stay within.
         epochs: passes over the data that there is time for; None: as many as the rules ask for.
+        parameters: how many numbers train with ``peft``; None: not known.
         peft: the recipe's choice of what trains, which stays; None: everything, or LoRA where the
             noise would drown that.
-        request: further arguments of :meth:`PrivacyPlan.create`. Where ``users`` draws rows, batch
-            and steps are those of rows.
+        request: further arguments of :meth:`PrivacyPlan.create`, such as ``target_delta``. Where
+            ``users`` draws rows, batch and steps are those of rows.
 
-    Raises: InvalidArgumentError; CalibrationError if no noise meets the target.
+    Raises:
+        InvalidArgumentError: names the argument.
+        CalibrationError: no noise meets the target.
     """
     count = integer("num_examples", num_examples, 16)
     if epochs is not None:

@@ -40,8 +40,13 @@ class Accountant(Protocol):
     RANGE: Range
 
     def epsilon(self, composition: Composition, delta: float, relation: str) -> Epsilon:
-        """Return epsilon of what has noise and depends on examples, and is in the accountant's row
-        of :mod:`hf_dp.accounting.knows`; raise AccountingRangeError where it may be wrong."""
+        """Return epsilon at ``delta``.
+
+        It is asked only about a composition that has noise, that depends on examples, and all
+        kinds of which are in the accountant's row of :mod:`hf_dp.accounting.knows`.
+
+        Raises: AccountingRangeError where the result may be wrong.
+        """
         ...
 
 
@@ -51,8 +56,13 @@ _REGISTERED: dict[str, Accountant] = {}
 def register_accountant(
     name: str, accountant: Accountant, kinds: Iterable[str], *, bound: bool
 ) -> None:
-    """Make an accountant known, also to arguments, statements and cards. Args: kinds: what it
-    bounds, as :mod:`hf_dp.accounting.knows` names it. bound: whether noise may be calibrated to it.
+    """Make an accountant known, also to arguments, statements and cards.
+
+    Args:
+        kinds: what it bounds, as :mod:`hf_dp.accounting.knows` names it; all else is refused.
+        bound: whether its result is an upper bound, so that noise may be calibrated to it.
+
+    Raises: ConfigError for a name that is taken, or for an unknown kind.
     """
     kinds = frozenset(kinds)
     if name in KNOWS or not kinds <= set(KINDS):
@@ -81,16 +91,23 @@ def epsilon(
     accountant: str = "pld",
     relation: str = "zero_out",
 ) -> Epsilon:
-    """Return the epsilon of one event, or of several composed adaptively, in any order.
+    """Return the epsilon of one event, or of several composed adaptively.
+
+    Changes nothing, so it may be called at any time, even during a run.
 
     Args:
+        events: what ran, in any order; an empty sequence costs 0.
         delta: in (0, 1); meaningful only well below 1 / number of examples.
         accountant: "pld" (default; min of PLD and RDP), "rdp", "prv" (upper end) or "gdp_clt" (an
             estimate).
         relation: one of RELATIONS; "replace_one" only with "pld".
 
-    Raises: InvalidArgumentError; AccountingRangeError, with an accountant that is known to be right
-        here; UnsupportedEventError for an event or relation that this accountant does not know.
+    Raises:
+        InvalidArgumentError: delta, accountant or relation is invalid.
+        AccountingRangeError: this accountant is not known to be right here; the message names one
+            that is.
+        UnsupportedEventError: an event is of an unknown kind, or this accountant does not know it,
+            or not under this relation.
     """
     load(accountant)  # raises for an unknown name
     one_of("relation", relation, RELATIONS)
@@ -122,10 +139,12 @@ def compare(
     accountants: Sequence[str] = ACCOUNTANTS,
     relation: str = "zero_out",
 ) -> tuple[Answer, ...]:
-    """Return one answer for each accountant, with a note in place of each refusal.
+    """Return one answer for each accountant.
 
-    DP-FP as published has the paper's figure in its note. An estimate above one of the bounds is
-    left out: a bound says more.
+    Arguments and errors are those of :func:`epsilon`, with one exception: an accountant that is out
+    of its range, or that cannot describe an event, gives an answer without epsilon, and its note
+    says why. So does DP-FP as published; the note then has the paper's figure. An estimate above
+    one of the bounds is left out: a bound says more.
     """
     events = as_events(events)
     answers = []
@@ -214,16 +233,26 @@ def calibrate_noise_multiplier(
 ) -> float:
     """Return the smallest noise multiplier with which ``steps`` more steps stay inside the target.
 
-    It has SIGNIFICANT_DIGITS digits, is at most TOLERANCE (relative) above the smallest, and was
-    itself evaluated: epsilon(prior_events + steps) <= target_epsilon. "pld" takes about a second.
-
     Args:
+        target_epsilon: epsilon of everything together, prior events included, > 0.
+        target_delta: delta in (0, 1).
+        sample_rate: probability with which each example joins a step, in (0, 1].
+        steps: number of steps to pay for, >= 1.
+        accountant: a bound: "pld", "rdp" or "prv".
         prior_events: what already ran on the same data, and is paid from the same target.
         event: ``(noise_multiplier, steps) -> Event``, the event of these steps, such as a sampler's
             ``event``. None: Poisson sampling at ``sample_rate``.
 
-    Raises: InvalidArgumentError, also for an accountant that is no bound; CalibrationError when no
-        noise meets the target, or any does; AccountingRangeError.
+    Returns:
+        Noise standard deviation / clipping norm, with SIGNIFICANT_DIGITS digits. It was itself
+        evaluated, so that epsilon(prior_events + steps) <= target_epsilon. It is at most TOLERANCE
+        (relative) above the smallest such number. "pld" takes about a second.
+
+    Raises:
+        InvalidArgumentError: a value is invalid, or the accountant is not a bound.
+        CalibrationError: the target cannot be met, or is met by every noise multiplier that the
+            accountant covers.
+        AccountingRangeError: the accountant does not cover delta, sample_rate or steps.
     """
     goal = _Goal(target_epsilon, target_delta, accountant, prior_events)
     rate = in_unit_interval("sample_rate", sample_rate, _RATE_HINT, one=True)
@@ -267,10 +296,17 @@ def calibrate_steps(
     prior_events: Iterable[Event] = (),
     event: MakeEvent | None = None,
 ) -> int:
-    """Return the largest number n >= 0 of further sampled steps that stays inside the target: n + 1
-    exceed it. Arguments as for :func:`calibrate_noise_multiplier`; rate and noise may be 0.
+    """Return the largest number of further sampled steps that stays inside the target.
 
-    Raises: CalibrationError: the target is not reached within the steps that the accountant covers.
+    Arguments and errors are those of :func:`calibrate_noise_multiplier`, but ``sample_rate`` may be
+    0 and ``noise_multiplier`` 0.
+
+    Returns:
+        A number of steps n >= 0 with epsilon(prior_events + n steps) <= target_epsilon and
+        epsilon(n + 1 steps) > target_epsilon; 0 if one step, or the prior events alone, exceed it.
+
+    Raises:
+        CalibrationError: the target is not reached within the steps that the accountant covers.
     """
     goal = _Goal(target_epsilon, target_delta, accountant, prior_events)
     sigma = non_negative("noise_multiplier", noise_multiplier)

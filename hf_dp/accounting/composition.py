@@ -166,8 +166,17 @@ class Composition:
 
 @dataclass(frozen=True)
 class Range:
-    """The limits, both ends included, within which an accountant is known to be right: of the noise
-    multiplier and the Poisson rate of every event, of all steps together, and of delta."""
+    """The limits, both ends included, within which an accountant is known to be right.
+
+    Args:
+        accountant: its name, for messages.
+        min_noise_multiplier, max_noise_multiplier: noise standard deviation / clipping norm, of
+            every event.
+        min_sample_rate: Poisson probability, of every event.
+        max_steps: steps of all events together.
+        min_delta: delta.
+        next_move: what a message advises.
+    """
 
     accountant: str
     min_noise_multiplier: float
@@ -201,7 +210,8 @@ class Range:
 
 def compose(events: Event | Iterable[Event]) -> Composition:
     """Merge one event or several into their canonical form. Raises: UnsupportedEventError for what
-    is no registered event, and where no neighboring relation holds for all."""
+    is no registered event, and where no neighboring relation holds for all.
+    """
     events = as_events(events)
     for event in events:
         refuse_stranger(event)

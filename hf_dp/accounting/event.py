@@ -85,13 +85,18 @@ class Event:
         return {part: getattr(self, name) for part, name in self.parts.items()}
 
     def dp_event(self) -> DpEvent | None:
-        """Return one step (what ``with_steps(1)`` is) as a ``dp_accounting.DpEvent``: for an event
-        from outside hf_dp. None for those of hf_dp, which the accountants know themselves."""
+        """Return one step (what ``with_steps(1)`` is) as a ``dp_accounting.DpEvent``.
+
+        It describes an event from outside hf_dp. Use tuples in it, so that it has a hash. None for
+        the events of hf_dp, which the accountants know themselves.
+        """
         return None
 
     def canonical(self) -> tuple[Event, ...]:
-        """Return what it costs as accountants take it: events whose steps, where these are all in
-        which they differ, add up."""
+        """Return what it costs, in the form that accountants take.
+
+        Two of these events add up their steps if they differ in nothing else.
+        """
         return (self,)
 
     def with_steps(self, steps: int) -> Self:
@@ -170,7 +175,10 @@ _E = TypeVar("_E", bound=Event)
 
 
 def register_event(cls: type[_E]) -> type[_E]:
-    """Make an event known to ledgers by the name of its class, its own: a class decorator."""
+    """Make an event known to ledgers by the name of its class: a class decorator.
+
+    Raises: ConfigError when another event has that name.
+    """
     if EVENT_TYPES.get(cls.__name__, cls) is not cls:
         raise ConfigError(f"Expected an event with a name of its own, got {cls.__name__!r}.")
     EVENT_TYPES[cls.__name__] = cls
@@ -192,8 +200,12 @@ def as_events(events: Event | Iterable[Event]) -> tuple[Event, ...]:
 
 
 def event_from_dict(data: Mapping[str, object]) -> Event:
-    """Return the event that ``to_dict`` described. Nothing is guessed, since an event read wrongly
-    would give a wrong epsilon. Raises: UnsupportedEventError.
+    """Return the event that ``to_dict`` described.
+
+    Nothing is guessed: an unknown type, an unknown field, a missing field or a bad value is
+    refused, since an event read wrongly would give a wrong epsilon.
+
+    Raises: UnsupportedEventError.
     """
     if not isinstance(data, Mapping):
         raise UnsupportedEventError(f"Expected an event as a mapping with a `type`, got {data!r}.")

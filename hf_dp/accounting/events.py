@@ -331,10 +331,12 @@ class SumAndRows(RowByRow):
     another, independent one.
 
     The vectors show which examples were sampled for them; the sum's sample stays secret. So these
-    are a :class:`PoissonSampledGaussian` and a :class:`SampledRecordRelease`. (Were both of one
-    sample, the vectors would show whose sum it is.)
+    are a :class:`PoissonSampledGaussian` and a :class:`SampledRecordRelease`. (If one sample served
+    both, the vectors would show whose sum it is, and its sample would not be secret.)
 
-    Args: noise_multiplier: that of the sum. record_noise_multiplier: that of the vectors.
+    Args:
+        noise_multiplier: that of the sum.
+        record_noise_multiplier: that of the vectors.
     """
 
     noise_multiplier: float

@@ -96,11 +96,14 @@ def _root(function: Callable[[float], float], low: float, high: float) -> float:
 
 
 def noise_multiplier(target_epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
-    """Return the noise that the limit theorem asks for, to reproduce papers that calibrate by it.
+    """Return the noise that the limit theorem asks for.
 
-    Solves ``mu = q sqrt(T (exp(1/sigma^2) - 1))`` for the mu whose epsilon at ``delta`` is the
-    target (Du and Mi 2021, equations 3 and 11, where T counts micro-batches). The true cost can be
-    several times the target: in their setting for 1.73 it is 5.90 by PLD.
+    Its only purpose is to reproduce papers that calibrate by it. Solves ``mu = q sqrt(T
+    (exp(1/sigma^2) - 1))`` for the mu whose epsilon at ``delta`` is the target (Du and Mi 2021,
+    equations 3 and 11, where T counts micro-batches). The true cost of such a run can be several
+    times the target: in their setting for 1.73 it is 5.90 by PLD.
+
+    Raises: InvalidArgumentError.
     """
     target, delta = positive("target_epsilon", target_epsilon), in_unit_interval("delta", delta)
     rate, steps = in_unit_interval("sample_rate", sample_rate, one=True), integer("steps", steps, 1)

@@ -52,14 +52,22 @@ class LedgerEntry:
 
 
 class Ledger:
-    """Append-only history of one run; equal mechanisms in a row are one entry with more steps."""
+    """Append-only history of one run.
+
+    Equal consecutive mechanisms are kept as one entry with more steps. Entries are immutable and
+    cannot be removed or reordered.
+    """
 
     def __init__(self) -> None:
         self._entries: list[LedgerEntry] = []
 
     def append(self, event: Event, purpose: str) -> None:
-        """Note that ``event`` ran, before its result becomes visible. Raises: InvalidArgumentError
-        for no steps or no purpose; UnsupportedEventError."""
+        """Note that ``event`` ran. Call this before its result becomes visible to anyone.
+
+        Raises:
+            InvalidArgumentError: no steps, or an empty purpose.
+            UnsupportedEventError: not an event.
+        """
         entry = LedgerEntry(event, purpose)
         if self._entries and entry.continues(self._entries[-1]):
             steps = self._entries[-1].event.steps + event.steps
@@ -86,8 +94,10 @@ class Ledger:
         return epsilon(self.events, delta, accountant)
 
     def extends(self, other: Ledger) -> bool:
-        """Return whether ``other``'s history is a prefix of this one: only then may a run resume
-        from a checkpoint with that ledger."""
+        """Return whether ``other``'s history is a prefix of this one, or equal to it.
+
+        A run may resume from a checkpoint only if the run's ledger extends the checkpoint's.
+        """
         if not other._entries:
             return True
         *earlier, last = other._entries
@@ -107,8 +117,11 @@ class Ledger:
 
     @classmethod
     def from_list(cls, entries: Iterable[Mapping[str, Any]]) -> Ledger:
-        """Return the ledger that ``to_list`` wrote. Raises: LedgerError for what cannot be read,
-        since a ledger with a hole would under-report."""
+        """Return the ledger that ``to_list`` wrote.
+
+        Raises: LedgerError when an entry cannot be read, since a ledger with a hole would
+            under-report.
+        """
         ledger = cls()
         if isinstance(entries, (str, bytes, Mapping)) or not isinstance(entries, Iterable):
             raise LedgerError(

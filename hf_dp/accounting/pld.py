@@ -128,7 +128,10 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
     """Return an upper bound on epsilon at ``delta``.
 
     It takes 0.05 to 0.5 s for a new mechanism and half of that for more steps of a known one; ten
-    times as long where the fine grid is worth it. Raises: AccountingRangeError.
+    times as long where the fine grid is worth it (epsilon < 3 and tens of thousands of steps). At
+    rates below SMALL_RATE it takes 0.05 to 5 s.
+
+    Raises: AccountingRangeError outside RANGE or above MAX_EPSILON.
     """
     if _has_closed_form(composition):
         CLOSED_FORM.check(composition, delta)

@@ -52,8 +52,10 @@ _OTHER = 'Use accountant="pld" or accountant="rdp".'
 def epsilon(composition: Composition, delta: float, relation: str = "zero_out") -> Epsilon:
     """Return the upper end of the certified interval at ``delta``, with the point estimate.
 
-    Raises: AccountingRangeError, also where the mesh would not fit in memory, the package failed,
-        or its mean is off by more than MAX_MEAN_ERROR.
+    Raises:
+        AccountingRangeError: outside RANGE; the mesh would not fit in memory; the package failed;
+            or its discretized mean is off by more than MAX_MEAN_ERROR over all steps (released
+            versions integrate it with fixed break points).
     """
     RANGE.check(composition, delta)
     prvs, counts = _random_variables(composition)

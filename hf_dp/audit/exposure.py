@@ -42,7 +42,11 @@ class Ranked:
 def exact(canary: float, others: ArrayLike) -> Ranked:
     """Return the exposure by the rank among all of R.
 
-    Args: canary: its log-perplexity. others: those of all other members of R, in the same unit.
+    Args:
+        canary: its log-perplexity.
+        others: those of all other members of R, in the same unit.
+
+    Raises: DataError for a number that is not finite.
     """
     values = _finite(canary, others)
     rank, tied = 1 + int((values <= canary).sum()), int((values == canary).sum())
@@ -71,8 +75,11 @@ class Approximated:
 def approximate(canary: float, sample: ArrayLike) -> Approximated:
     """Return the exposure by a skew-normal that is fitted to the candidates' log-perplexities.
 
-    Args: canary: its log-perplexity. sample: those of candidates drawn at random from R, the canary
-    not among them; at least 100.
+    Args:
+        canary: its log-perplexity.
+        sample: those of candidates drawn at random from R, the canary not among them; at least 100.
+
+    Raises: DataError for a number that is not finite, too few of them, or all the same.
     """
     from scipy.stats import kstest, skewnorm
 
@@ -131,7 +138,12 @@ def most_exposed(epsilon: float, delta: float, repetitions: int, size: int) -> f
     P(rank <= k) <= e^(r epsilon) k / |R| + delta (e^(r epsilon) - 1) / (e^epsilon - 1). It bounds
     the exact exposure; that of a fitted distribution is not bounded by anything.
 
-    Args: epsilon, delta: of one row, taken out or not. repetitions: r. size: |R|.
+    Args:
+        epsilon, delta: of one row, taken out or not.
+        repetitions: r.
+        size: |R|.
+
+    Raises: InvalidArgumentError.
     """
     positive("epsilon", epsilon)
     non_negative("delta", delta)

@@ -81,7 +81,10 @@ class Report:
 
 
 def verify(folder: str | os.PathLike[str]) -> Report:
-    """Check a folder with a model, card and ``privacy.json``; the report has what is wrong."""
+    """Check a folder with a model, its card and its ``privacy.json``.
+
+    Nothing raises for what is wrong with the files: the report has it.
+    """
     folder = Path(folder)
     try:
         evidence = read(folder)

@@ -140,8 +140,12 @@ def parse(
     *,
     prog: str,
 ) -> tuple[Any, ...]:
-    """Return instances of the dataclasses, from YAML ``values`` and words, which win. Raises:
-    ConfigError for unknown names, and for values of another kind."""
+    """Return instances of the dataclasses, from YAML ``values`` and command-line ``words``.
+
+    The words win.
+
+    Raises: ConfigError for unknown names, and for values of another kind.
+    """
     from transformers.hf_argparser import DataClassType, HfArgumentParser
 
     hints: dict[str, object] = {}

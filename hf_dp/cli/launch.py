@@ -59,8 +59,11 @@ def launch_words(args: argparse.Namespace) -> list[str]:
 
 
 def launch(command: str, words: Sequence[str], args: argparse.Namespace) -> int:
-    """Run ``hf-dp COMMAND WORDS`` in the processes that the options ask for; return the exit code
-    of the one that failed first, 128 and the signal's number where a signal ended it."""
+    """Run ``hf-dp COMMAND WORDS`` in the processes that the options ask for.
+
+    Returns: the exit code of the process that failed first, 128 and the signal's number where a
+        signal ended it; 0 when all succeeded.
+    """
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.commands.launch import launch_command, launch_command_parser
     from accelerate.utils import patch_environment

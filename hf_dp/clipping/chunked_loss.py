@@ -220,7 +220,11 @@ def check_output(model: nn.Module, found: HeadInput, logits: object) -> Tensor:
 
 def chunked_loss(head: nn.Linear, hidden: Tensor, labels: Tensor, ignored: int) -> Tensor:
     """Return each example's mean cross-entropy over its labeled positions, (b,); 0 without any.
-    The head's inputs are (b, T, d) and labels (b, T), ``ignored`` where nothing is predicted."""
+
+    Args:
+        hidden: the head's inputs, (b, T, d).
+        labels: (b, T); ``ignored`` where nothing is predicted.
+    """
     tape = tape_of(head)
     if tape is not None:
         tape.note_forward(head, "weight", "bias")

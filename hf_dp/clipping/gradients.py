@@ -224,8 +224,12 @@ class OuterProducts(PerExampleGradient):
 
 @dataclass
 class Lookups(PerExampleGradient):
-    """``G_i = sum_t onehot(tokens[i, t]) grads[i, t]^T``; tokens (b, T), grads (b, T, n), which are
-    zero at padding."""
+    """``G_i = sum_t onehot(tokens[i, t]) grads[i, t]^T``.
+
+    Args:
+        tokens: integers, (b, T).
+        grads: (b, T, n), zero at padding.
+    """
 
     values = ("grads",)
     tokens: Tensor

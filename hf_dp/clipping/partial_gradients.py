@@ -42,8 +42,15 @@ class MaskedEngine(ClippingEngine):
     """A :class:`ClippingEngine` for the entries that a mask keeps.
 
     Norms are taken over those entries alone, and sums are zero elsewhere. As there, an example is
-    removed if its gradient is not finite, even in an entry that does not train. Masks are given by
-    parameter name, True where an entry trains; all entries of a parameter without one train.
+    removed if its gradient is not finite, even in an entry that does not train.
+
+    Args:
+        masks: by parameter name, of the parameter's shape, True where an entry trains; all entries
+            of a parameter without a mask train.
+
+    Raises:
+        InvalidArgumentError: a mask belongs to no trainable parameter or has another shape, or
+            clipping is neither ``"flat"`` nor ``"automatic"``.
     """
 
     clippings = ("flat", "automatic")
@@ -151,8 +158,14 @@ class LowRankEngine(ClippingEngine):
     """A :class:`ClippingEngine` that clips and sums carriers' gradients in place of the weights'.
 
     ``collect()`` returns them as ``NAME.left_carrier`` (m, r) and ``NAME.right_carrier`` (r, n),
-    and other parameters under their own names. Carriers are given by the names of trainable
-    matrices.
+    and other parameters under their own names.
+
+    Args:
+        carriers: by parameter name; each parameter must be a matrix.
+
+    Raises:
+        InvalidArgumentError: carriers are given for something that is not a trainable matrix, or
+            clipping is neither ``"flat"`` nor ``"automatic"``.
     """
 
     clippings = ("flat", "automatic")

@@ -37,8 +37,9 @@ def per_example_gradients(
 
     This is the oracle: each takes one backward pass of plain autograd, which keeps the graph.
     Unused parameters get zeros. All passes share one graph, so an example that is not finite spoils
-    the others (0 * NaN is NaN): this is not fit for training. The losses (b,) are of a forward that
-    ran without the engine.
+    the others (0 * NaN is NaN): this is not fit for training.
+
+    Args: losses: (b,), of a forward that ran without the engine.
     """
     for loss in losses:
         gradients = torch.autograd.grad(

@@ -68,7 +68,9 @@ class Feature(TrainerCallback):
     """What a run may do besides its steps, with what has left the gate. Each moment does nothing.
 
     One object serves one trainer, which also calls it as one of its callbacks, after all that were
-    there before. Args: args: the trainer's arguments.
+    there before.
+
+    Args: args: the trainer's arguments.
 
     Attributes:
         names: what :meth:`log` adds.
@@ -128,13 +130,18 @@ class Feature(TrainerCallback):
 
 
 class Inside(Feature, Observer):
-    """A feature that also sees what is not noised, by the moments of :class:`Observer`. A statement
-    of a run with one that is not of hf_dp is "not established"."""
+    """A feature that also sees what is not noised, by the moments of :class:`Observer`.
+
+    A statement of a run with one that is not part of hf_dp is "not established".
+    """
 
     run: PrivateRun
 
     def rows(self, dataset: DataSet, model: nn.Module | None, known: TrainingRows) -> DataSet:
-        """Return the training set, perhaps with more rows at its end, before the run is planned."""
+        """Return the training set, perhaps with more rows at its end, before the run is planned.
+
+        Args: known: the rows, as others are compared with them.
+        """
         return dataset
 
     def enter(self, run: PrivateRun, tuner: Tuner) -> None:

@@ -29,7 +29,12 @@ Batches = Any
 @dataclass
 class Clipped:
     """What one logical batch contributes, clipped and not yet noised: nothing of it may leave.
-    Args: losses: the sum of the clipped losses, (), where the plan releases it."""
+
+    Args:
+        values: the mechanism's own.
+        loss_sum: the sum of the losses, (), where it is known.
+        losses: the sum of the clipped losses, (), where the plan releases it.
+    """
 
     values: Any
     loss_sum: Tensor
@@ -39,9 +44,14 @@ class Clipped:
 class Mechanism(ABC):
     """How a run of :attr:`plan_type` obtains privacy: one subclass for each plan.
 
-    Attributes: noised: what the last step released beside the gradients, by its name in logs.
+    Args:
+        run: the private run.
+        tuner: what trains.
+
+    Attributes:
+        noised: what the last step released beside the gradients, each (), by its name in logs.
         noise_norm: the root of the expected squared norm of the noise in the last step's gradients,
-        where these are the noised sum itself.
+            where these are the noised sum itself; else None.
     """
 
     plan_type: ClassVar[type[MechanismPlan]]
@@ -61,8 +71,12 @@ class Mechanism(ABC):
     # -- before the steps --
 
     def start(self, checkpoint: str | None = None) -> None:
-        """Decide what of the model trains, and release what is released once, before the optimizer
-        exists. Args: checkpoint: folder from which a run goes on."""
+        """Decide what of the model trains, and release what is released once.
+
+        This comes before the optimizer exists.
+
+        Args: checkpoint: folder from which a run goes on.
+        """
 
     def refuse_shards(self, sharded: bool) -> None:
         """Raise UnsupportedModelError for a sharded model that cannot be trained in this way."""
@@ -93,8 +107,10 @@ class Mechanism(ABC):
         optimizer gets."""
 
     def set_gradients(self, clipped: Clipped, release: Release) -> None:
-        """Set ``p.grad`` to :meth:`gradients`. Raises: LedgerError for another release than of this
-        run's step."""
+        """Set ``p.grad`` to :meth:`gradients`.
+
+        Raises: LedgerError for a release that is not this run's step.
+        """
         plan = self.run.plan
         if plan.releases_each_step and not release.is_of(self.run.book, plan.step_release()):
             raise LedgerError(
@@ -109,7 +125,12 @@ class Mechanism(ABC):
 
     def rehearse(self, batches: Batches, optimizer: Optimizer | None) -> None:
         """Do what a step does to the memory, on made-up physical batches, without drawing or
-        releasing. Args: optimizer: makes a step, too, unless it is None."""
+        releasing.
+
+        Args: optimizer: makes a step, too, unless it is None.
+
+        Raises: UnsupportedArgumentError for a mechanism that cannot.
+        """
         raise UnsupportedArgumentError(
             f"The physical batch that fits cannot be found for {type(self.plan).__name__}: only "
             "steps of DP-SGD, and of DP-FP with a private encoder, can be rehearsed. Set the size "
@@ -201,7 +222,10 @@ def register_mechanism(cls: type[Mechanism]) -> type[Mechanism]:
 
 
 def mechanism_for(run: PrivateRun, tuner: Tuner | None = None) -> Mechanism:
-    """Return the mechanism that runs a plan. Raises: ConfigError where none is registered."""
+    """Return the mechanism that runs a plan.
+
+    Raises: ConfigError for a plan whose mechanism is not registered.
+    """
     plan = run.plan.mechanism
     if type(plan) not in _MECHANISMS:
         raise ConfigError(

@@ -249,8 +249,11 @@ def one_vector_per_example(inputs: tuple[object, ...], layer: nn.Module) -> Tens
 
 
 def clip_vectors(rows: Tensor, clipping_norm: float) -> Tensor:
-    """Return ``h min(1, C / |h|_2)`` for each h in (b, d) (equation 8), differentiably; 0 for one
-    that is not finite."""
+    """Return ``h min(1, C / |h|_2)`` for each vector h in (b, d) (Du and Mi 2021, equation 8),
+    differentiably.
+
+    A vector that is not finite becomes 0.
+    """
     finite = torch.isfinite(rows.detach()).all(1, keepdim=True)
     rows = torch.where(finite, rows, torch.zeros_like(rows))
     # float64: squares of float32 values neither overflow nor vanish, and rounding stays far below
@@ -265,9 +268,12 @@ def noising(
     layer: nn.Module, clipping_norm: float, noise: Callable[[Tensor], Tensor]
 ) -> Iterator[None]:
     """Clip and noise each vector that enters ``layer``, (b, d), inside, for forward and backward of
-    one batch. Gradient checkpointing may run the layer again in the backward pass. It then gets the
+    one batch. Outside, and therefore in evaluation, the layer gets what the model computes.
+
+    Gradient checkpointing may run the layer again in the backward pass. The layer then gets the
     very values that were released: fresh noise would be a second release, and the gradient would
-    belong to no forward pass."""
+    belong to no forward pass.
+    """
     with layer.register_forward_pre_hook(partial(_enter, clipping_norm, noise, [])):
         yield
 

@@ -50,7 +50,9 @@ _JOINS = (
 
 @dataclass(frozen=True)
 class MicroBatches(Draw):
-    """Rows of M independent Poisson draws a step (section 3.2), each at the rate B / (M N)."""
+    """Rows of M independent Poisson draws a step (Du and Mi 2021, section 3.2), each at the rate
+    B / (M N).
+    """
 
     num_micro_batches: int
 
@@ -91,7 +93,7 @@ class ForwardPlan(MechanismPlan):
 
     @property
     def vector_clipping_norm(self) -> float:
-        """C of a representation."""
+        """C of a representation (Du and Mi 2021, equation 8)."""
         return self.clipping_norm
 
     @property
@@ -232,10 +234,13 @@ class FrozenPlan(MicroBatchPlan):
     """Everything below the noise is frozen, so that what trains is a function of released vectors.
 
     Args:
+        num_micro_batches: M independent Poisson draws a step.
         reuse: ``once`` (one noisy vector an example, used for all steps) or ``fresh`` (a new one
             each time the example is drawn).
-        labels_in_vector: the released vector has a block for each of ``num_classes`` and the
+        labels_in_vector: the released vector has a block for each of ``num_classes`` (K) and the
             representation stands in that of its label; else labels are public.
+
+    Raises: InvalidArgumentError.
     """
 
     reuse: str = ONCE
@@ -313,12 +318,18 @@ class FrozenPlan(MicroBatchPlan):
 class PrivateEncoderPlan(ForwardPlan):
     """DP-SGD below the noise, an ordinary gradient from released vectors above it.
 
-    The vectors show who was drawn for them, so the gradients' draw is another, independent one:
-    only then is it a secret Poisson sample.
+    Each step releases a noisy sum of encoder gradients, and noisy vectors from which the last
+    layer's gradient follows. The vectors show who was drawn for them, so the gradients' draw is
+    another, independent one: only then is it a secret Poisson sample.
 
-    Args: clipping_norm, noise_multiplier, clipping: of the gradients. record_clipping_norm,
-        record_noise_multiplier: of the vectors. budget_ratio: how much of the target the gradients
-        leave to the vectors; None with given noise.
+    Args:
+        clipping_norm, noise_multiplier, clipping: of the gradients, as in :class:`DpSgdPlan`.
+        record_clipping_norm, record_noise_multiplier: of the vectors.
+        budget_ratio: how much of the target the gradients leave to the vectors; None with given
+            noise.
+        labels_in_vector, num_classes: as in :class:`FrozenPlan`.
+
+    Raises: InvalidArgumentError.
     """
 
     clipping: str = "flat"

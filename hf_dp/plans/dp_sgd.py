@@ -46,10 +46,14 @@ class NoisedLoss:
     """Noise on the sum of clipped losses, over the draw whose gradients are summed.
 
     The two sums are one Gaussian mechanism. Its budget is divided in the terms in which it adds up,
-    1 / noise_multiplier^2: the losses get ``budget_ratio`` of it. A noise multiplier that is given
-    is that of the gradients; that of the losses follows, and costs extra.
+    1 / noise_multiplier^2: the losses get ``budget_ratio`` of it, the gradients the rest. A noise
+    multiplier that is given is that of the gradients; that of the losses follows, and costs extra.
 
-    Args: bound: B > 0. Each loss is clipped to [0, B]; one that is not finite counts 0.
+    Args:
+        bound: B > 0. Each loss is clipped to [0, B]; one that is not finite counts 0.
+        budget_ratio: in (0, 1).
+
+    Raises: InvalidArgumentError.
     """
 
     bound: float
@@ -183,8 +187,15 @@ def check_mean_runs(name: str, value: object) -> float:
 class DpSgdPlan(MechanismPlan):
     """Noise on the sum of clipped gradients over a draw.
 
-    Args: clipping: one of :data:`CLIPPINGS`. loss: the sum of losses that a step releases beside
-        it. search: the search of which this is one run.
+    Args:
+        clipping_norm: C, the largest L2 norm with which one example's gradient enters the sum.
+        noise_multiplier: standard deviation of the noise on the sum / its sensitivity.
+        clipping: one of :data:`CLIPPINGS`.
+        draw: who takes part in a step.
+        loss: the sum of losses that a step releases with noise of its own; None: none.
+        search: the search of which this is one run; None: it is none.
+
+    Raises: InvalidArgumentError.
     """
 
     clipping: str = "flat"
@@ -214,7 +225,10 @@ class DpSgdPlan(MechanismPlan):
         noised_loss_budget_ratio: float | None = None,
         mean_runs: float | None = None,
     ) -> Self:
-        """Return the plan that these arguments ask for; the draw's as :func:`draw_of`."""
+        """Return the plan that these arguments ask for; the draw's as :func:`draw_of`.
+
+        Raises: InvalidArgumentError.
+        """
         loss = None
         if (noised_loss_bound is None) != (noised_loss_budget_ratio is None):
             missing, given = (BOUND, RATIO) if noised_loss_bound is None else (RATIO, BOUND)

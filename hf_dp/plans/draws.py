@@ -152,8 +152,10 @@ class Poisson(Draw):
 @register_draw
 @dataclass(frozen=True)
 class TruncatedPoisson(Poisson):
-    """A Poisson draw of which a step uses a uniformly random part of ``max_batch_size`` where it is
-    larger."""
+    """A Poisson draw of which a step uses a uniformly random part where it is too large.
+
+    Args: max_batch_size: the most examples that a step uses, >= 1.
+    """
 
     max_batch_size: int
 
@@ -279,8 +281,14 @@ def check_sampling(name: str, value: object) -> str:
 def draw_of(
     sampling: str = POISSON, max_batch_size: int | None = None, by_row: bool = False
 ) -> Draw:
-    """Return the draw that these arguments ask for. Args: by_row: whether rows of users are drawn.
-    Raises: UnsupportedArgumentError for arguments that ask for two draws."""
+    """Return the draw that these arguments ask for.
+
+    Args:
+        max_batch_size: ``max_logical_batch_size``.
+        by_row: whether rows of users are drawn.
+
+    Raises: InvalidArgumentError; UnsupportedArgumentError for arguments that ask for two draws.
+    """
     check_sampling("sampling", sampling)
     asked: list[Draw] = [
         draw() for draw in Draw.known.values() if draw.sampling == sampling != POISSON

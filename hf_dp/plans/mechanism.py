@@ -59,11 +59,21 @@ class Words:
 
 @dataclass(frozen=True)
 class PlannedRelease:
-    """One event and the sensitivity of each part that it lets out: the largest L2 distance by which
-    one example can move what is noised.
+    """One event and the sensitivity of each part that it lets out.
 
     The noise is derived from the event itself, so what is drawn and what is accounted cannot
     differ.
+
+    Args:
+        event: what the ledger records.
+        purpose: why, as the ledger names it: training, selection or release.
+        sensitivities: by part of the event (:data:`hf_dp.accounting.SUM`,
+            :data:`hf_dp.accounting.VECTORS`, :data:`hf_dp.accounting.LOSS`), the largest L2
+            distance by which one example can move what is noised, above 0.
+
+    Raises:
+        ConfigError: the parts are not those of the event.
+        InvalidArgumentError: the purpose or a sensitivity is invalid.
     """
 
     event: Event
@@ -84,7 +94,10 @@ class PlannedRelease:
         object.__setattr__(self, "sensitivities", MappingProxyType(checked))
 
     def noise_std(self, part: str) -> float:
-        """Return the standard deviation of the noise on a part: noise multiplier x sensitivity."""
+        """Return the standard deviation of the noise on a part: noise multiplier x sensitivity.
+
+        Raises: ConfigError for a part that the event does not release.
+        """
         if part not in self.sensitivities:
             raise ConfigError(
                 f"Expected a part that {type(self.event).__name__} releases "
@@ -102,9 +115,12 @@ class MechanismPlan(Named, ABC):
         noise_multiplier: standard deviation of the noise / sensitivity; None until calibrated.
 
     Attributes (of the class):
+        name: in ``privacy.json``; unique.
         privacy_mode: the ``privacy_mode`` argument that selects it.
         established: whether a bound on its epsilon is known.
         noises_gradients_alone: whether all its noise is on sums of gradients.
+
+    Raises: InvalidArgumentError for a clipping norm or noise multiplier that is not positive.
     """
 
     clipping_norm: float
@@ -191,16 +207,22 @@ class MechanismPlan(Named, ABC):
     # -- how the noise is decided --
 
     def check(self, schedule: Schedule, selects: bool) -> None:
-        """Raise InvalidArgumentError for what does not go with this mechanism. Args: selects:
-        whether a selection is released before the steps."""
+        """Raise InvalidArgumentError for what does not go with this mechanism.
+
+        Args: selects: whether a selection is released before the steps.
+        """
         if schedule.accountant not in BOUNDS and schedule.target_epsilon is not None:
             raise _validate.invalid(
                 "accountant", schedule.accountant, "to be a bound when `target_epsilon` is given"
             )
 
     def check_users(self, users: Users | None) -> None:
-        """Raise InvalidArgumentError where users cannot be protected in this way; by default only
-        draws of users are known, not of their rows."""
+        """Raise an error where this mechanism cannot protect users in this way.
+
+        By default it knows draws of users, not of their rows.
+
+        Raises: UnsupportedArgumentError where no bound is known for several rows of a user.
+        """
         if users is not None and users.by_row:
             expected, error = f"to be {BY_USER!r} with a {self.name}", UnsupportedArgumentError
             raise _validate.invalid("unit_sampling", BY_ROW, expected, NO_BOUND, error)
@@ -209,8 +231,12 @@ class MechanismPlan(Named, ABC):
         self, schedule: Schedule, target_epsilon: float, prior_events: Sequence[Event]
     ) -> Self:
         """Return this plan with the noise with which its steps, and what ran before, just meet the
-        target. Raises: InvalidArgumentError for noise that is given beside a target;
-        CalibrationError."""
+        target.
+
+        Raises:
+            InvalidArgumentError: noise is given beside a target.
+            CalibrationError: no noise meets the target.
+        """
         event = partial(self.step_event, schedule)
         sigma = self.smallest_noise(schedule, target_epsilon, prior_events, event)
         return replace(self, noise_multiplier=sigma)
@@ -222,8 +248,12 @@ class MechanismPlan(Named, ABC):
         prior_events: Sequence[Event],
         event: MakeEvent,
     ) -> float:
-        """Return the smallest noise multiplier with which all steps stay inside the target. Args:
-        event: ``(noise_multiplier, steps)`` -> what that many steps release."""
+        """Return the smallest noise multiplier with which all steps stay inside the target.
+
+        Args: event: ``(noise_multiplier, steps)`` -> what that many steps release.
+
+        Raises: CalibrationError, AccountingRangeError.
+        """
         return calibrate_noise_multiplier(
             target_epsilon,
             schedule.delta,
@@ -248,8 +278,12 @@ class MechanismPlan(Named, ABC):
         return ()
 
     def what_ran(self, schedule: Schedule, steps: int, released: Sequence[Event]) -> str:
-        """Return what ran, for a statement's sentence. Args: steps: by the ledger. released: what
-        ran once, before them."""
+        """Return what ran, for the sentence of a statement.
+
+        Args:
+            steps: that ran, by the ledger.
+            released: events that ran once, before them.
+        """
         if steps == 0:
             return "no step on the training set has run"
         words = self.words(schedule)

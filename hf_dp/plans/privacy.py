@@ -24,12 +24,16 @@ MAX_STEPS = 10**9
 
 @dataclass(frozen=True)
 class PrivacyPlan(Schedule):
-    """What a private run will do, made by :meth:`solve`. Sampler, noise and accountant all read it;
-    nothing else computes these numbers.
+    """What a private run will do. Sampler, noise and accountant all read it; nothing else computes
+    these numbers.
 
-    Args: mechanism: how privacy is obtained, with its clipping norm and noise. selection: what is
-        released before training to choose what trains. privacy_unit, neighboring_relation: what the
-        user asked to be protected, and against what.
+    Made by :meth:`solve`.
+
+    Args:
+        mechanism: how privacy is obtained, with its clipping norm and noise.
+        selection: what is released before training to choose what trains; None: nothing.
+        privacy_unit, neighboring_relation: what the user asked to be protected, and against what.
+        others: as in :class:`hf_dp.plans.draws.Schedule`.
     """
 
     mechanism: MechanismPlan
@@ -147,7 +151,10 @@ class PrivacyPlan(Schedule):
     # -- what is drawn and released --
 
     def sampler(self, steps: int | None = None) -> Sampler:
-        """Return a sampler of ``steps`` (default: all) logical batches of this plan."""
+        """Return a sampler of ``steps`` (default: all) logical batches of this plan.
+
+        It draws from the operating system's cryptographic source.
+        """
         return self.mechanism.draw.sampler(self, self.steps if steps is None else steps)
 
     @property
@@ -190,7 +197,10 @@ class PrivacyPlan(Schedule):
 
     @classmethod
     def create(cls, *, users: units.Users | None = None, **given: Any) -> Self:
-        """Plan DP-SGD by the arguments of :meth:`DpSgdPlan.of`; :meth:`solve` has the others."""
+        """Plan DP-SGD by the arguments of :meth:`DpSgdPlan.of`, and :meth:`solve` with the others.
+
+        Raises: InvalidArgumentError, CalibrationError, as there.
+        """
         own = {name: given.pop(name) for name in signature(DpSgdPlan.of).parameters.keys() & given}
         by_row = users is not None and users.by_row
         return cls.solve(mechanism=DpSgdPlan.of(**own, by_row=by_row), users=users, **given)
@@ -214,6 +224,8 @@ class PrivacyPlan(Schedule):
 
         Args:
             num_examples: N >= 2, rows, or users where they are protected.
+            expected_batch_size: B in (0, N].
+            mechanism: how privacy is obtained. It has its noise, or ``target_epsilon`` decides it.
             num_train_epochs: expected passes over the rows; the steps are ``ceil(epochs * N / B)``.
                 Where the mechanism has whole epochs, B is made N / their steps.
             max_steps: the steps, where positive.
@@ -222,7 +234,9 @@ class PrivacyPlan(Schedule):
             prior_events: what already ran on the same rows, paid from the same target.
             others: further fields of the plan.
 
-        Raises: InvalidArgumentError; CalibrationError when no noise meets the target.
+        Raises:
+            InvalidArgumentError: names the argument.
+            CalibrationError: no noise meets the target.
         """
         least = "A private training set has at least two rows, or users."
         n = _validate.integer("num_examples", num_examples, 2, least)
@@ -277,8 +291,12 @@ class PrivacyPlan(Schedule):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Self:
-        """Read back what :meth:`to_dict` wrote. Raises: ConfigError; InvalidArgumentError for a
-        value that could not have been written."""
+        """Read back what :meth:`to_dict` wrote.
+
+        Raises:
+            ConfigError: a field is missing.
+            InvalidArgumentError: a field could not have been written.
+        """
         names = {item.name for item in fields(cls)}  # the others are derived
         own = {name: value for name, value in values.items() if name in names}
         if own.get("privacy_unit") != units.USER:

@@ -204,7 +204,9 @@ class MicroBatchSampler(BernoulliSampler):
     as examples drawn, not as trials. A gap is ``floor(log(u) / log(1 - p))`` for u uniform on
     multiples of 2^-64, so the relative error of probabilities is about 2^-53 / p.
 
-    Args: sample_rate: p, of each draw. num_micro_batches: M >= 1.
+    Args:
+        sample_rate: p, of each draw.
+        num_micro_batches: M >= 1.
     """
 
     num_micro_batches: int = 1

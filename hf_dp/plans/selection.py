@@ -36,9 +36,12 @@ class SelectionPlan:
     Args:
         quantity: what is released: ``mg``, ``mgn``, ``mgna`` (magnitudes of partitions) or
             ``gradient``.
-        sample_rate: q_ps. iterations: the most releases, T. clipping_norm: c, of one example's
-            gradient in the norm of order ``norm_order``, a. noise_multiplier: sigma_ps; None until
-            a target decides it.
+        sample_rate: q_ps, with which each example joins a draw.
+        iterations: the most releases: T for each selection.
+        clipping_norm: c, of one example's gradient in the norm of order ``norm_order``.
+        norm_order: a, 1 or 2.
+        noise_multiplier: sigma_ps, standard deviation of the noise / sensitivity; None until a
+            target decides it.
         budget_ratio: 1 - r_eps, how much of the target the training leaves to the selection; None
             with given noise.
     """

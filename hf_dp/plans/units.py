@@ -42,11 +42,16 @@ class Users:
     how many of them can be one user's.
 
     Args:
-        column: whose values say whose a row is. name: what a user is called in statements.
+        column: the column whose values say whose a row is.
+        name: what one of them is called in statements, for example "patient".
         max_rows: the most rows of a user that take part: of a drawn user, chosen at random in each
             draw; or of the rows that are drawn from, chosen once.
         reduction: whether a drawn user's gradient is the "mean" or the "sum" over those rows.
-        num_rows: the rows that are drawn from with sampling "examples"; stated as public.
+        sampling: "users" or "examples".
+        num_rows: the rows that are drawn from with sampling "examples", at most ``max_rows`` of
+            each user; stated as public.
+
+    Raises: InvalidArgumentError.
     """
 
     column: str
@@ -91,5 +96,8 @@ def weakest_unit(units: Iterable[str]) -> str:
 
 
 def weakest_relation(relations: Iterable[str]) -> str:
-    """Return the relation that holds for runs on the same rows together."""
+    """Return the relation that holds for runs on the same rows together.
+
+    Where labels are public in one of the runs, no label is replaced in any of them.
+    """
     return max(relations, key=RELATIONS.index)

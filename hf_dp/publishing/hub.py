@@ -42,8 +42,12 @@ T = TypeVar("T")
 
 
 class Hub:
-    """Pushes publications with one token, by default that of ``hf auth login`` or HF_TOKEN. Raises:
-    PublishError when there is none, and for whatever the Hub or the network refuses."""
+    """Pushes publications with one token.
+
+    Args: token: None for that of ``hf auth login`` or HF_TOKEN.
+
+    Raises: PublishError when there is none, and for whatever the Hub or the network refuses.
+    """
 
     def __init__(self, token: str | None = None):
         self.token = token or get_token()
@@ -68,7 +72,10 @@ class Hub:
         raise problem
 
     def create(self, repository: str, private: bool | None = None) -> str:
-        """Make a repository, unless it is there, and return its full name."""
+        """Make a repository, unless it is there, and return its full name.
+
+        Args: private: None for what the account's settings say.
+        """
         made = self._asked(
             "Creating the repository",
             repository,
@@ -85,9 +92,12 @@ class Hub:
         private: bool | None = None,
         message: str = "Publish with hf_dp",
     ) -> CommitInfo:
-        """Make a branch hold exactly the publication, by one commit that also deletes other files.
+        """Make a branch hold exactly the publication, by one commit.
 
-        Raises: PublishError when publication or repository is refused, before anything is uploaded.
+        Files that are there and not in it are deleted by the same commit; the history keeps them.
+
+        Raises: PublishError when the publication or the repository is refused, before anything is
+            uploaded.
         """
         additions = publication.additions()
         there = self.check(repository, revision, publication.evidence, private)
@@ -116,11 +126,13 @@ class Hub:
     ) -> ModelInfo:
         """Return what a branch holds; make one that is not there yet, without files.
 
-        Args: run: which is to be pushed; None before it has begun. older: whether the run may be at
-            an older state than the branch.
+        Args:
+            run: which is to be pushed; None before it has begun.
+            older: whether the run may be at an older state than the branch.
 
         Raises: PublishError unless it is empty, or holds an earlier state of the same run with the
-            card as it was pushed."""
+            card as it was pushed.
+        """
         what = "Reading the repository"
         there = self._asked(what, repository, lambda: self._info(repository, revision))
         if private and not there.private:

@@ -60,8 +60,11 @@ def stage(folder: Path) -> Path:
 
 
 def publish(folder: Path, name: str) -> Path:
-    """Let ``_saving/checkpoint-N`` appear as ``checkpoint-N``, durably. If one of that name was
-    moved away and the new one is not there after a kill, :func:`tidy` puts it back."""
+    """Let ``_saving/checkpoint-N`` appear as ``checkpoint-N``, durably.
+
+    One of that name is replaced: after a kill, or an OSError, :func:`tidy` puts it back if the new
+    one is not there.
+    """
     saving, final = folder / SAVING, folder / name
     sync_tree(saving / name)
     if final.exists():

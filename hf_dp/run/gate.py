@@ -68,7 +68,10 @@ class Gate:
         self._ledger, self._noise = ledger, noise
 
     def pay_ahead(self, planned: PlannedRelease) -> None:
-        """Record ``planned``, durably, before the first of the steps that it pays for."""
+        """Record ``planned``, durably, before the first of the steps that it pays for.
+
+        Raises: BudgetExceededError, LedgerError, as :meth:`hf_dp.run.ledger.RunLedger.append`.
+        """
         self._ledger.append(planned.event, planned.purpose)
         self._ledger.paid = planned.event.steps
 
@@ -77,6 +80,10 @@ class Gate:
         """Record ``planned``, durably, and give what lets its values out, inside the ``with`` only.
 
         What is paid ahead is in the ledger already; each step uses up one that it paid for.
+
+        Raises:
+            BudgetExceededError: it would pass the target; nothing is recorded then.
+            LedgerError: the step was not paid ahead, or the run is not open.
         """
         if planned.event.paid_ahead:
             self._ledger.use_paid()
@@ -100,19 +107,31 @@ class Release:
 
     def sum(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add up one sum over the examples of all processes, given as named parts, add noise once,
-        in place, and return it. Raises: LedgerError the second time."""
+        in place, and return it.
+
+        Raises: LedgerError the second time, which would be another release.
+        """
         self._add_up(list(sums.values()), SUM)
         return sums
 
     def loss(self, total: Tensor) -> Tensor:
         """Add up one sum of bounded losses, (), over the examples of all processes, add noise once,
-        in place, and return it. Raises: LedgerError the second time."""
+        in place, and return it.
+
+        Raises: LedgerError the second time, which would be another release; ConfigError when the
+            recorded event covers no loss.
+        """
         self._add_up([total], LOSS)
         return total
 
     def vectors(self, vectors: Tensor) -> Tensor:
-        """Return (b, d) vectors, each of one example alone, with noise; differentiable. A step may
-        call it once, or for several physical batches where the event has ``several_forwards``."""
+        """Return (b, d) vectors, each of one example alone, with noise in each coordinate.
+
+        Differentiable. Where the event has ``several_forwards``, a step may call it for several
+        physical batches.
+
+        Raises: LedgerError the second time otherwise, which would be another release.
+        """
         self._source()
         if not self.planned.event.several_forwards:
             self._once(VECTORS)

@@ -93,7 +93,11 @@ class RunLedger:
             self.folder = Path(folder)
 
     def start(self, planned_steps: int, planned_releases: int = 0) -> None:
-        """Open the ledger, and begin or continue as :meth:`Budget.start`."""
+        """Open the ledger, and begin or continue ``planned_steps`` training steps, between which
+        selections will make ``planned_releases`` more.
+
+        Raises: as :meth:`open` and :meth:`hf_dp.run.budget.Budget.start`.
+        """
         self.open()
         self.paid = 0
         self.budget.start(planned_steps, planned_releases)
@@ -104,8 +108,11 @@ class RunLedger:
             self._lock = self._lock or ledger_file.lock_run(self.folder)
 
     def open(self) -> None:
-        """Take the folder for this run, or raise LedgerError when it holds another run's ledger,
-        when another process is at work on it, or when anything knows what the ledger lacks."""
+        """Take the folder for this run. Nothing may be recorded before.
+
+        Raises: LedgerError when the folder holds another run's ledger, which would be lost; when
+            another process is at work on this run; or when anything knows what the ledger lacks.
+        """
         self.lines.run_id = self.processes.on_main(self._open_folder)
         self._is_open = True
 
@@ -159,7 +166,12 @@ class RunLedger:
 
     def record_earlier(self) -> None:
         """Begin the ledger with what earlier runs released of the same rows, in one line: a part of
-        it would look like all of it. One that has begun must hold exactly that."""
+        it would look like all of it.
+
+        Raises:
+            LedgerError: a ledger that has begun holds other earlier runs.
+            BudgetExceededError: the earlier runs alone pass the target.
+        """
         entries = self.earlier_entries
         if not len(self.ledger):
             if entries:
@@ -176,8 +188,12 @@ class RunLedger:
         """Record one release and make it durable: its line, and then the head.
 
         Only :class:`hf_dp.run.gate.Gate` calls it, before it lets a value out. Every process
-        records it, and goes on only when it is on the main one's disk. Nothing is recorded when the
-        target would be passed, before :meth:`open`, or when the processes' ledgers differ.
+        records it, and goes on only when it is on the main one's disk.
+
+        Raises:
+            BudgetExceededError: the target would be passed; nothing is recorded then.
+            LedgerError: before :meth:`open`, or without what earlier runs released.
+            DistributedError: the processes' ledgers differ, or another process failed.
         """
         entry = LedgerEntry(event, purpose)
         self.processes.agree(
@@ -232,7 +248,10 @@ class RunLedger:
         statement: PrivacyStatement,
         beside: Beside | None = None,
     ) -> None:
-        """Write ``privacy.json`` into a folder, in the main process."""
+        """Write ``privacy.json`` into a folder, in the main process.
+
+        Raises: LedgerError when this ledger does not continue what is stated there.
+        """
         if not self.processes.is_main:
             return
         self.note()
@@ -241,7 +260,10 @@ class RunLedger:
             write(folder, evidence.stating(statement, beside or Beside()))
 
     def go_with(self, folder: str | os.PathLike[str]) -> None:
-        """Put the head into the weights in a folder, and a copy of the ledger beside them."""
+        """Put the head into the weights in a folder, and a copy of the ledger beside them.
+
+        Raises: LedgerError when a file there is of another run, or was saved later in this one.
+        """
         folder = Path(folder)
         self.note()
         for path in weights_files(folder):
@@ -252,9 +274,11 @@ class RunLedger:
                 replace_file(folder / COPY, [whole])
 
     def resume(self, checkpoint: str | os.PathLike[str]) -> None:
-        """Take over the ledger of the *run*, so that repeated steps and branches all count, or
-        raise LedgerError where it is not the one that went with the checkpoint, or the plan
-        changed."""
+        """Take over the ledger of the *run*, so that repeated steps and branches all count.
+
+        Raises: LedgerError when checkpoint or run has no ledger, when they are of different runs,
+            when the run's does not contain what anything else knows, or when the plan changed.
+        """
         own, copy = self.processes.on_main(lambda: self._ledgers(Path(checkpoint)))
         self.lines = own
         self.budget = Budget(self.plan, own.ledger)

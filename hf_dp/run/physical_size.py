@@ -54,6 +54,9 @@ def largest_physical_batch(
     Args:
         optimizer: the run's; its state counts also before its first step.
         length: tokens of the longest row; None for examples without tokens.
+
+    Raises: UnsupportedArgumentError where there is no GPU; InvalidArgumentError when ``length`` is
+        missing, or the step fails; DataError for a longer row; DoesNotFitError.
     """
     _kept_free(run.device)
     with untouched_generators():

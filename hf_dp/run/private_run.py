@@ -144,7 +144,10 @@ class PrivateRun:
     # -- what was released --
 
     def let_inside(self, observer: Observer) -> None:
-        """Let an observer see what is not noised. With one not ours no epsilon is established."""
+        """Let an observer see what is not noised.
+
+        No epsilon is established for a run with an observer that is not part of hf_dp.
+        """
         kind = type(observer)
         if kind.__module__.partition(".")[0] != "hf_dp":
             self.book.weaken(Flags(observers=(f"{kind.__module__}.{kind.__qualname__}",)))
@@ -178,12 +181,19 @@ class PrivateRun:
 
     def release(self, planned: PlannedRelease) -> AbstractContextManager[Release]:
         """Record a release, durably, and give what lets its values out: noise of the planned
-        standard deviation is added on the way."""
+        standard deviation is added on the way.
+
+        Raises: BudgetExceededError, before anything is recorded, when it would pass the target.
+        """
         return self._gate.release(planned)
 
     def release_step(self) -> AbstractContextManager[Release]:
-        """Record one training step, as :meth:`release`; LedgerError a second time for one logical
-        batch: sampled once, it may be released once. Where it releases nothing, nothing leaves."""
+        """Record one training step, as :meth:`release`; where it releases nothing, nothing leaves.
+
+        Raises:
+            LedgerError: a second time for one logical batch. Sampled once, it may be released once.
+            BudgetExceededError: as :meth:`release`.
+        """
         if not self._step_is_open:
             raise LedgerError(
                 "Expected a logical batch for each step, but there is none, or its step was "
@@ -198,13 +208,21 @@ class PrivateRun:
         return self._gate.release(self.plan.step_release())
 
     def begin_step(self) -> None:
-        """Note that a logical batch was sampled: one step may be released for it."""
+        """Note that a logical batch was sampled: one step may be released for it.
+
+        Raises: UnsupportedModelError when anything but the steps so far trained the model.
+        """
         self.other.refuse_in_memory()
         self._step_is_open = True
 
     def open(self) -> None:
-        """Take the output folder, record what ``earlier_runs`` released of the same rows, and
-        refuse what cannot be private."""
+        """Take the output folder, and record what ``earlier_runs`` released of the same rows.
+
+        Raises:
+            LedgerError, BudgetExceededError: as :meth:`hf_dp.run.ledger.RunLedger.open` and
+                :meth:`hf_dp.run.ledger.RunLedger.record_earlier`.
+            UnsupportedModelError, UnsupportedArgumentError: the run cannot be private.
+        """
         refuse_coupling(self.model)
         if not self.options.adapter_init_data_is_public:
             checks.refuse_data_in_adapters(self.model, self.selections)
@@ -229,7 +247,10 @@ class PrivateRun:
         return self.ledger.epsilon(self.plan.delta, accountant or self.plan.accountant)
 
     def statement(self, trained: str) -> PrivacyStatement:
-        """Return what may be said about the run so far. Args: trained: what trains, in words."""
+        """Return what may be said about the run so far.
+
+        Args: trained: what trains, in words.
+        """
         return PrivacyStatement.from_ledger(self.plan, self.ledger, self.facts(trained))
 
     def facts(self, trained: str) -> RunFacts:
@@ -262,7 +283,10 @@ class PrivateRun:
         return rows
 
     def training_data(self) -> TrainingData:
-        """Return the training set, looked over, or raise DataError."""
+        """Return the training set, looked over.
+
+        Raises: DataError for other data than planned, or rows that cannot be trained on.
+        """
         users, units, rows = self.plan.users, self.units, len(self.train_dataset)
         planned = self.plan.drawn_from
         if units is not None and users is not None and not users.by_row:
@@ -317,7 +341,10 @@ class PrivateRun:
         return Padding.of(self.model, tokenizer, self.options.padding_values, self.has_own_loss)
 
     def draws(self, sampler: Sampler) -> DataLoader:
-        """Return the sampler's draws from the training set as lists of padded physical batches."""
+        """Return the sampler's draws from the training set, each a list of padded physical batches.
+
+        Raises: DataError, as :meth:`training_data`; UnsupportedArgumentError, as :meth:`share`.
+        """
         data = self.training_data()  # which also sees in what precision the loss computes
         if self.plan.mechanism.draw.steps_released_together(self.plan) > 1:
             # A whole allocation is recorded before it is drawn.
@@ -332,7 +359,10 @@ class PrivateRun:
         return sampler
 
     def share(self, sampler: Sampler) -> Sampler:
-        """Return a sampler of this process's examples; all processes' draws are one together."""
+        """Return a sampler of this process's examples; all processes' draws are one together.
+
+        Raises: UnsupportedArgumentError for a sampler whose draw cannot be divided.
+        """
         return replace(sampler, share=Share(self.processes.rank, self.processes.count))
 
     # -- losses and their clipped sums --
@@ -379,7 +409,9 @@ class PrivateRun:
         return "two_pass" if checkpoints else "book_keeping"
 
     def check_engine(self) -> None:
-        """Raise SelfCheckError when the engine disagrees, on made-up examples, with single ones."""
+        """Raise SelfCheckError when the engine disagrees, on synthetic examples, with one-by-one
+        gradients.
+        """
         self.engine_check.check()
 
     def feed(

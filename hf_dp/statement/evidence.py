@@ -137,8 +137,17 @@ def earlier_runs(evidence: Evidence) -> tuple[EarlierRun, ...]:
 def write(path_or_dir: str | os.PathLike[str], evidence: Evidence) -> Path:
     """Replace the file in one step, durably, and return its path.
 
-    Raises: LedgerError when the file there is of another run, holds steps that are lacking here, or
-        cannot be read; OSError. It is left as it is."""
+    After a kill at any point the file is the old one or the new one, whole.
+
+    Args:
+        path_or_dir: a folder (made if absent) or a path that ends in ".json".
+        evidence: of the run.
+
+    Raises:
+        LedgerError: the file there is of another run, holds steps that ``evidence`` lacks, or
+            cannot be read. The file is left as it is.
+        OSError: the disk refused. The old file is intact.
+    """
     path = file_of(path_or_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(path):

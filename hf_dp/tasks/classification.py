@@ -249,9 +249,15 @@ def _held(values: Mapping[int, object]) -> str:
 
 
 def label_ids(dataset: Dataset, label_column: str, names: Sequence[str]) -> list[int]:
-    """Return the class id of each row, for ids or names; no other column is read. Ids of a column
-    that declares class names stand for these names, in whatever order they are. False and true are
-    the classes of these names, or of two classes the first and the second."""
+    """Return the class id of each row, for ids or names; no other column is read.
+
+    Ids of a column that declares class names stand for these names, in whatever order they are.
+    False and true are the classes of these names, or of two classes the first and the second.
+
+    Raises:
+        DataError: the column is missing, or a row is outside the classes; the message names it.
+        InvalidArgumentError: names are other numbers than the ids of the column.
+    """
     require_columns(dataset, [label_column], "label_column")
     feature = dataset.features[label_column]
     declared = getattr(feature, "names", None)

@@ -140,7 +140,10 @@ class DPTrainingArguments(  # type: ignore[misc]  # learning_rate, max_grad_norm
             launch.launch_problems(self).raise_all()
 
     def settle(self) -> None:
-        """Fill in what is unset and check all settings, before a device or process is touched."""
+        """Fill in what is unset and check all settings, before a device or process is touched.
+
+        Raises: UnsupportedArgumentError, InvalidArgumentError.
+        """
         unread = numbers_from_text(self)
         if self.max_grad_norm is None:
             self.max_grad_norm = 0.0 if self.is_private else 1.0
@@ -163,7 +166,11 @@ class DPTrainingArguments(  # type: ignore[misc]  # learning_rate, max_grad_norm
 
     @classmethod
     def own_copy(cls, args: object) -> Self:
-        """Return a checked copy: steps are written into it, and the caller's stay free."""
+        """Return a checked copy of the arguments: steps are written into it, and the caller's stay
+        free and may serve another run.
+
+        Raises: InvalidArgumentError for arguments of another class; and as :meth:`check`.
+        """
         if not isinstance(args, cls):
             given = type(args).__name__
             theirs = "TrainingArguments" if args is None else given
@@ -208,7 +215,10 @@ class DPTrainingArguments(  # type: ignore[misc]  # learning_rate, max_grad_norm
             _refuse_change(name, getattr(self, name), value)
 
     def check(self) -> None:
-        """Repeat all checks, since arguments can be assigned after construction."""
+        """Repeat all checks, since arguments can be assigned after construction.
+
+        Raises: UnsupportedArgumentError, InvalidArgumentError, as on construction.
+        """
         found = self._setting_problems()
         if self.is_private:
             found.join(launch.launch_problems(self))

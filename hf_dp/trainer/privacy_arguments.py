@@ -334,7 +334,10 @@ MODES: dict[str, PlanOfArguments] = {dp_sgd.DP_SGD: gradient_plan, DP_FP: forwar
 
 
 def register_mode(name: str, plan: PlanOfArguments) -> None:
-    """Let ``DPTrainingArguments(privacy_mode=name)`` select a mechanism."""
+    """Let ``DPTrainingArguments(privacy_mode=name)`` select a mechanism.
+
+    Raises: ConfigError for a name that is taken.
+    """
     if MODES.setdefault(name, plan) is not plan:
         raise ConfigError(f"Expected a privacy_mode of its own, got {name!r}, which is taken.")
 

@@ -267,8 +267,10 @@ def details_of(trainer: Any, given: Mapping[str, object]) -> CardDetails:
 
 
 def describe(trainer: Any, details: Mapping[str, object]) -> None:
-    """Note what the user says of a trainer's card. Raises: InvalidArgumentError; nothing is taken
-    then."""
+    """Note what the user says of a trainer's card.
+
+    Raises: InvalidArgumentError for what the Hub would refuse; nothing is taken over then.
+    """
     details_of(trainer, {**trainer.card, **details})
     trainer.card.update(details)
 

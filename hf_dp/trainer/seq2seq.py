@@ -95,7 +95,9 @@ class DPSeq2SeqTrainer(DPTrainer, Seq2SeqTrainer):
         ignore_keys: list[str] | None = None,
         **gen_kwargs: Any,
     ) -> tuple[Any, Tensor | None, Tensor | None]:
-        """Return (loss, new tokens, target tokens) of a batch, as Seq2SeqTrainer does."""
+        """Return (loss, new tokens, target tokens) of a batch, as
+        :class:`transformers.Seq2SeqTrainer` does.
+        """
         config = getattr(base_model(self.model), "config", None)
         generates = self.args.predict_with_generate and not prediction_loss_only
         if not generates or getattr(config, "is_encoder_decoder", False):

@@ -102,7 +102,10 @@ class DPTrainer(Publishing):
 
     @property
     def run(self) -> PrivateRun:
-        """The private run. Reading it changes nothing."""
+        """The private run. Reading it changes nothing.
+
+        Raises: UnsupportedArgumentError when there is none.
+        """
         if self._run is None:
             raise no_plan()
         return self._run
@@ -129,7 +132,9 @@ class DPTrainer(Publishing):
         return run.epsilon(accountant)
 
     def privacy_statement(self) -> PrivacyStatement:
-        """Return what may be said about this run so far, as its card does."""
+        """Return what may be said about this run so far; the card and ``privacy.json`` say the
+        same.
+        """
         return self.training.statement()
 
     # -- the steps --
@@ -217,7 +222,10 @@ class DPTrainer(Publishing):
     # -- evaluation and logs --
 
     def evaluate(self, eval_dataset: DataSet = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate, as Trainer does; in private modes not on rows of the training set."""
+        """Evaluate, as Trainer does.
+
+        Raises: UnsupportedArgumentError for rows of the training set in private modes.
+        """
         known: DataSet = self.eval_dataset
         effective = known if eval_dataset is None else eval_dataset
         self.training.evaluates(known[effective] if isinstance(effective, str) else effective)
@@ -227,8 +235,14 @@ class DPTrainer(Publishing):
         return metrics
 
     def record_evaluation(self, metrics: Mapping[str, float], eval_dataset: DataSet) -> None:
-        """Log metrics, named ``eval_...``, that were computed outside :meth:`evaluate`, of one data
-        set or of several by name; the card shows them."""
+        """Log metrics that were computed outside :meth:`evaluate`; the card shows them.
+
+        Args:
+            metrics: by names that begin with ``eval_``.
+            eval_dataset: their rows: one data set, or several by name.
+
+        Raises: as :meth:`evaluate`; InvalidArgumentError for another name.
+        """
         for name in metrics:
             if not name.startswith("eval_"):
                 raise invalid("metrics", name, "to have names that begin with eval_")
@@ -237,7 +251,10 @@ class DPTrainer(Publishing):
         self.log(dict(metrics))
 
     def predict(self, test_dataset: DataSet, *args: Any, **kwargs: Any) -> PredictionOutput:
-        """Predict, as Trainer does. Raises: as :meth:`evaluate`."""
+        """Predict, as Trainer does.
+
+        Raises: as :meth:`evaluate`.
+        """
         self.training.evaluates(test_dataset)
         with any_number_of_end_tokens(self.model):
             return super().predict(test_dataset, *args, **kwargs)
@@ -249,7 +266,9 @@ class DPTrainer(Publishing):
         return {name: value for name, value in metrics.items() if name.startswith("eval_")}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log; in private modes what is released, the epsilon so far, and what features add."""
+        """Log; in private modes without what is withheld, with the epsilon spent so far and with
+        what features add.
+        """
         stock = super().log
         self.training.log(logs, lambda released: stock(released, start_time))
 

@@ -58,6 +58,8 @@ class AdapterConfig(PeftConfig):
             not in the table; overrides the table for the others.
         modules_to_save: modules that train in full. With ``task_type="SEQ_CLS"`` the head of a
             classifier is one of them.
+
+    Raises: InvalidArgumentError naming the argument.
     """
 
     bottleneck_size: int = field(default=16)

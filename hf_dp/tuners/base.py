@@ -203,8 +203,10 @@ def serves(*kinds: type[PeftConfig]) -> Callable[[Maker], Maker]:
 class Samples:
     """Clipped sums over secret draws of a private run; they leave through its gate, with noise.
 
-    Args: iterations: how many draws. margin: by how much of C the noise is scaled up for rounding;
-    by default as the draw asks (:func:`hf_dp.plans.rounding.rounding_margin`).
+    Args:
+        iterations: how many draws.
+        margin: by how much of C the noise is scaled up for rounding; by default as the draw asks
+            (:func:`hf_dp.plans.rounding.rounding_margin`).
 
     Attributes:
         clipping_norm: C, of what one example adds.

@@ -49,7 +49,10 @@ class RgpConfig(SelectionConfig):
         positive("learning_rate_scale", self.learning_rate_scale)
 
     def weights(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the matrices that get carriers, by name; embeddings are not among them."""
+        """Return the matrices that get carriers, by name; embeddings are not among them.
+
+        Raises: InvalidArgumentError for a rank above the smallest side of a matrix.
+        """
         looked_up = {
             parameter
             for module in model.modules()

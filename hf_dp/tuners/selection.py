@@ -53,6 +53,8 @@ class SelectionConfig(LNTuningConfig):
     train, and are not candidates.
 
     Args: parameters: names of the chosen parameters in the base model; None until they are chosen.
+
+    Raises: ConfigError for ``target_modules`` (``parameters`` decides them).
     """
 
     parameters: list[str] | None = field(default=None)
@@ -126,7 +128,10 @@ class SelectionConfig(LNTuningConfig):
     def from_pretrained(
         cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any
     ) -> Self:
-        """Read the selection saved beside an adapter, in a folder or a Hub repository."""
+        """Read the selection saved beside an adapter, in a folder or a Hub repository.
+
+        Raises: ConfigError when there is none, or when another method made it.
+        """
         folder = pretrained_model_name_or_path
         path = Path(folder, FILE_NAME)
         if not os.path.isdir(folder):
@@ -338,7 +343,11 @@ class SelectionModel(LNTuningModel):
 
 
 def target_modules(model: nn.Module, parameters: Sequence[str]) -> list[str] | str:
-    """Return the layers that own these parameters, all of a tied one, as PEFT takes them."""
+    """Return the layers that own these parameters, all of a tied one, in the form PEFT takes them.
+
+    Raises: InvalidArgumentError for a name that is not that of a parameter; UnsupportedModelError
+        for a parameter that does not belong to a single layer.
+    """
     names = dict(model.named_parameters())
     modules = dict(model.named_modules(remove_duplicate=False))
     outside = outside_layers(model)

@@ -48,9 +48,15 @@ class TaskModule(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """One row of the registry: the module of a task, or the object in one (``module:name``),
-    whether it trains with differential privacy, and whether it cannot be divided among
-    processes."""
+    """One row of the registry.
+
+    Attributes:
+        help: one line for ``hf-dp train --help``.
+        module: the name of its module, or of an object in one (``module:name``).
+        example: a command that trains, for ``--help``.
+        private: whether it trains with differential privacy, so that the privacy arguments apply.
+        one_process: whether it cannot be divided among processes.
+    """
 
     help: str
     module: str

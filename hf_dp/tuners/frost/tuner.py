@@ -71,6 +71,8 @@ class FrostConfig(PrivateConfig):
         num_selections: K. Above 1, what trains is chosen again every 1/K of the steps, and a whole
             checkpoint is saved.
         made: the selections so far, filled in by the trainer.
+
+    Raises: InvalidArgumentError naming the argument.
     """
 
     selection_iterations: int = field(default=5)
