@@ -168,7 +168,9 @@ class Tape:
         self, module: nn.Module, name: str, use: PerExampleGradient | Tensor, by_unit: bool = False
     ) -> None:
         """Hand over what one use by ``module`` gave its parameter of this name: one gradient an
-        example, or (``by_unit``) one a unit already. A tensor is the gradient itself."""
+        example, or (``by_unit``) one a unit already. A tensor is the per-example gradient itself,
+        (b, *parameter.shape).
+        """
         parameter = self._slots.get((module, name))
         if parameter is None:
             raise UnaccountedGradientError(

@@ -80,8 +80,12 @@ class DPDPOConfig(DPTrainingArguments, trl.DPOConfig):  # type: ignore[misc]  # 
 
 @dataclass
 class PairCollator:
-    """Make a batch of b pairs: chosen answers, and rejected ones beside them, so a pair is one
-    example. TRL's ``collate`` puts all rejected answers after all chosen ones."""
+    """Make a batch of b pairs: chosen answers, and rejected ones beside them.
+
+    Each column has one row for each pair, (b, T) or (b,), so a pair is one example. Both answers of
+    a pair are padded to one length. TRL's ``collate`` puts all rejected answers after all chosen
+    ones.
+    """
 
     collate: Callable[[list[Row]], dict[str, Tensor]]
 
@@ -234,7 +238,9 @@ class DPDPOTrainer(trl.PreparedByTRL):
 
 
 def answer_log_probs(model: nn.Module, inputs: Mapping[str, Tensor], prefix: str = "") -> Tensor:
-    """Return the log-probability of each row's labeled tokens given what precedes them, (b,)."""
+    """Return the log-probability of each row's labeled tokens given what precedes them, (b,). The
+    columns of ``inputs`` are (b, T), with -100 on the prompt in ``labels``.
+    """
     batch = {name: inputs[f"{prefix}{name}"] for name in _TOKENS}
     batch["labels"] = labels_at_their_tokens(model, batch["labels"])
     return -per_example_loss(model, batch) * number_of_targets(model, batch)
