@@ -7,17 +7,14 @@ The private methods of Trainer that ``hf_dp.trainer`` overrides stay there, and 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from peft import PeftConfig
-from peft.mapping import (
-    PEFT_TYPE_TO_CONFIG_MAPPING,
-    PEFT_TYPE_TO_PREFIX_MAPPING,
-    PEFT_TYPE_TO_TUNER_MAPPING,
-)
-from peft.tuners.tuners_utils import BaseTuner
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from peft.tuners.tuners_utils import BaseTuner
 
 
 def attention_of(config: PreTrainedConfig) -> str | None:
@@ -42,7 +39,9 @@ def forward_without_autocast(model: nn.Module) -> Callable[..., object] | None:
 def register_method(name: str, config: type[PeftConfig], tuner: type[BaseTuner]) -> None:
     """Let ``get_peft_model`` build ``tuner`` for such a configuration, whose peft_type is ``name``.
     ``peft.utils.register_peft_method`` takes only methods that are members of PEFT's own enum."""
+    from peft import mapping
+
     key: Any = name
-    PEFT_TYPE_TO_CONFIG_MAPPING[key] = config
-    PEFT_TYPE_TO_TUNER_MAPPING[key] = tuner
-    PEFT_TYPE_TO_PREFIX_MAPPING[key] = tuner.prefix
+    mapping.PEFT_TYPE_TO_CONFIG_MAPPING[key] = config
+    mapping.PEFT_TYPE_TO_TUNER_MAPPING[key] = tuner
+    mapping.PEFT_TYPE_TO_PREFIX_MAPPING[key] = tuner.prefix

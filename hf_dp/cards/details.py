@@ -151,7 +151,7 @@ _FROM_THE_RUN = ("given", "metrics", "training", "repository")
 SETTABLE = tuple(item.name for item in fields(CardDetails) if item.name not in _FROM_THE_RUN)
 
 
-FRONT_MATTER = re.compile(r"\A---\r?\n(.*?)^---\r?\n", re.MULTILINE | re.DOTALL)
+FRONT_MATTER = re.compile(r"\A---\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.MULTILINE | re.DOTALL)
 # Metrics of `evaluate` that a leaderboard can compare.
 METRICS = frozenset(
     "accuracy bertscore bleu exact_match f1 matthews_correlation mean_iou meteor nist pearsonr "

@@ -127,7 +127,8 @@ def _ledger(args: argparse.Namespace) -> Found:
         if problems := disagreements(evidence):
             raise LedgerError(
                 "The statement does not follow from the file's own plan and ledger: "
-                f"{'; '.join(problems)}. Do not rely on it."
+                f"{'; '.join(problems)}. It was edited, or computed by another version of hf_dp. "
+                "Do not rely on it."
             )
         said = evidence.statement["epsilon"]
         verdict = (

@@ -151,7 +151,10 @@ def check_runs(search: Search) -> None:
                     f"{label or 'The recipe'!r} cannot run, and nothing was started: {problem}"
                 ) from problem
         if scores and search.score not in scores:
-            raise ConfigError(f"Expected `--score` to be one of {scores}, got {search.score!r}.")
+            raise ConfigError(
+                f"Expected `--score` to be one of {scores}, got {search.score!r}. Nothing was "
+                "started."
+            )
 
 
 def _scores_to_come(trainer: DPTrainer) -> list[str]:
@@ -249,7 +252,8 @@ def _refuse_unequal(trials: Sequence[Cell]) -> None:
     if len(records) != len(trials) or len(kinds) != 1 or any(r.insecure_seed for r in records):
         raise ConfigError(
             "The runs of this search did not all release the same events, so its bound does not "
-            "hold. Start again in another folder, with the same rows and budget for all runs."
+            "hold. Nothing is released. Start again in another folder, with the same rows and "
+            "budget for all runs."
         )
 
 

@@ -339,7 +339,8 @@ def check_classes(labels: Tensor, num_classes: int) -> None:
     if not whole or bool(((labels < 0) | (labels >= num_classes)).any()):
         raise DataError(
             f"Expected protected labels to be whole numbers from 0 to {num_classes - 1}, one for "
-            "each example. Remove rows without a class, or correct config.num_labels."
+            "each example; some are not. Remove rows without a class, or correct "
+            "config.num_labels."
         )
 
 

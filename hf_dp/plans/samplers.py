@@ -126,7 +126,10 @@ class PoissonSampler(BernoulliSampler):
             if self.share.count > 1:
                 limit, error = self.max_batch_size, UnsupportedArgumentError
                 expected = f"to be None with {self.share.count} processes"
-                why = "None knows the whole draw. Unset `max_logical_batch_size`, or launch one."
+                why = (
+                    "No process knows the whole draw. Leave `max_logical_batch_size` out, or "
+                    "launch one process."
+                )
                 raise _validate.invalid("max_batch_size", limit, expected, why, error)
 
     def draw(self) -> list[int]:

@@ -255,7 +255,7 @@ class RunLedger:
         if not self.processes.is_main:
             return
         self.note()
-        evidence = replace(self.lines.evidence(), weaknesses=self.weaknesses)
+        evidence = replace(self.lines.evidence(), plan=self.plan, weaknesses=self.weaknesses)
         with self._named_errors(Path(folder)):
             write(folder, evidence.stating(statement, beside or Beside()))
 

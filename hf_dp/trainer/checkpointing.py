@@ -249,7 +249,7 @@ class Checkpointing(ReleasedLogs):
 
     def _refuse_other_parameters(self, checkpoint: Path) -> None:
         now = self._parameters()
-        then = _listed(checkpoint).get("parameters", now)
+        then = self._listed(checkpoint).get("parameters", now)
         others = [name for name in {**now, **then} if now.get(name) != then.get(name)]
         if not others:
             return
@@ -264,6 +264,18 @@ class Checkpointing(ReleasedLogs):
             f"{there}. Use the model and the `peft_config` that the run was started with, {_ANEW}"
         )
 
+    def _listed(self, checkpoint: Path) -> dict[str, Any]:
+        """Return what a checkpoint lists of its run's parameters: nothing in a plain Trainer's."""
+        path = checkpoint / _PARAMETERS
+        if path.exists():
+            return json.loads(path.read_text(encoding="utf-8"))
+        if self._run is not None:
+            raise ConfigError(
+                f"Cannot resume: the checkpoint {checkpoint.name!r} has no {path.name}, which says "
+                f"what the run trains. Copy the whole checkpoint, resume from another, {_ANEW}"
+            )
+        return {}
+
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint, as Trainer does."""
         self.put_average()  # first: it would take what is loaded for the point of the last step
@@ -274,10 +286,11 @@ class Checkpointing(ReleasedLogs):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load optimizer and schedule, as Trainer does, where they are of the same parameters."""
         order = self._order()
-        if checkpoint is not None and _listed(Path(checkpoint)).get("optimizer", order) != order:
+        there = {} if checkpoint is None else self._listed(Path(checkpoint))
+        if there.get("optimizer", order) != order:
             raise ConfigError(
                 "Cannot resume: the optimizer has other parameters, or another order of them, than "
-                f"that of {Path(checkpoint).name!r}. Make it as the run did, {_ANEW}"
+                f"that of {Path(str(checkpoint)).name!r}. Make it as the run did, {_ANEW}"
             )
         super()._load_optimizer_and_scheduler(checkpoint)
 
@@ -288,12 +301,6 @@ class Checkpointing(ReleasedLogs):
             self.control.should_training_stop = True
             return
         super()._run_epoch(*args, **kwargs)
-
-
-def _listed(checkpoint: Path) -> dict[str, Any]:
-    """Return what a checkpoint lists of its run's parameters: nothing in one of a plain Trainer."""
-    path = checkpoint / _PARAMETERS
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def save_prompts(model: nn.Module, checkpoint: str | Path) -> None:

@@ -122,7 +122,8 @@ class ReleasedLogs(Trainer):
             logger.warning(
                 "Not logged: %s. It is not known to be noised, and epsilon would not cover it. For "
                 "a training loss set noised_loss_bound and noised_loss_budget_ratio, or, on public "
-                "rows, release=['training_loss'].",
+                "rows, release=['training_loss']. Metrics of other rows are logged by evaluate() "
+                "and predict(), under names that begin with eval_ or test_.",
                 ", ".join(f"`{name}`" for name in new),
             )
         return dropped

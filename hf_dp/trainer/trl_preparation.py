@@ -262,7 +262,8 @@ def check_rows(dataset: object) -> None:
         if kind != first or kind in _EMPTY:
             raise DataError(
                 f"Row {index} of the train_dataset has {kind} as {columns}, and the first row has "
-                f"{first}, by which TRL prepares them all. Give all rows one format."
+                f"{first}, by which TRL prepares them all. Give all rows one format, or leave such "
+                "a row out."
             )
 
 

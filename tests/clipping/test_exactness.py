@@ -94,6 +94,26 @@ def test_a_tied_bias_owned_by_a_module_without_a_rule_is_counted_once(lengths):
     assert disagreement(model, batch, loss=loss) < EXACT
 
 
+@pytest.mark.parametrize("cuts", [[[2], [0, 3], [1]], [[0], [1], [2], [3]]], ids=len)
+def test_physical_batches_do_not_change_the_sums(cuts):
+    model = models.gpt2()
+    batch = batch_for(model, SHORT)
+    together, expected = engine_result(model, batch, 0.1)
+    with ClippingEngine(model, 0.1) as engine:
+        norms = [engine.backward(per_example_loss(model, rows(batch, cut))) for cut in cuts]
+        sums = engine.collect()
+    torch.testing.assert_close(torch.cat(norms), together[sum(cuts, [])], rtol=EXACT, atol=0)
+    assert_same_sums(sums, expected, atol=EXACT)
+
+
+def test_clipped_sum_of_one_example_has_the_clipping_norm():
+    model = models.roberta()
+    (norm,), sums = engine_result(model, batch_for(model, (6,)), 0.1)
+    assert float(norm) > 0.1
+    total = torch.stack([value.square().sum() for value in sums.values()]).sum().sqrt()
+    torch.testing.assert_close(total, torch.tensor(0.1, dtype=torch.float64), rtol=1e-12, atol=0)
+
+
 def test_collect_resets_and_backward_calls_add_up():
     model = models.bert()
     batch = batch_for(model, SHORT)

@@ -188,6 +188,7 @@ CLAIMS = {
     "evidence": ("privacy.json", "holds privacy.json"),
     "a tag": ("tags:\n- differential-privacy\n", "claim differential privacy"),
     "a key": ("differential_privacy:\n  epsilon: 1\n", "claim differential privacy"),
+    "nothing below": ("tags:\n- differential-privacy\n---", "claim differential privacy"),
     "the text alone": ("", None),
 }
 
@@ -207,7 +208,8 @@ def test_a_public_run_whose_folder_claims_privacy_is_not_pushed(
         (tmp_path / "run" / claim).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(full / claim, tmp_path / "run" / claim)
     else:
-        text = f"---\nlicense: mit\n{claim}---\n\nno differential_privacy here\n---\n"
+        body = "" if claim.endswith("---") else "---\n\nno differential_privacy here\n---\n"
+        text = f"---\nlicense: mit\n{claim}{body}"
         (tmp_path / "run").mkdir(exist_ok=True)
         (tmp_path / "run" / "README.md").write_text(text)
     trainer._push_from_checkpoint(str(tmp_path / "run" / "checkpoint-2"))

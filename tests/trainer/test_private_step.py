@@ -243,10 +243,26 @@ def test_neither_a_step_nor_fetching_draws_from_the_public_generators(trainer, t
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_draws_are_those_of_the_plan(trainer):
-    """A PoissonSampler, which tests/plans/test_samplers.py is about, with its rate."""
+def sampler_is_poisson(trainer) -> bool:
+    """The loader draws by a PoissonSampler with the plan's rate, and draw sizes vary as Binomial(N,
+    q) does."""
     sampler = trainer.get_train_dataloader().batch_sampler
-    assert type(sampler) is PoissonSampler and sampler.sample_rate == 0.2
+    sizes = [len(draw) for _ in range(60) for draw in sampler]
+    spread = sum((s - 8) ** 2 for s in sizes) / len(sizes)  # 40 * 0.2 * 0.8 = 6.4
+    return type(sampler) is PoissonSampler and sampler.sample_rate == 0.2 and 4.5 < spread < 9
+
+
+def test_draws_are_poisson(trainer):
+    assert sampler_is_poisson(trainer)
+
+
+def test_planted_shuffling_is_seen(trainer, monkeypatch):
+    def shuffled(self):
+        for batch in torch.randperm(self.num_examples).split(8):
+            yield batch.tolist()
+
+    monkeypatch.setattr(PoissonSampler, "__iter__", shuffled)
+    assert not sampler_is_poisson(trainer)
 
 
 # -- the self-check ---

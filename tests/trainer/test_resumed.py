@@ -11,8 +11,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from hf_dp import DPTrainer
+from hf_dp.cards.verify import verify
 from hf_dp.errors import ConfigError
 from hf_dp.run.witnesses import read_run
+from hf_dp.statement.evidence import read
 from hf_dp.tuners.public_choice import BitFitConfig, RandomConfig, TopBlocksConfig
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -92,8 +94,20 @@ def test_a_resume_that_trains_other_parameters_is_refused(began, change, mode):
 @pytest.mark.parametrize("mode", ["dp_sgd", "non_private"])
 @pytest.mark.parametrize("kind", ["random", "lora"])
 def test_a_resume_that_trains_the_same_goes_on(began, tmp_path, kind, mode):
+    """With the steps that it has now: its evidence and its card say how many."""
     folder = Path(shutil.copytree(began(kind, mode), tmp_path / "run"))
-    assert resume(folder, STARTED[kind](), seed=3, privacy_mode=mode).state.global_step == 2
+    made = resume(folder, STARTED[kind](), seed=3, privacy_mode=mode)
+    assert made.state.global_step == 2
+    if mode == "dp_sgd":
+        made.save_model()
+        assert read(folder).plan.steps == 2 and verify(folder).outcome == "ok"
+
+
+def test_a_private_checkpoint_that_does_not_say_what_it_trains_is_refused(began, tmp_path):
+    folder = Path(shutil.copytree(began("lora"), tmp_path / "run"))
+    (folder / "checkpoint-1" / "_parameters.json").unlink()
+    with pytest.raises(ConfigError, match=r"'checkpoint-1' has no _parameters.json, .* whole"):
+        resume(folder, lora(), seed=3)
 
 
 def test_adapters_beside_the_first_are_compared(tmp_path):

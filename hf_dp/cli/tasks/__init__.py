@@ -211,7 +211,8 @@ class PrivateTask(ABC):
         )
         if own[0].from_scratch and adapter is not None:
             raise ConfigError(
-                "`from_scratch` does not go with `peft`: the random base would not be saved."
+                "`from_scratch` does not go with `peft`: the random base would not be saved. Leave "
+                "one of them out."
             )
         trainer, evaluate = self.build_trainer(*own, args, adapter)
         if args.is_private:
