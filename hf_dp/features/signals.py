@@ -22,14 +22,10 @@ Handler: TypeAlias = "Callable[[int, FrameType | None], object] | int | None"
 
 
 class TrainingStopped(SystemExit):
-    """A signal ended the training, after a checkpoint was saved.
+    """A signal (``signum``) ended the training, after a checkpoint was saved.
 
-    A script that does not catch it ends with the exit code ``128 + signal number``, as one that the
-    signal killed; it does not go on to evaluate and publish a run that is not finished.
-
-    Attributes:
-        signum: the signal.
-        code: ``128 + signum``.
+    A script that does not catch it ends with the exit code ``128 + signum``, as one that the signal
+    killed; it does not go on to evaluate and publish a run that is not finished.
     """
 
     def __init__(self, signum: int):

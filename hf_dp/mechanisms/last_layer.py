@@ -194,6 +194,9 @@ def find_last_layer(
     Without a ``name`` it is the linear layer that gives the logits, by one forward of made-up
     examples: the ``classifier`` of BERT, DistilBERT, ALBERT, DeBERTa, ModernBERT and ViT, the
     ``out_proj`` in the heads of RoBERTa and ELECTRA.
+
+    Raises: UnsupportedModelError for a task without a single representation, or when there is no
+        such layer; the message lists layers that could be named.
     """
     if task_of(model) not in _ONE_VECTOR:
         raise UnsupportedModelError(
@@ -250,9 +253,7 @@ def one_vector_per_example(inputs: tuple[object, ...], layer: nn.Module) -> Tens
 
 def clip_vectors(rows: Tensor, clipping_norm: float) -> Tensor:
     """Return ``h min(1, C / |h|_2)`` for each vector h in (b, d) (Du and Mi 2021, equation 8),
-    differentiably.
-
-    A vector that is not finite becomes 0.
+    differentiably. A vector that is not finite becomes 0.
     """
     finite = torch.isfinite(rows.detach()).all(1, keepdim=True)
     rows = torch.where(finite, rows, torch.zeros_like(rows))
