@@ -16,14 +16,6 @@ BITS = "seeded: float64"
 QUICK = {
     BITS, "secret: users", "secret: noised_loss", "secret: fresh", "secret: lora + killed",
 }  # fmt: skip
-# What is committed of these still tells of labels that were randomized, and of one draw for both
-# gradients and vectors, which hf_dp no longer does.
-STALE = {
-    "secret: frozen", "secret: frozen + earlier",
-    "secret: private_encoder", "secret: private_encoder + in_two",
-}  # fmt: skip
-# And these pairs were refused for them.
-GONE = {"frost + private_encoder", "frozen + fresh", "frozen + private_encoder"}
 
 
 def close(wanted: Any, absolute: float = 1e-9) -> Any:
@@ -44,7 +36,6 @@ def close(wanted: Any, absolute: float = 1e-9) -> Any:
     [
         pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
         for name in WANTED
-        if name not in STALE
     ],
 )
 def test_ledger_log_statement_and_weights_are_as_committed(name, tmp_path):
@@ -54,8 +45,7 @@ def test_ledger_log_statement_and_weights_are_as_committed(name, tmp_path):
 @pytest.mark.slow
 def test_the_same_pairs_of_features_are_refused(tmp_path):
     found = {pair: runs.refusal(pair, tmp_path / str(n)) for n, pair in enumerate(runs.PAIRS)}
-    refused = [pair for pair, verdict in found.items() if verdict == "refused"]
-    assert refused == [pair for pair in REFUSED if pair not in GONE]
+    assert [pair for pair, verdict in found.items() if verdict == "refused"] == REFUSED
 
 
 def test_every_run_is_committed():
