@@ -134,11 +134,7 @@ class CommandParser(Parser):
 
 
 def parse(
-    kinds: Sequence[type],
-    values: Recipe,
-    words: Sequence[str],
-    *,
-    prog: str,
+    kinds: Sequence[type], values: Recipe, words: Sequence[str], *, prog: str
 ) -> tuple[Any, ...]:
     """Return instances of the dataclasses, from YAML ``values`` and command-line ``words``.
 

@@ -156,7 +156,7 @@ def _text(found: Suggestion, ahead: Forecast, recipe: dict[str, Any]) -> str:
         f"{plan.num_examples:,} {what}, epsilon {plan.target_epsilon:g} at delta "
         f"{plan.delta:.4g} ({plan.accountant}): noise multiplier {plan.noise_multiplier:.4g}, "
         f"effective {plan.noise_multiplier / plan.sample_rate:.4g} (/ sample rate), "
-        f"{ahead.epochs:.3g} epochs.",
+        f"{ahead.epochs:.3g} epochs."
     ]
     if found.parameters is not None:
         rate = found.settings["learning_rate"]

@@ -330,11 +330,7 @@ def test_the_claim_of_an_adapter_is_not_carried_on_to_another_base(task, written
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [
-        (["--out", "x.csv"], ".parquet"),
-        ([], "needs `prompts`"),
-        (["--num", "0"], "num"),
-    ],
+    [(["--out", "x.csv"], ".parquet"), ([], "needs `prompts`"), (["--num", "0"], "num")],
 )
 def test_what_generate_cannot_do_is_named(task, words, message):
     given = ["--num", "2", "--out", str(task.folder / "x.parquet")]

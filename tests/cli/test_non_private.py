@@ -8,14 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_dp.cli import cells
-from hf_dp.cli.config import (
-    as_asked,
-    parse,
-    peft_config,
-    private_keys,
-    read_yaml,
-    without_privacy,
-)
+from hf_dp.cli.config import as_asked, parse, peft_config, private_keys, read_yaml, without_privacy
 from hf_dp.cli.tasks import TASKS, training_module
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.tuners.frost.tuner import SelectOnce
@@ -40,10 +33,7 @@ def test_every_recipe_runs_without_privacy_by_one_flag(name, capsys):
     kept = as_asked(values, WORDS)
     module = training_module(values["task"])
     *_, args = parse(
-        [*module.ARGUMENTS, DPTrainingArguments],
-        {**kept, "use_cpu": True},
-        WORDS,
-        prog="",
+        [*module.ARGUMENTS, DPTrainingArguments], {**kept, "use_cpu": True}, WORDS, prog=""
     )
     assert not args.is_private
     dropped = {key for key in values if key not in kept}
@@ -109,10 +99,7 @@ def test_what_the_command_line_says_of_batches_wins():
 
 def test_dp_fp_trains_what_it_trained(capsys):
     frozen = {"privacy_mode": "dp_fp", "dp_fp_variant": "frozen", "target_epsilon": 3}
-    assert without_privacy(frozen) == {
-        "privacy_mode": "non_private",
-        "peft": {"peft_type": "head"},
-    }
+    assert without_privacy(frozen) == {"privacy_mode": "non_private", "peft": {"peft_type": "head"}}
     published = {"privacy_mode": "dp_fp", "dp_fp_variant": "published", "target_epsilon": 3}
     kept = without_privacy(published)
     assert kept["learning_rate"] == 5e-6

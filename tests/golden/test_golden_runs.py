@@ -33,10 +33,7 @@ def close(wanted: Any, absolute: float = 1e-9) -> Any:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
-        for name in WANTED
-    ],
+    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in WANTED],
 )
 def test_ledger_log_statement_and_weights_are_as_committed(name, tmp_path):
     assert summary(runs.JOBS[name](tmp_path / "model")) == close(WANTED[name])

@@ -276,9 +276,7 @@ def test_only_the_defaults_in_the_note_differ_from_training_arguments(output_dir
     assert of_both == others - {"learning_rate"}  # that is for DP-FP alone
 
 
-def test_settings_that_follow_from_others(
-    output_dir,
-):
+def test_settings_that_follow_from_others(output_dir):
     best = {"load_best_model_at_end": True, "eval_strategy": "steps"}
     assert make(output_dir, **best, eval_steps=50).save_steps == 50
     assert make(output_dir, **best).save_steps == make(output_dir, **best).eval_steps == 0.1

@@ -44,11 +44,7 @@ class Writing(tasks.PrivateTask):
 
         from hf_dp.plans.units import USER
         from hf_dp.tasks.generation.encoding import encode, encoding_of
-        from hf_dp.tasks.generation.evaluation import (
-            check_prompts,
-            evaluate_texts,
-            evaluation_sets,
-        )
+        from hf_dp.tasks.generation.evaluation import check_prompts, evaluate_texts, evaluation_sets
         from hf_dp.tasks.models import load_language_model
         from hf_dp.trainer.trainer import DPTrainer
 
