@@ -97,7 +97,10 @@ def most_signal(plan: PrivacyPlan, parameters: int) -> float:
 
 def parse_sweep(text: str, keys: Collection[str]) -> tuple[str, list[float]]:
     """Return the key and the values of ``key=64..4096``, a range by doubling with both ends, or
-    ``key=1,2,4``. Raises: InvalidArgumentError."""
+    ``key=1,2,4``.
+
+    Raises: InvalidArgumentError.
+    """
     name, _, values = text.partition("=")
     key = one_of("sweep", name.strip().replace("-", "_"), keys, "Write KEY=64..4096 or KEY=1,2.")
     low, dots, high = values.partition("..")
@@ -284,8 +287,10 @@ _LARGE = 7
 def doubts(
     plan: PrivacyPlan, *, parameters: int, learning_rate: float, optimizer: str
 ) -> Iterator[str]:
-    """Yield why a run may learn little, or protect little, each with a next move. Args: parameters:
-    how many numbers train."""
+    """Yield why a run may learn little, or protect little, each with a next move.
+
+    Args: parameters: how many numbers train.
+    """
     if doubt := doubt_of_delta(plan.delta):
         yield doubt
     elif plan.delta > (1 + 1e-9) / (2 * plan.num_examples):
@@ -337,8 +342,10 @@ def of_repeated_rows(plan: PrivacyPlan, most: int, compared: str) -> str:
 
 
 def _of_rows(event: Event, rows: int) -> Event:
-    """Return the event for a user of so many rows. Raises: UnsupportedEventError where no bound is
-    known."""
+    """Return the event for a user of so many rows.
+
+    Raises: UnsupportedEventError where no bound is known.
+    """
     if type(event) is not PoissonSampledGaussian or event.beside:
         raise UnsupportedEventError(f"no bound is known for several rows in {event!r}")
     return UserRowsGaussian(event.noise_multiplier, event.sample_rate, event.steps, rows)

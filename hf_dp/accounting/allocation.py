@@ -153,7 +153,9 @@ class _Sum:
 
 def _lognormal(mu: float, points: np.ndarray, beyond: bool = True) -> np.ndarray:
     """Return probabilities of W = exp(mu z - mu^2 / 2), z normal, on points 0, h, 2 h, ...; a value
-    between two goes to both, so that its mean stays. Args: beyond: whether larger W count.
+    between two goes to both, so that its mean stays.
+
+    Args: beyond: whether larger W count.
     """
     spacing = float(points[1])
     with np.errstate(divide="ignore"):

@@ -209,8 +209,10 @@ class Range:
 
 
 def compose(events: Event | Iterable[Event]) -> Composition:
-    """Merge one event or several into their canonical form. Raises: UnsupportedEventError for what
-    is no registered event, and where no neighboring relation holds for all.
+    """Merge one event or several into their canonical form.
+
+    Raises: UnsupportedEventError for what is no registered event, and where no neighboring relation
+        holds for all.
     """
     events = as_events(events)
     for event in events:

@@ -253,8 +253,10 @@ class BestOfRandomRuns(Event):
         return sum(event.steps for event in self.run)
 
     def with_steps(self, steps: int) -> Self:
-        """Return the search whose runs have so many steps. Raises: InvalidArgumentError for runs of
-        several events: of which is not known."""
+        """Return the search whose runs have so many steps.
+
+        Raises: InvalidArgumentError for runs of several events: of which is not known.
+        """
         if len(self.run) > 1:
             raise invalid("steps", steps, f"to be left at {self.steps} for runs of several events")
         return dataclasses.replace(self, run=(self.run[0].with_steps(steps),))

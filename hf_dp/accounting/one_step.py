@@ -70,8 +70,10 @@ def losses_of(deltas: np.ndarray, interval: float, first: int) -> pld_pmf.DenseP
 def sampled_gaussian(
     noise_multiplier: float, sample_rate: float, interval: float
 ) -> google_pld.PrivacyLossDistribution:
-    """Return the distribution under zero-out, in both directions, pessimistic. Args: sample_rate:
-    in (0, 1). interval: between two points of the grid of losses."""
+    """Return the distribution under zero-out, in both directions, pessimistic.
+
+    Args: sample_rate: in (0, 1). interval: between two points of the grid of losses.
+    """
     directions = []
     for adjacency in (AdjacencyType.REMOVE, AdjacencyType.ADD):
         step = GaussianPrivacyLoss(

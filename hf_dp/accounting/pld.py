@@ -234,8 +234,10 @@ def _times(event: Event) -> int:
 # Cached: building a step is most of the work, and a run asks again with more steps.
 @lru_cache(maxsize=32)
 def _one_step(event: Secret, interval: float, relation: str) -> Distribution:
-    """Return the distribution of one step, or of one whole allocation. Args: event: with steps 1,
-    so that it is found again."""
+    """Return the distribution of one step, or of one whole allocation.
+
+    Args: event: with steps 1, so that it is found again.
+    """
     sigma, rate = event.noise_multiplier, event.sample_rate
     if isinstance(event, RandomAllocationGaussian):
         return allocated(sigma, event.steps_per_allocation, interval)
@@ -263,8 +265,11 @@ def _one_step(event: Secret, interval: float, relation: str) -> Distribution:
 # Cached for calibration with prior events, which do not change.
 @lru_cache(maxsize=8)
 def _self_composed(event: Secret, interval: float, relation: str) -> Distribution:
-    """Return the distribution of all steps of one mechanism. Raises: AccountingRangeError where the
-    mean loss alone is above MAX_EPSILON (RDP did not tell how large the grid would become)."""
+    """Return the distribution of all steps of one mechanism.
+
+    Raises: AccountingRangeError where the mean loss alone is above MAX_EPSILON (RDP did not tell
+        how large the grid would become).
+    """
     one_step, times = _one_step(event.with_steps(1), interval, relation), _times(event)
     if times == 1 and event.sample_rate == 1:
         return one_step
@@ -318,8 +323,10 @@ def _has_closed_form(composition: Composition) -> bool:
 
 
 def _closed_form(composition: Composition, delta: float, scale: float = 1.0) -> float:
-    """Return the smallest epsilon >= 0 at ``delta``, rounded up, to a relative 1e-9. Args: scale: a
-    factor on every Gaussian's sensitivity (2 under replace_one)."""
+    """Return the smallest epsilon >= 0 at ``delta``, rounded up, to a relative 1e-9.
+
+    Args: scale: a factor on every Gaussian's sensitivity (2 under replace_one).
+    """
     log_weights, mus = _participations(composition, scale)
 
     def excess(value: float) -> float:

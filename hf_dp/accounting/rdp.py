@@ -107,7 +107,9 @@ def _curve(noise_multiplier: float, sample_rate: float) -> np.ndarray:
 
 def log_moments(noise_multiplier: float, sample_rate: float) -> np.ndarray:
     """Return log A_a of one step for each of ORDERS, infinity where its series does not converge.
-    Args: sample_rate: in (0, 1)."""
+
+    Args: sample_rate: in (0, 1).
+    """
     orders = np.asarray(ORDERS)
     whole = np.isin(orders, _WHOLE)
     found = np.empty(len(ORDERS))

@@ -97,7 +97,9 @@ def epsilon_at(steps: Sequence[Steps], delta: float, about: float) -> float:
     directions.
 
     It is infinity above ``about``, where the search begins, also because rounding may be as large
-    as delta, or infinite losses alone are more likely. Args: steps: pessimistic, on one grid.
+    as delta, or infinite losses alone are more likely.
+
+    Args: steps: pessimistic, on one grid.
     """
     found = 0.0
     for way in range(2):

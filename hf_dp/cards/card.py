@@ -38,8 +38,9 @@ _KINDS = {"bound": "upper bound", "estimate": "estimate, not a guarantee"}
 def render_card(
     statement: PrivacyStatement, details: CardDetails, *, head: str | None = None
 ) -> str:
-    """Return the complete README.md: YAML metadata, then Markdown. Args: head: title and section
-    "Privacy", where they are there already.
+    """Return the complete README.md: YAML metadata, then Markdown.
+
+    Args: head: title and section "Privacy", where they are there already.
 
     Raises: InvalidArgumentError for an un-noised quantity that the run did not declare as released.
     """

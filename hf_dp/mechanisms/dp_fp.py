@@ -73,10 +73,14 @@ class Published(Mechanism):
 
 @register_mechanism
 class Frozen(Mechanism):
-    """Trains the last layer on noisy vectors, with everything below the noise frozen, so that
-    post-processing covers it. ``once``: a vector of each example is released one time, and nothing
-    composes. ``fresh``: a new one each time the example is drawn. The encoder does not change, so
-    representations are computed once, and never leave the memory without noise."""
+    """Trains the last layer on noisy vectors, with everything below the noise frozen.
+
+    What trains is a function of released vectors, so post-processing covers it. ``once``: a vector
+    of each example is released one time (:class:`hf_dp.accounting.RecordRelease`), and nothing
+    composes, whatever is trained on it. ``fresh``: a new one each time the example is drawn
+    (:class:`hf_dp.accounting.SampledRecordRelease`). The encoder does not change, so vectors are
+    computed once. They stay in memory and never leave it without noise.
+    """
 
     plan_type = FrozenPlan
     needs_whole_weights = "DP-FP with a frozen encoder trains one layer on released vectors."

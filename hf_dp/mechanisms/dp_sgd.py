@@ -87,9 +87,13 @@ class DpSgd(Mechanism):
 
 
 class BoundedLosses:
-    """The sum of losses, (), float64, each clipped to [0, bound], over this process's examples of
-    one draw; not private. Args: unit: a power of two; each loss is rounded down to a multiple of
-    it, so that no sum of them is rounded (:meth:`hf_dp.plans.dp_sgd.NoisedLoss.unit`)."""
+    """Sums losses over this process's examples of one draw; ``total``, (), float64, is not private.
+
+    Args:
+        bound: the most that one example adds; each loss is clipped to [0, bound].
+        unit: a power of two. Each loss is rounded down to a multiple of it, so that no sum of them
+            is rounded (:meth:`hf_dp.plans.dp_sgd.NoisedLoss.unit`).
+    """
 
     def __init__(self, bound: float, unit: float, device: torch.device):
         self.bound, self.unit = bound, unit

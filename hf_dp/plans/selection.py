@@ -115,7 +115,10 @@ class SelectionPlan:
 
     def in_words(self, one: str = "row") -> str:
         """Return how what trains is chosen, and what bounds one example's part in it (DP-FROST,
-        lemma 3). Args: one: what is drawn, in a word."""
+        lemma 3).
+
+        Args: one: what is drawn, in a word.
+        """
         of_each, drawn = "per-example gradients", "rows"
         if one != "row":
             of_each, drawn = f"the gradients of each {one}", f"each {one}"

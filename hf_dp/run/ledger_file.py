@@ -62,8 +62,10 @@ class Lines:
         return head.lines == 0 or self.digests[head.lines - 1] == head.digest
 
     def next(self, entries: Sequence[LedgerEntry], weaknesses: Weaknesses) -> bytes:
-        """Return the next line: what is released, and what newly weakens the claim. Raises:
-        LedgerError for one that could not be read back."""
+        """Return the next line: what is released, and what newly weakens the claim.
+
+        Raises: LedgerError for one that could not be read back.
+        """
         values: dict[str, object] = {"after": self.head.digest, **self._start()}
         if not self.weaknesses.includes(weaknesses):
             values["weaknesses"] = weaknesses.to_dict()

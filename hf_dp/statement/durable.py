@@ -25,8 +25,10 @@ from hf_dp.errors import LedgerError
 def replace_file(path: Path, chunks: Iterable[bytes]) -> None:
     """Put ``chunks`` in the place of the file at ``path``, whole or not at all, durably.
 
-    The order ensures that: file to disk, rename, folder to disk. Raises: OSError; the old file is
-    then intact."""
+    The order ensures that: file to disk, rename, folder to disk.
+
+    Raises: OSError; the old file is then intact.
+    """
     temporary = path.with_name(f"_{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as stream:
@@ -68,8 +70,11 @@ def sync_tree(folder: Path) -> None:
 
 
 def loads(text: str) -> Any:
-    """Parse JSON that is evidence. Raises: ValueError or RecursionError for what hf_dp cannot have
-    written: incomplete JSON, a key that appears twice, numbers that are not finite."""
+    """Parse JSON that is evidence.
+
+    Raises: ValueError or RecursionError for what hf_dp cannot have written: incomplete JSON, a key
+        that appears twice, numbers that are not finite.
+    """
     return json.loads(
         text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_no_duplicates
     )
@@ -105,7 +110,10 @@ class Beside:
 @dataclass(frozen=True)
 class Head(Kept):
     """How far the ledger of a run has come: how many lines, and the digest of the last, empty
-    before the first. Raises: LedgerError for what is no head."""
+    before the first.
+
+    Raises: LedgerError for what is no head.
+    """
 
     run_id: str
     lines: int = 0

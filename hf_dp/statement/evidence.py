@@ -245,7 +245,10 @@ def disagreements(evidence: Evidence) -> list[str]:
     """List, in words, what in the claim does not follow from the rest of the file.
 
     An epsilon may be larger than what is computed now (another version's bound may be looser), but
-    never smaller. Raises: HfDpError when no statement can be computed."""
+    never smaller.
+
+    Raises: HfDpError when no statement can be computed.
+    """
     if evidence.statement is None:
         return []
     said, now = evidence.statement, plain(evidence.restated().to_dict())

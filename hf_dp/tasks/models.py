@@ -283,8 +283,10 @@ def load_language_model(
 def load_trained(
     path: str, arguments: StartArguments, kind: str
 ) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Return model and tokenizer that ``hf-dp train`` wrote; an adapter on its base. Raises: as
-    :func:`load_language_model`."""
+    """Return model and tokenizer that ``hf-dp train`` wrote; an adapter on its base.
+
+    Raises: as :func:`load_language_model`.
+    """
     folder = resolve_model(path)
     if not Path(folder, "adapter_config.json").exists():
         return load_language_model(StartArguments(path), kind)

@@ -137,8 +137,10 @@ NAMES = (*FORMATS, MESSAGES)
 
 
 def read_row(name: str, values: Sequence[object], row: int) -> Written:
-    """Return what the values of a row's columns say. Raises: DataError, naming the row, for a value
-    of another kind, or without any target."""
+    """Return what the values of a row's columns say.
+
+    Raises: DataError, naming the row, for a value of another kind, or without any target.
+    """
     try:
         written = FORMATS[name].read(*values)
         fits = isinstance(written.prompt, str) and all(isinstance(t, str) for t in written.targets)

@@ -298,7 +298,9 @@ def negative_log_likelihood(
 
 def perplexity(total: float, count: float) -> float:
     """Return exp(total / count), the number of tokens that a model is in doubt between on average;
-    infinity where it is too large for a number. Raises: ZeroDivisionError without any token.
+    infinity where it is too large for a number.
+
+    Raises: ZeroDivisionError without any token.
     """
     try:
         return math.exp(total / count)
