@@ -1,12 +1,15 @@
-"""Give each worker its own cache of data sets, and search what lives on for garbage only once."""
+"""Give each worker its own cache of data sets, search what lives on for garbage only once, and leave
+out of short runs what takes longer than they do."""
 
 import gc
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+
+SHORT_RUNS = ("trainer", "run", "distributed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -48,3 +51,55 @@ def quick_word_on_equal_rows(monkeypatch):
     epsilon, which takes half a second."""
     if (outlook := sys.modules.get("hf_dp.planning")) is not None:
         monkeypatch.setattr(outlook, "_epsilon", lambda events, delta: 0.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_prv(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Leave PRV's epsilon out of statements, which tests/cards is about: it takes a quarter of a
+    second for each new event, as long as a short run."""
+    if request.path.parent.name not in SHORT_RUNS:
+        yield
+        return
+    from hf_dp.accounting.accountants import Answer
+    from hf_dp.statement import wording
+
+    compare = wording.compare
+
+    def by_others(events, delta, names):
+        found = iter(compare(events, delta, [name for name in names if name != "prv"]))
+        left_out = Answer("prv", None, "left out")
+        return tuple(left_out if name == "prv" else next(found) for name in names)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wording, "compare", by_others)
+        yield
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Leave out the self-check of the engine, which is most of a short run, in files that are about
+    other things: ``pytestmark = pytest.mark.usefixtures("unchecked")``."""
+    monkeypatch.setattr("hf_dp.run.private_run.PrivateRun.check_engine", lambda self: None)
+
+
+@pytest.fixture
+def without_noise(monkeypatch):
+    monkeypatch.setattr(
+        "hf_dp.noise.SecretRandomness.gaussian_like",
+        lambda self, tensor, std: tensor.new_zeros(tensor.shape),
+    )
+
+
+@pytest.fixture
+def warnings_of(monkeypatch) -> Callable[[str], list[str]]:
+    """Return the texts that a module of the library will have warned with."""
+
+    def collect(module: str) -> list[str]:
+        told: list[str] = []
+        monkeypatch.setattr(
+            f"hf_dp.{module}.logger.warning",
+            lambda text, *values: told.append(text % values if values else text),
+        )
+        return told
+
+    return collect

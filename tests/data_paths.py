@@ -47,6 +47,16 @@ class DataPath:
     refused: str | None = None
 
 
+def trainer_of(folder: Any, path: DataPath, rows: Any = None, **options: Any) -> DPTrainer:
+    """A trainer on the path, or on these rows of it."""
+    given: dict[str, Any] = {
+        "model": path.model(), "train_dataset": path.dataset(rows or path.rows()),
+        "eval_dataset": None, "data_collator": path.collator and path.collator(),
+        "processing_class": None if path.collator else tokenizer(),
+    }  # fmt: skip
+    return tiny.trainer(folder, cls=path.trainer, given=given, **{**path.options, **options})
+
+
 def tokenizer(side: str = "right") -> Any:
     made = tiny.tokenizer()
     made.mask_token, made.padding_side = "[UNK]", side
@@ -56,20 +66,23 @@ def tokenizer(side: str = "right") -> Any:
 # -- rows ---
 
 
-def texts(label: Callable[[list[int]], Any], canary: int = 18) -> Rows:
-    """Rows of 3 to 6 tokens, and one of ``canary``."""
+def texts(label: Callable[[list[int]], Any]) -> Rows:
+    """Rows of 3 to 6 tokens, and one of 18."""
     generator = np.random.default_rng(0)
-    lengths = [3 + i % 4 for i in range(COUNT)] + [canary]
+    lengths = [3 + i % 4 for i in range(COUNT)] + [18]
     rows = []
     for number, length in enumerate(lengths):
         ids = [2, *generator.integers(4, VOCABULARY, length - 2).tolist(), END]
-        rows.append({"input_ids": ids, "attention_mask": [1] * length, "labels": label(ids)})
-        rows[-1]["number"] = number
+        columns = {"input_ids": ids, "attention_mask": [1] * length, "number": number}
+        rows.append({**columns, "labels": label(ids)})
     return rows
 
 
-def without_number(rows: Rows) -> Rows:
-    return [{k: v for k, v in row.items() if k != "number"} for row in rows]
+def without(name: str, rows: Rows) -> Rows:
+    return [{k: v for k, v in row.items() if k != name} for row in rows]
+
+
+without_number = partial(without, "number")
 
 
 classes = partial(texts, lambda ids: sum(ids) % 2)
@@ -87,7 +100,7 @@ def decoded() -> Rows:
 
 
 def unlabeled() -> Rows:
-    return [{k: v for k, v in row.items() if k != "labels"} for row in texts(len)]
+    return without("labels", texts(len))
 
 
 def numbered(row: Callable[[int, np.random.Generator], dict[str, Any]]) -> Callable[[], Rows]:
@@ -148,10 +161,10 @@ def gpt2(model_class: Any = hf.GPT2LMHeadModel, **options: Any) -> Any:
 
 
 def t5() -> Any:
+    sizes = {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 8, "d_ff": 24}
     config = hf.T5Config(
-        vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, dropout_rate=0.0,
-        decoder_start_token_id=PAD,
-    )  # fmt: skip
+        **sizes, num_layers=1, num_heads=2, dropout_rate=0.0, decoder_start_token_id=PAD
+    )
     return seeded(lambda: hf.T5ForConditionalGeneration(config))
 
 
@@ -169,24 +182,22 @@ class Own(nn.Module):
         return self.layers(x)[:, 0]
 
 
-def own() -> nn.Module:
-    return seeded(Own)
+own = partial(seeded, Own)
 
 
 class OwnTrainer(DPTrainer):
     def compute_per_example_loss(self, model: nn.Module, inputs: Any) -> Tensor:
-        y = (
-            inputs.pop("labels") if isinstance(inputs, dict) else inputs[1]
-        )  # the idiom of compute_loss overrides
-        return F.mse_loss(
-            model(inputs["x"] if isinstance(inputs, dict) else inputs[0]), y, reduction="none"
-        )
+        y = inputs.pop("labels")  # the idiom of compute_loss overrides
+        return F.mse_loss(model(inputs["x"]), y, reduction="none")
 
     def synthetic_batches(self) -> list[Any]:
         return [{"x": torch.randn(1, 4), "labels": torch.randn(1)} for _ in range(3)]
 
 
-class TupleTrainer(OwnTrainer):
+class TupleTrainer(DPTrainer):
+    def compute_per_example_loss(self, model: nn.Module, inputs: Any) -> Tensor:
+        return F.mse_loss(model(inputs[0]), inputs[1], reduction="none")
+
     def synthetic_batches(self) -> list[Any]:
         return [(torch.randn(1, 4), torch.randn(1)) for _ in range(3)]
 
@@ -213,10 +224,10 @@ def stacking(rows: Rows) -> Any:
 
 
 def mixup(rows: Rows) -> Any:
-    x = torch.tensor([row["pixel_values"] for row in rows])
+    batch = stacking(rows)
     return {
-        "pixel_values": 0.7 * x + 0.3 * x.roll(1, 0),
-        "labels": torch.tensor([row["labels"] for row in rows]),
+        **batch,
+        "pixel_values": 0.7 * batch["pixel_values"] + 0.3 * batch["pixel_values"].roll(1, 0),
     }
 
 
@@ -227,9 +238,7 @@ def tokenizing(rows: Rows) -> Any:
 
 def with_extras(rows: Rows) -> Any:
     """Texts, numbers and a constant beside what the model takes."""
-    batch = hf.DataCollatorWithPadding(tokenizer())(
-        [{k: v for k, v in row.items() if k != "text"} for row in rows]
-    )
+    batch = hf.DataCollatorWithPadding(tokenizer())(rows)
     names = [str(row["number"]) for row in rows]
     return {**batch, "names": names, "count": len(rows), "nothing": None}
 
@@ -255,10 +264,9 @@ class Remembering:
 
     def __init__(self) -> None:
         self.last = 0
-        self.pad = hf.DataCollatorWithPadding(tokenizer())
 
     def __call__(self, rows: Rows) -> Any:
-        batch = self.pad(rows)
+        batch = hf.DataCollatorWithPadding(tokenizer())(rows)
         batch["input_ids"] = (batch["input_ids"] + self.last) % VOCABULARY
         self.last = int(batch["input_ids"].sum()) % VOCABULARY
         return batch
@@ -318,28 +326,24 @@ def padded_by_a_transform(rows: Rows) -> Any:
     return data.with_transform(pad)
 
 
+def shown(rows: Rows) -> datasets.Dataset:
+    return datasets.Dataset.from_list(rows).cast_column("image", datasets.Image())
+
+
 def pixels_by_a_transform(rows: Rows) -> Any:
     def to_pixels(batch: Any) -> Any:
-        pixels = [
-            torch.from_numpy(np.array(image)).permute(2, 0, 1) / 127.5 - 1
-            for image in batch["image"]
-        ]
+        arrays = [torch.from_numpy(np.array(image)) for image in batch["image"]]
+        pixels = [array.permute(2, 0, 1) / 127.5 - 1 for array in arrays]
         return {"pixel_values": pixels, "labels": batch["label"]}
 
-    return (
-        datasets.Dataset.from_list(rows)
-        .cast_column("image", datasets.Image())
-        .with_transform(to_pixels)
-    )
+    return shown(rows).with_transform(to_pixels)
 
 
 def augmented_pictures(rows: Rows) -> Any:
     """As the task for images reads them, with all of its augmentations."""
     processor = hf.ViTImageProcessorPil(size={"height": 8, "width": 8})
-    plain = datasets.Dataset.from_list(rows).cast_column("image", datasets.Image())
-    return image_rows(
-        plain, "image", "label", ["a", "b", "c"], ToPixels(processor, [*AUGMENTATIONS])
-    )
+    pixels = ToPixels(processor, [*AUGMENTATIONS])
+    return image_rows(shown(rows), "image", "label", ["a", "b", "c"], pixels)
 
 
 def augmented_by_a_transform(rows: Rows) -> Any:
@@ -353,8 +357,8 @@ def augmented_by_a_transform(rows: Rows) -> Any:
     return datasets.Dataset.from_list(without_number(rows)).with_transform(mask)
 
 
-class Popped(torch.utils.data.Dataset):
-    """Rows that all share one mask, handed out as they are."""
+class Shared(torch.utils.data.Dataset):
+    """Rows that are handed out as they are."""
 
     def __init__(self, rows: Rows):
         self.rows = rows
@@ -366,76 +370,67 @@ class Popped(torch.utils.data.Dataset):
         return self.rows[index]
 
 
-def masked(row: dict[str, Any], chances: Any) -> dict[str, Any]:
-    ids = [MASK if chance < 0.4 else token for chance, token in zip(chances, row["input_ids"])]
-    return {**row, "input_ids": ids}
-
-
-class Masking:
+class Step:
     """A transform of one row, as of torchvision's kind, with a generator of its own."""
 
     def __init__(self) -> None:
         self.random = np.random.RandomState(0)
 
-    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        return masked(row, self.random.rand(20))
+    def __call__(self) -> Any:
+        return self.random.rand(20)
 
 
-class MaskedRows(Popped):
-    """Rows masked by place in a stream that goes on from one reading to the next."""
+class MaskedRows(Shared):
+    """Rows masked by chances that follow from the readings before, ``kept`` in one place or
+    another."""
 
-    def __init__(self, rows: Rows):
+    of_the_class = np.random.default_rng(0)
+
+    def __init__(self, kept: str, rows: Rows):
         super().__init__(without_number(rows))
-        self.random, self.seed = torch.Generator().manual_seed(0), 0
+        self.chances, self.steps = getattr(type(self), kept), [Step()]
+        self.random, self.seed, self.count = torch.Generator().manual_seed(0), 0, 0
         self.made_when_needed: Any = None
-        self.steps = [Masking()]
-
-    def chances(self) -> Any:
-        return torch.rand(20, generator=self.random)
 
     def __getitem__(self, index: int) -> Any:
-        return masked(self.rows[index], self.chances())
+        row, chances = self.rows[index], self.chances(self)
+        ids = [MASK if chance < 0.4 else token for chance, token in zip(chances, row["input_ids"])]
+        return {**row, "input_ids": ids}
 
+    def in_a_generator(self) -> Any:
+        return torch.rand(20, generator=self.random)
 
-class MaskedByASeed(MaskedRows):
-    def chances(self) -> Any:
+    def in_a_generator_of_its_seed(self) -> Any:
         if self.made_when_needed is None:
             self.made_when_needed = np.random.default_rng(self.seed)
         return self.made_when_needed.random(20)
 
+    def in_a_step(self) -> Any:
+        return self.steps[0]()
 
-class MaskedBySteps(MaskedRows):
-    def __getitem__(self, index: int) -> Any:
-        row = self.rows[index]
-        for step in self.steps:
-            row = step(row)
-        return row
-
-
-class MaskedByAGlobal(MaskedRows):
-    def chances(self) -> Any:
+    def in_a_global(self) -> Any:
         return _chances()
 
+    def in_its_class(self) -> Any:
+        return self.of_the_class.spawn(1)[0].random(20)
 
-class MaskedByItsClass(MaskedRows):
-    shared = np.random.default_rng(0)
-
-    def chances(self) -> Any:
-        return self.shared.spawn(1)[0].random(20)
-
-
-class MaskedByCount(MaskedRows):
-    """Masks by how often rows were read."""
-
-    count = 0
-
-    def chances(self) -> Any:
+    def in_a_count(self) -> Any:
         self.count += 1
         return [(self.count + place) % 3 / 3 for place in range(20)]
 
 
 def _chances() -> Any:
     return PUBLIC_GENERATOR.random(20)
+
+
+KEPT = {
+    "with a public generator": "in_a_generator",
+    "that makes a generator of its seed": "in_a_generator_of_its_seed",
+    "with a step that has a generator": "in_a_step",
+    "with a generator in a global": "in_a_global",
+    "with a generator in its class": "in_its_class",
+    "that counts": "in_a_count",
+}
 
 
 def popping(rows: Rows) -> Any:
@@ -452,23 +447,29 @@ def _language_model(collator: Callable[[], Any], **values: Any) -> DataPath:
     return DataPath(**{"model": gpt2, "rows": copied, "collator": collator, **values})
 
 
+def _tagger(**options: Any) -> DataPath:
+    model = partial(bert, hf.BertForTokenClassification, num_labels=3)
+    return DataPath(
+        model, tagged, lambda: hf.DataCollatorForTokenClassification(tokenizer(), **options)
+    )
+
+
+def _masked(**options: Any) -> DataPath:
+    collator = partial(hf.DataCollatorForLanguageModeling, mlm_probability=0.4, **options)
+    return DataPath(partial(bert, hf.BertForMaskedLM), unlabeled, lambda: collator(tokenizer()))
+
+
 _KEEP = {"remove_unused_columns": False}
 
 PATHS: dict[str, DataPath] = {
     # the table of known breaks
-    "token labels padded with 0": DataPath(
-        partial(bert, hf.BertForTokenClassification, num_labels=3), tagged,
-        lambda: hf.DataCollatorForTokenClassification(tokenizer(), label_pad_token_id=0),
-    ),
+    "token labels padded with 0": _tagger(label_pad_token_id=0),
     "masked LM, labels cloned from padding": DataPath(partial(bert, hf.BertForMaskedLM), unlabeled, lambda: clone_inputs),
     "causal LM, labels cloned from padding": _language_model(lambda: clone_inputs, rows=unlabeled),
     "seq2seq labels padded with the padding token": DataPath(
         t5, translated, lambda: hf.DataCollatorForSeq2Seq(tokenizer(), label_pad_token_id=PAD)
     ),
-    "masks from a public seed": DataPath(
-        partial(bert, hf.BertForMaskedLM), unlabeled,
-        lambda: hf.DataCollatorForLanguageModeling(tokenizer(), seed=42, mlm_probability=0.4),
-    ),
+    "masks from a public seed": _masked(seed=42),
     "MixUp": DataPath(vit, pictures, lambda: mixup),
     "bf16 and a transform that pads": _classifier(
         dataset=padded_by_a_transform, options={"bf16": True}, collator=lambda: hf.default_data_collator
@@ -479,16 +480,11 @@ PATHS: dict[str, DataPath] = {
     "a collator with a public generator": _classifier(collator=lambda: masking_by_a_public_generator),
     "a collator that seeds the generators": _classifier(collator=lambda: reseeding),
     "a transform with a public generator": _classifier(dataset=augmented_by_a_transform),
-    "a data set with a public generator": _classifier(dataset=MaskedRows),
-    "a data set that makes a generator of its seed": _classifier(dataset=MaskedByASeed),
-    "a data set with a step that has a generator": _classifier(dataset=MaskedBySteps),
-    "a data set with a generator in a global": _classifier(dataset=MaskedByAGlobal),
-    "a data set with a generator in its class": _classifier(dataset=MaskedByItsClass),
-    "a data set that counts": _classifier(dataset=MaskedByCount),
+    **{f"a data set {name}": _classifier(dataset=partial(MaskedRows, kept)) for name, kept in KEPT.items()},
     "a part of a data set with a generator": _classifier(
-        dataset=lambda rows: torch.utils.data.Subset(MaskedRows(rows), range(len(rows)))
+        dataset=lambda rows: torch.utils.data.Subset(MaskedRows("in_a_generator", rows), range(len(rows)))
     ),
-    "a collator that pops labels of shared rows": _classifier(collator=lambda: popping, dataset=Popped),
+    "a collator that pops labels of shared rows": _classifier(collator=lambda: popping, dataset=Shared),
     # stock collators
     "padding": _classifier(),
     "padding to a multiple": _classifier(collator=lambda: hf.DataCollatorWithPadding(tokenizer(), pad_to_multiple_of=8)),
@@ -497,19 +493,9 @@ PATHS: dict[str, DataPath] = {
     ),
     "default collator": _classifier(collator=lambda: hf.default_data_collator),
     "no collator given": _classifier(collator=None),
-    "token classification": DataPath(
-        partial(bert, hf.BertForTokenClassification, num_labels=3), tagged,
-        lambda: hf.DataCollatorForTokenClassification(tokenizer()),
-    ),
-    "masked LM": DataPath(
-        partial(bert, hf.BertForMaskedLM), unlabeled,
-        lambda: hf.DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.4),
-    ),
-    "whole words": DataPath(
-        partial(bert, hf.BertForMaskedLM), unlabeled,
-        lambda: hf.DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.4, mask_replace_prob=1.0,
-                                                   random_replace_prob=0.0),
-    ),
+    "token classification": _tagger(),
+    "masked LM": _masked(),
+    "whole words": _masked(mask_replace_prob=1.0, random_replace_prob=0.0),
     "causal LM": _language_model(lambda: hf.DataCollatorForLanguageModeling(tokenizer(), mlm=False), rows=unlabeled),
     "causal LM, padded on the left": _language_model(
         lambda: hf.DataCollatorForLanguageModeling(tokenizer("left"), mlm=False), rows=unlabeled
@@ -517,10 +503,7 @@ PATHS: dict[str, DataPath] = {
     "causal LM, labels given, padded on the left": _language_model(lambda: hf.DataCollatorForTokenClassification(tokenizer("left"))),
     "seq2seq": DataPath(t5, translated, lambda: hf.DataCollatorForSeq2Seq(tokenizer())),
     "seq2seq with the model": DataPath(t5, translated, lambda: hf.DataCollatorForSeq2Seq(tokenizer(), model=t5())),
-    "flattening": _language_model(
-        lambda: hf.DataCollatorWithFlattening(), refused="DataCollatorWithFlattening joins many "
-        "examples into one"
-    ),
+    "flattening": _language_model(hf.DataCollatorWithFlattening, refused="DataCollatorWithFlattening joins many examples into one"),
     # tasks
     "decoder inputs given": DataPath(t5, decoded, lambda: stacking),
     "regression": _classifier(rows=scored, model=partial(bert, num_labels=1)),
@@ -539,15 +522,10 @@ PATHS: dict[str, DataPath] = {
     "a module of one's own": DataPath(own, vectors, lambda: hf.default_data_collator, trainer=OwnTrainer, options=_KEEP),
     "tuples": DataPath(own, vectors, lambda: torch.utils.data.default_collate, of_tensors, trainer=TupleTrainer),
     "an additive mask of the tokens": _classifier(
-        collator=lambda: additive, refused="`attention_mask` .float32. differs in "
-        "length.*padding_values"
+        collator=lambda: additive, refused="`attention_mask` .float32. differs in length.*padding_values"
     ),
     # how they are fetched
-    "workers and masks": DataPath(
-        partial(bert, hf.BertForMaskedLM), unlabeled,
-        lambda: hf.DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.4),
-        options={"dataloader_num_workers": 2},
-    ),
+    "workers and masks": dataclasses.replace(_masked(), options={"dataloader_num_workers": 2}),
     "physical batches of 3": _classifier(options={"per_device_train_batch_size": 3}),
 }  # fmt: skip
 _BF16 = (

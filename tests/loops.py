@@ -28,6 +28,7 @@ def run(
     model: nn.Module | None = None,
     train_dataset: Any = None,
     size: int = 4,
+    options: RunOptions | None = None,
     **given: Any,
 ) -> PrivateRun:
     """A run of a plan on as many rows as it names. Args: size: of physical batches."""
@@ -39,7 +40,7 @@ def run(
         folder,
         train_dataset=train_dataset or rows,
         data_collator=DataCollatorWithPadding(tiny.tokenizer()),
-        options=RunOptions(batches=BatchOptions(physical_batch_size=size, quiet=True)),
+        options=options or RunOptions(batches=BatchOptions(size, quiet=True)),
         **given,
     )
 

@@ -127,6 +127,23 @@ def trainer(
     return cls(args=arguments(folder, **options), **keywords)
 
 
+def resumed(made: DPTrainer, step: int | None = None) -> DPTrainer:
+    """The trainer after it went on from its checkpoint of a step, or from its newest."""
+    folder = Path(made.args.output_dir)
+    made.train(resume_from_checkpoint=True if step is None else str(folder / f"checkpoint-{step}"))
+    return made
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def moved(before: dict[str, torch.Tensor], model: torch.nn.Module) -> set[str]:
+    """The names of the weights that are not what they were."""
+    after = model.state_dict()
+    return {name for name in before.keys() & after if not torch.equal(before[name], after[name])}
+
+
 class Recorder(TrainerCallback):
     """Keeps what a tracker is given."""
 

@@ -29,6 +29,8 @@ from hf_dp.tuners.frost.tuner import FrostConfig
 from hf_dp.tuners.rgp import RgpConfig
 from hf_dp.tuners.single_entries import ParamConfig, PvalConfig
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 FROST = {"unfreeze_ratio": 0.5, "selection_iterations": 1, "selection_sample_rate": 1.0}
 DP_FP = {"privacy_mode": "dp_fp", "dp_fp_variant": "published"}
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {

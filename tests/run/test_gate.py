@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 from scipy import stats
 
@@ -20,9 +19,9 @@ from hf_dp.accounting import (
     event_from_dict,
 )
 from hf_dp.errors import BudgetExceededError, ConfigError, InvalidArgumentError, LedgerError
-from hf_dp.mechanisms.dp_sgd import DpSgd
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans import DpSgdPlan, PlannedRelease, PrivacyPlan
+from hf_dp.plans.selection import SelectionPlan
 from hf_dp.run.gate import Gate, IndependentNoise, NothingReleased, Release
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.witnesses import read_run
@@ -67,7 +66,7 @@ WITH_A_LOSS = PlannedRelease(
 )
 PLANNED = [
     (PLAN.step_release(), "sum"),
-    (PlannedRelease(PoissonSampledGaussian(3.0, 0.1, 1), "selection", {"sum": 0.02}), "sum"),
+    (SelectionPlan("mgna", 0.1, 3, 0.1, 1, 3.0, 0.2).release(0.02), "sum"),
     (PlannedRelease(RecordRelease(0.7, 1), "release", {"vectors": 1.5}), "vectors"),
     *[(ROWS, part) for part in ("sum", "vectors")],
     *[(WITH_A_LOSS, part) for part in ("sum", "loss")],
@@ -104,11 +103,8 @@ def is_durable_before_anything_is_out(gate: Gate, book: RunLedger) -> bool:
     known = []
     for _ in range(3):
         with gate.release(PLAN.step_release()) as release:
-            before = (
-                read_run(book.folder).ledger.steps()
-                if (book.folder / "ledger.jsonl").exists()
-                else 0
-            )
+            written = (book.folder / "ledger.jsonl").exists()
+            before = read_run(book.folder).ledger.steps() if written else 0
             release.sum({"w": torch.zeros(3)})
             known.append(before)
     return known == [1, 2, 3]
@@ -203,9 +199,8 @@ def test_sums_losses_and_vectors_leave_once(book):
         pass
     with pytest.raises(LedgerError, match="closed"):
         closed.loss(torch.zeros(()))
-    with gate.release(
-        PlannedRelease(RecordRelease(2.0, 1), "release", {"vectors": 1.0})
-    ) as release:
+    rows = PlannedRelease(RecordRelease(2.0, 1), "release", {"vectors": 1.0})
+    with gate.release(rows) as release:
         release.vectors(torch.zeros(2, 3))
         with pytest.raises(LedgerError, match="Record another release"):
             release.vectors(torch.zeros(2, 3))
@@ -275,58 +270,6 @@ def test_releases_that_the_plan_does_not_make_count_against_the_target(tmp_path)
         ):
             pytest.fail("a release beyond the target")
         book.stop()
-
-
-# -- the whole step: clip, then noise --
-
-
-def clips_before_it_noises(folder: Path) -> bool:
-    """Whether one example moves a step's gradient by no more than C / B, noise set aside."""
-    trainer = tiny.trainer(folder, per_example_max_grad_norm=0.01)
-    zero = torch.zeros
-
-    def gradient(indices: list[int]) -> torch.Tensor:
-        trainer.model.zero_grad()
-        loader = trainer.get_train_dataloader()
-        batches = loader.collate_fn([loader.dataset[i] for i in indices]) if indices else []
-        trainer.training_step(trainer.model, batches)
-        return torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SecretRandomness, "gaussian_like", lambda self, t, std: zero(t.shape))
-        trainer.run.open()
-        trainer.run.book.start(2)
-        trainer.create_optimizer()
-        with_it, without = gradient([0, 3, 7]), gradient([0, 3])
-    return float((with_it - without).norm()) <= 0.01 * (1 + 1e-4) / 8
-
-
-def test_a_step_clips_before_it_noises(tmp_path):
-    assert clips_before_it_noises(tmp_path)
-
-
-def test_planted_noise_before_the_clip_is_seen(tmp_path, monkeypatch):
-    """A step that noises per-example sums without their clip, and calls it a day."""
-    original = DpSgd.clip
-
-    def unclipped(self, batches):
-        self.run.options = type(self.run.options)(clipping_strategy="per_example")
-        plan = self.run.plan
-        loose = PrivacyPlan(
-            plan.num_examples,
-            plan.expected_batch_size,
-            plan.steps,
-            plan.delta,
-            DpSgdPlan(1e6, plan.noise_multiplier),
-        )
-        self.run.plan = loose
-        try:
-            return original(self, batches)
-        finally:
-            self.run.plan = plan
-
-    monkeypatch.setattr(DpSgd, "clip", unclipped)
-    assert not clips_before_it_noises(tmp_path)
 
 
 # -- nothing else noises or records --

@@ -58,6 +58,7 @@ def moves_by_at_most_the_bound(folder: Path) -> bool:
     return all(move <= BOUND for move in moved) and max(moved) > 0.9 * BOUND
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_one_example_moves_the_sum_by_at_most_the_bound(tmp_path):
     seen = {sum(row["input_ids"]) % len(EXTREMES) for row in tiny.dataset().select(range(18, ROWS))}
     assert len(seen) > 5  # the rows meet the extremes
@@ -77,6 +78,7 @@ def _negative(self, losses):
     self.total += torch.where(values.isfinite(), values, 0).clamp(max=self.bound).sum()
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("planted", [_unclipped, _not_finite, _negative])
 def test_planted_losses_that_are_not_bounded_are_seen(planted, tmp_path, monkeypatch):
     monkeypatch.setattr(BoundedLosses, "add", planted)
@@ -163,10 +165,12 @@ def pvalue_of_the_noise(folder: Path, steps: int = 120) -> float:
     return stats.kstest([value / std for value in found], "norm").pvalue
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_the_noise_has_the_documented_standard_deviation(tmp_path):
     assert pvalue_of_the_noise(tmp_path) > 1e-5
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("part", ["sum", "loss"])
 def test_planted_noise_of_another_size_is_seen_where_it_is_used(tmp_path, monkeypatch, part):
     honest = PlannedRelease.noise_std
@@ -178,11 +182,9 @@ def test_planted_noise_of_another_size_is_seen_where_it_is_used(tmp_path, monkey
     assert (pvalue_of_the_noise(tmp_path) < 1e-5) == (part == "loss")
 
 
-def test_it_is_the_clipped_mean_and_noise(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("without_noise")
+def test_it_is_the_clipped_mean_and_noise(tmp_path):
     """With the noise set aside: of exactly the rows of the draw, by the expected batch size."""
-    monkeypatch.setattr(
-        SecretRandomness, "gaussian_like", lambda self, like, std: torch.zeros_like(like)
-    )
     private = private_run(tmp_path)
     mechanism = mechanism_for(private)
     optimizer = torch.optim.SGD(private.model.parameters(), lr=0.5)

@@ -30,6 +30,8 @@ from hf_dp.run import physical_size
 from hf_dp.run.physical_size import largest_physical_batch
 from hf_dp.trainer.private import PrivateTraining
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 MIB = 2**20
 COUNT = 300  # rows
 

@@ -57,32 +57,16 @@ def test_an_accelerate_loop(tmp_path):
     assert read(tmp_path).status == "proven"
 
 
-def test_the_trainer_and_the_loop_make_the_same_weights(tmp_path, monkeypatch):
-    """With all examples in each step and the noise set aside: DPTrainer is seams over the same
-    lines."""
-    monkeypatch.setattr(
-        SecretRandomness, "gaussian_like", lambda self, like, std: torch.zeros_like(like)
-    )
-    initial = tiny.model().state_dict()
-    trainer = tiny.trainer(
-        tmp_path / "trainer",
-        given={"model": _model(initial)},
-        expected_batch_size=40,
-        optim="sgd",
-        lr_scheduler_type="constant",
-        accountant="rdp",
-    )
+@pytest.mark.usefixtures("without_noise")
+def test_the_trainer_and_the_loop_make_the_same_weights(tmp_path):
+    """With all examples in each step: DPTrainer is seams over the same lines."""
+    plain = {"optim": "sgd", "lr_scheduler_type": "constant", "accountant": "rdp"}
+    trainer = tiny.trainer(tmp_path / "trainer", expected_batch_size=40, **plain)
     trainer.train()
-    private = run(tmp_path / "loop", trainer.privacy_plan, model=_model(initial))
+    private = run(tmp_path / "loop", trainer.privacy_plan)
     loop(private, torch.optim.SGD(private.model.parameters(), lr=1e-2))
     for name, value in trainer.model.state_dict().items():
         torch.testing.assert_close(private.model.state_dict()[name], value, rtol=1e-5, atol=1e-7)
-
-
-def _model(state):
-    model = tiny.model()
-    model.load_state_dict(state)
-    return model
 
 
 def test_it_stops_before_the_target_is_passed(tmp_path):

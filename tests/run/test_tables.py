@@ -156,8 +156,7 @@ def test_what_ran_is_saved_and_what_it_cost_is_said(error, kind, save, tmp_path)
     saved = hf.BertForSequenceClassification.from_pretrained(tmp_path / "checkpoint-3")
     for name, value in saved.named_parameters():
         torch.testing.assert_close(value, weights[name], rtol=0, atol=0)
-    again = tiny.trainer(tmp_path, **options)
-    again.train(resume_from_checkpoint=True)
+    again = tiny.resumed(tiny.trainer(tmp_path, **options))
     assert again.ledger.steps() == again.state.global_step == 4
 
 

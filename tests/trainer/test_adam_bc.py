@@ -91,8 +91,7 @@ def test_its_variance_is_that_of_gradients(tmp_path):
 def test_a_resumed_run_goes_on_with_its_moments(tmp_path):
     kept = {"adam_bc_floor": 0.2, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     tiny.trainer(tmp_path, **kept).train()
-    again = tiny.trainer(tmp_path, **kept)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    again = tiny.resumed(tiny.trainer(tmp_path, **kept), 1)
     states = again.optimizer.optimizer.state.values()
     assert {float(state["step"]) for state in states} == {2.0}
 

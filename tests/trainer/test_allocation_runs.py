@@ -1,6 +1,7 @@
 """Random allocation in whole runs: what is drawn, recorded, resumed and said."""
 
 import faults
+import loops
 import pytest
 import tiny
 import users
@@ -68,8 +69,7 @@ def test_an_epoch_is_recorded_whole_before_its_first_step(tmp_path, monkeypatch,
 def test_a_resume_inside_an_epoch_counts_a_new_allocation(tmp_path):
     kept = {"max_steps": 4, "save_strategy": "steps", "save_steps": 3}
     tiny.trainer(tmp_path, **ALLOCATED, **kept).train()
-    again = tiny.trainer(tmp_path, **ALLOCATED, **kept)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    again = tiny.resumed(tiny.trainer(tmp_path, **ALLOCATED, **kept), 3)
     assert again.state.global_step == 4
     assert again.ledger.events == (RandomAllocationGaussian(1.0, 2, 6),)
 
@@ -85,8 +85,7 @@ def test_a_resume_at_the_end_of_an_epoch_loses_nothing(tmp_path):
     first.add_callback(StopsThere())
     first.train()
     assert first.ledger.events[0].steps == 2
-    again = tiny.trainer(tmp_path, **ALLOCATED, **kept)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    again = tiny.resumed(tiny.trainer(tmp_path, **ALLOCATED, **kept), 2)
     assert again.state.global_step == 4
     assert again.ledger.events[0].steps == 4
 
@@ -131,15 +130,8 @@ def test_an_unrecorded_allocation_is_noticed(tmp_path, monkeypatch):
 
 def test_in_a_loop_of_ones_own(tmp_path):
     trainer = tiny.trainer(tmp_path, **ALLOCATED, max_steps=3)
-    run, mechanism, sizes = trainer.run, trainer.mechanism, []
-    for batches in mechanism.logical_batches():
-        clipped = mechanism.clip(batches)
-        with run.release_step() as release:
-            mechanism.set_gradients(clipped, release)
-        trainer.model.zero_grad()
-        sizes.append(1)
-    assert len(sizes) == 3
-    assert run.ledger.events == (RandomAllocationGaussian(1.0, 2, 4),)
+    assert len(list(loops.steps(trainer.mechanism))) == 3
+    assert trainer.ledger.events == (RandomAllocationGaussian(1.0, 2, 4),)
 
 
 def test_the_batch_is_what_an_epoch_of_whole_steps_gives_and_no_other(tmp_path):

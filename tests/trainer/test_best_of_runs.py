@@ -54,8 +54,7 @@ def test_the_target_is_that_of_the_search(tmp_path):
 def test_a_resumed_run_goes_on_with_the_same_search(tmp_path):
     options = {**OF_A_SEARCH, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
     tiny.trainer(tmp_path, **options).train()
-    again = tiny.trainer(tmp_path, **options)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    again = tiny.resumed(tiny.trainer(tmp_path, **options), 1)
     assert again.ledger.events == (search(1.0, 3),)  # step 2 ran twice
 
 
@@ -70,8 +69,7 @@ def test_steps_that_were_lost_leave_room_for_the_rest_of_the_search(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 2}
     first = tiny.trainer(tmp_path, **options, **saving, given={"callbacks": [StopAfterFour()]})
     first.train()
-    again = tiny.trainer(tmp_path, **options, **saving)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    again = tiny.resumed(tiny.trainer(tmp_path, **options, **saving), 2)
     (event,) = again.ledger.events  # 3 and 4 ran twice, so 5 and 6 do not fit
     assert event.steps == 6 and again.state.global_step == 4
     assert again.epsilon().value <= 8

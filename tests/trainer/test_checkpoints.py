@@ -104,8 +104,7 @@ def test_weights_alone_are_not_resumed_from(tmp_path):
 def test_lost_steps_are_counted_and_told(tmp_path, warnings_of):
     said = warnings_of("trainer.checkpointing")
     crashed(tmp_path, 3, **TARGET)
-    again = saving(tmp_path, **TARGET)
-    again.train(resume_from_checkpoint=True)
+    again = tiny.resumed(saving(tmp_path, **TARGET))
     assert again.state.global_step == 3 and again.ledger.steps() == 4  # it ends early
     assert again.epsilon().value <= 4.0
     (told,) = said
@@ -116,8 +115,7 @@ def test_a_run_that_spent_its_target_makes_no_further_step(run, tmp_path):
     """A kill may come between the last save and the end; transformers makes one more step."""
     saving(tmp_path / "target", **TARGET).train()
     for folder, options in ((run, {}), (tmp_path / "target", TARGET)):
-        again = saving(folder, **options)
-        again.train(resume_from_checkpoint=True)
+        again = tiny.resumed(saving(folder, **options))
         assert (again.state.global_step, again.ledger.steps()) == (4, 4)
     branch = saving(tmp_path / "target", **TARGET)
     with pytest.raises(BudgetExceededError, match="would pass it"):

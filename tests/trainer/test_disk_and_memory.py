@@ -45,8 +45,7 @@ def check_and_resume(folder: Path, let_out: list[int], last: str | None) -> None
     assert all((path / "optimizer.pt").exists() for path in checkpoints(folder))
     if last:
         before = read_run(folder).ledger.steps()
-        again = saving(folder)
-        again.train(resume_from_checkpoint=True)
+        again = tiny.resumed(saving(folder))
         assert again.state.global_step == 4 and not (folder / SAVING).exists()
         assert again.ledger.steps() == before + 4 - int(last[-1])
 
@@ -169,8 +168,9 @@ def test_memory_that_runs_out_in_a_physical_batch_records_nothing(tmp_path, let_
         trainer.train()
     assert read_run(tmp_path).ledger.steps() == 2 == let_out[0]
     assert all(p.grad is None or not p.grad.any() for p in trainer.model.parameters())
-    again = saving(tmp_path, per_device_train_batch_size=2, expected_batch_size=20, max_steps=3)
-    again.train(resume_from_checkpoint=True)
+    again = tiny.resumed(
+        saving(tmp_path, per_device_train_batch_size=2, expected_batch_size=20, max_steps=3)
+    )
     assert again.ledger.steps() == 3
 
 

@@ -1,6 +1,7 @@
 """Whole runs of DP-FP: what each variant does, records, and lets nobody read into it."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -130,12 +131,6 @@ def test_defaults_and_noise_are_the_papers(tmp_path):
     assert event.num_micro_batches == 32 and event.sample_rate == 8 / (32 * 40)
 
 
-def test_an_empty_step_is_a_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(MicroBatchSampler, "draw", lambda self: [])
-    trainer = run(tmp_path, "published", max_steps=2, num_micro_batches=4)
-    assert trainer.ledger.steps() == 2 == trainer.state.global_step
-
-
 def canary_moves(folder: Path, variant: str, **options) -> list[bool]:
     """Whether the embedding of a word of one row moved in each step, with all rows drawn."""
     columns = tiny.dataset().to_dict()
@@ -164,42 +159,31 @@ def test_why_it_is_not_proven(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "events"),
+    ("options", "event", "purpose"),
     [
-        ({}, [(RecordRelease(1.0, 1), "release")]),
-        (
-            {"representation_release": "fresh", "num_micro_batches": 2},
-            [(SampledRecordRelease(1.0, 0.1, 4, 2), "training")],
-        ),
-        ({"labels_in_vector": True}, [(RecordRelease(1.0, 1), "release")]),
+        ({}, RecordRelease(1.0, 1), "release"),
+        ({"representation_release": "fresh", "num_micro_batches": 2}, SampledRecordRelease(1.0, 0.1, 4, 2), "training"),
+        ({"labels_in_vector": True}, RecordRelease(1.0, 1), "release"),
     ],
-)
-def test_frozen_trains_the_last_layer_alone_and_records_what_it_released(tmp_path, options, events):
-    model = tiny.model(dropout=0.1)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+)  # fmt: skip
+def test_frozen_trains_the_last_layer_alone_and_records_what_it_released(
+    tmp_path, options, event, purpose
+):
+    model, public = tiny.model(dropout=0.1), "labels_in_vector" not in options
+    before = tiny.weights(model)
     trainer = run(tmp_path, "frozen", given={"model": model}, **options)
-    assert [(entry.event, entry.purpose) for entry in trainer.ledger.entries] == events
-    after = trainer.model.state_dict()
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {"classifier.weight"} | (
-        {"classifier.bias"} if "labels_in_vector" not in options else set()
-    )
+    assert [(entry.event, entry.purpose) for entry in trainer.ledger.entries] == [(event, purpose)]
+    bias = {"classifier.bias"} if public else set()
+    assert tiny.moved(before, trainer.model) == {"classifier.weight"} | bias
     statement = trainer.privacy_statement()
     assert statement.status == "proven"
-    assert (
-        statement.epsilon
-        == epsilon([event for event, _ in events], trainer.privacy_plan.delta).rounded_up()
-    )
-    public = "labels_in_vector" not in options
-    assert (
-        ("label is stated as public" in statement.unit)
-        == public
-        == ("labels being public" in statement.sentence())
-    )
-    assert (
-        any("stated as public: they enter the loss" in item for item in statement.not_covered)
-        == public
-    )
+    assert statement.epsilon == epsilon(event, trainer.privacy_plan.delta).rounded_up()
+    for said in (
+        "label is stated as public" in statement.unit,
+        "labels being public" in statement.sentence(),
+        any("stated as public: they enter the loss" in item for item in statement.not_covered),
+    ):
+        assert said == public
     assert disagreements(read(tmp_path)) == []
 
 
@@ -341,25 +325,21 @@ def test_gradients_and_vectors_have_draws_of_their_own(tmp_path, monkeypatch):
     assert not has_two_draws(tmp_path / "planted")
 
 
+SHARE = {"unfreeze_ratio": 0.5, "selection_iterations": 2, "selection_sample_rate": 0.2}
+
+
 @pytest.mark.parametrize(
-    ("peft", "labels", "target"),
+    ("config", "labels", "target"),
     [
         (None, False, 8.0),
-        ("lora", True, None),
-        ("frost", False, None),
-        pytest.param("frost", True, 8.0, marks=pytest.mark.slow),
+        (LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"), True, None),
+        (FrostConfig(**SHARE, selection_noise_multiplier=1.0), False, None),
+        pytest.param(FrostConfig(**SHARE), True, 8.0, marks=pytest.mark.slow),
     ],
 )
-def test_a_private_encoder_trains_everything_within_its_target(tmp_path, peft, labels, target):
-    noise = None if target else 1.0
-    share = {"unfreeze_ratio": 0.5, "selection_iterations": 2, "selection_sample_rate": 0.2}
-    config = {
-        None: None,
-        "lora": LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"),
-        "frost": FrostConfig(**share, selection_noise_multiplier=noise),
-    }[peft]
-    model = tiny.model()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+def test_a_private_encoder_trains_everything_within_its_target(tmp_path, config, labels, target):
+    model, noise = tiny.model(), None if target else 1.0
+    before = tiny.weights(model)
     trainer = run(
         tmp_path, "private_encoder", target_epsilon=target, noise_multiplier=noise, labels_in_vector=labels,
         learning_rate=0.1, accountant="rdp", max_steps=2, given={"model": model, "peft_config": config},
@@ -369,9 +349,8 @@ def test_a_private_encoder_trains_everything_within_its_target(tmp_path, peft, l
         assert trainer.epsilon().value <= target
         planned = epsilon(trainer.privacy_plan.events(), trainer.privacy_plan.delta, "rdp")
         assert planned.value == pytest.approx(target, rel=2e-3)
-    merged = trainer.model if peft is None else trainer.model.merge_and_unload()
-    after = merged.state_dict()
-    changed = {name for name in before.keys() & after if not torch.equal(before[name], after[name])}
+    merged = trainer.model if config is None else trainer.model.merge_and_unload()
+    changed = tiny.moved(before, merged)
     assert "classifier.weight" in changed
     assert any("encoder" in name or "embeddings" in name for name in changed)
     assert disagreements(read(tmp_path)) == []
@@ -432,53 +411,35 @@ def test_bad_arguments_are_named(tmp_path, variant, options, message):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("cls", "given", "options", "message"),
-    [
-        (OwnLoss, {}, {}, "the last layer trains on released rows"),
-        (DPTrainer, {"model": tied()}, {}, "has no parameters of its own"),
-        (
-            DPTrainer,
-            {"peft_config": FrostConfig(unfreeze_ratio=0.5)},
-            {"noise_multiplier": None, "target_epsilon": 8.0},
-            "`peft_config` to be None with dp_fp",
-        ),
-        (DPTrainer, {}, {"representation_module": "bert.pooler"}, "to be the last layer"),
-        (
-            DPTrainer,
-            of_several_labels(),
-            {"labels_in_vector": True},
-            "one class per example.*multi",
-        ),
-        (
-            DPTrainer,
-            {"model": tiny.model().to(torch.bfloat16)},
-            {},
-            "weights are bfloat16.*Load the model in float32",
-        ),
-        (
-            DPTrainer,
-            {"model": None, "model_init": tiny.model},
-            {},
-            "`model_init` to be None with privacy_mode='dp_fp'",
-        ),
-    ],
-)
-def test_what_cannot_be_frozen_is_refused_before_anything_is_released(
-    tmp_path, cls, given, options, message
-):
+UNFIT = {  # DPTrainer's keywords, arguments, the message
+    "a loss of one's own": ({}, {"cls": OwnLoss}, "the last layer trains on released rows"),
+    "tied weights": ({"model": tied()}, {}, "has no parameters of its own"),
+    "FROST": ({"peft_config": FrostConfig()}, {"target_epsilon": 8.0}, "`peft_config` to be None with dp_fp"),
+    "another layer": ({}, {"representation_module": "bert.pooler"}, "to be the last layer"),
+    "several labels": (of_several_labels(), {"labels_in_vector": True}, "one class per example.*multi"),
+    "16 bits": ({"model": tiny.model().to(torch.bfloat16)}, {}, "weights are bfloat16.*Load the model in float32"),
+    "model_init": ({"model": None, "model_init": tiny.model}, {}, "`model_init` to be None with privacy_mode='dp_fp'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_what_cannot_be_frozen_is_refused_before_anything_is_released(tmp_path, case):
+    given, options, message = UNFIT[case]
     with pytest.raises(errors.HfDpError, match=message):
-        run(tmp_path, "frozen", cls=cls, given=given, **options)
+        run(tmp_path, "frozen", given=given, **options)
     assert released_nothing(tmp_path)
 
 
-def test_labels_in_a_vector_need_a_linear_last_layer(tmp_path):
+def test_labels_in_a_vector_need_a_linear_last_layer_and_a_last_layer_trains(tmp_path):
     options = {"given": {"model": with_layers_above()}, "representation_module": "classifier"}
-    with pytest.raises(
-        errors.UnsupportedModelError, match="labels_in_vector needs a linear last layer"
-    ):
+    message = "labels_in_vector needs a linear last layer"
+    with pytest.raises(errors.UnsupportedModelError, match=message):
         run(tmp_path / "a", "frozen", labels_in_vector=True, **options)
     assert run(tmp_path / "b", "frozen", **options).privacy_statement().proven
+    frozen = tiny.model()
+    frozen.classifier.requires_grad_(False)
+    with pytest.raises(errors.HfDpError, match="is frozen|would stay frozen"):
+        run(tmp_path / "frozen", "frozen", given={"model": frozen})
 
 
 class KeepsRows(torch.nn.Module):
@@ -496,41 +457,51 @@ class KeepsRows(torch.nn.Module):
         return output
 
 
-@pytest.mark.parametrize(
-    ("variant", "evaluation"), [("frozen", False), ("frozen", True), ("private_encoder", True)]
-)
-def test_a_model_that_keeps_rows_is_refused_before_it_sees_one(tmp_path, variant, evaluation):
+def keeping(evaluation: bool) -> torch.nn.Module:
     model = tiny.model()
     model.bert.pooler = KeepsRows(model.bert.pooler, evaluation)
-    with pytest.raises(errors.SelfCheckError, match="forward pass changed .'bert.pooler.last'"):
-        run(tmp_path, variant, given={"model": model})
-    assert released_nothing(tmp_path)
+    return model
 
 
-@pytest.mark.parametrize("variant", ["frozen", "private_encoder"])
-def test_rows_that_neighbors_move_are_refused(tmp_path, variant):
-    """(FNet mixes padding into every row: stock, and without an attention mask.)"""
+def mixing() -> torch.nn.Module:
+    """FNet mixes padding into every row: stock, and without an attention mask."""
     torch.manual_seed(0)
-    config = FNetConfig(
-        vocab_size=19, tpu_short_seq_length=24, hidden_size=16, num_hidden_layers=1,
-        intermediate_size=32, max_position_embeddings=24,
-    )  # fmt: skip
-    with pytest.raises(errors.SelfCheckError, match="changes when other examples stand beside it"):
-        run(tmp_path, variant, given={"model": FNetForSequenceClassification(config)})
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 32}
+    config = FNetConfig(vocab_size=19, tpu_short_seq_length=24, max_position_embeddings=24, **small)
+    return FNetForSequenceClassification(config)
+
+
+KEPT = "forward pass changed .'bert.pooler.last'"
+MOVED = "changes when other examples stand beside it"
+
+
+@pytest.mark.parametrize(
+    ("variant", "made", "message"),
+    [
+        ("frozen", partial(keeping, False), KEPT),
+        ("frozen", partial(keeping, True), KEPT),
+        ("private_encoder", partial(keeping, True), KEPT),
+        ("frozen", mixing, MOVED),
+        ("private_encoder", mixing, MOVED),
+    ],
+)
+def test_a_model_that_keeps_or_mixes_rows_is_refused_before_it_sees_one(
+    tmp_path, variant, made, message
+):
+    with pytest.raises(errors.SelfCheckError, match=message):
+        run(tmp_path, variant, given={"model": made()})
     assert released_nothing(tmp_path)
 
 
 @pytest.mark.parametrize("label", [2, -100, 0.25])
 def test_a_label_that_is_no_class_is_not_released_as_it_is(tmp_path, label):
     columns = tiny.dataset().to_dict()
-    columns["label"] = [
-        label if i == 7 else type(label)(value) for i, value in enumerate(columns["label"])
-    ]
+    columns["label"] = [type(label)(value) for value in columns["label"]]
+    columns["label"][7] = label
     model = tiny.model(problem_type="single_label_classification")
     given = {"train_dataset": datasets.Dataset.from_dict(columns), "model": model}
-    with pytest.raises(
-        errors.HfDpError, match="protected labels to be whole|`labels` holds (2|-100|0.0, a float)"
-    ):
+    message = "protected labels to be whole|`labels` holds (2|-100|0.0, a float)"
+    with pytest.raises(errors.HfDpError, match=message):
         run(tmp_path, "frozen", given=given, labels_in_vector=True)
     assert released_nothing(tmp_path)
 
@@ -549,14 +520,16 @@ def test_other_data_than_planned_is_refused_and_tensors_are_taken(tmp_path):
     assert run(tmp_path / "tensors", "frozen", given=given).ledger.steps() == 1
 
 
-def test_a_private_encoder_with_a_head_of_several_layers_partly_frozen_and_empty_draws(
-    tmp_path, monkeypatch
-):
-    given = {"model": with_layers_above(frozen=True)}
-    monkeypatch.setattr(PoissonSampler, "draw", lambda self: [])
-    options = {"representation_module": "classifier", "max_steps": 1, "accountant": "rdp"}
-    assert run(tmp_path, "private_encoder", given=given, **options).ledger.steps() == 1
-    frozen = tiny.model()
-    frozen.classifier.requires_grad_(False)
-    with pytest.raises(errors.HfDpError, match="is frozen|would stay frozen"):
-        run(tmp_path / "frozen", "frozen", given={"model": frozen})
+@pytest.mark.parametrize(
+    ("variant", "sampler", "options"),
+    [
+        ("published", MicroBatchSampler, {"num_micro_batches": 4}),
+        ("private_encoder", PoissonSampler, {"representation_module": "classifier", "accountant": "rdp"}),
+    ],
+)  # fmt: skip
+def test_an_empty_draw_is_a_step(tmp_path, monkeypatch, variant, sampler, options):
+    """The private encoder has a head of several layers, partly frozen."""
+    monkeypatch.setattr(sampler, "draw", lambda self: [])
+    made = tiny.model() if variant == "published" else with_layers_above(frozen=True)
+    trainer = run(tmp_path, variant, given={"model": made}, max_steps=2, **options)
+    assert trainer.ledger.steps() == 2 == trainer.state.global_step

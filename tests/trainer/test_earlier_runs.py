@@ -67,8 +67,7 @@ def test_claims_of_earlier_runs_survive_a_resume(after_frozen, frozen, tmp_path)
     folder = Path(shutil.copytree(folder_of(after_frozen), tmp_path / "run"))
     before = read_run(folder).weaknesses.earlier
     assert len(before) == 1
-    again = after(folder, frozen, **SAVING)
-    again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    again = tiny.resumed(after(folder, frozen, **SAVING), 2)
     assert read_run(folder).weaknesses.earlier == before
     assert again.privacy_statement().unit_code == "features"
 

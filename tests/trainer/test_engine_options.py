@@ -5,6 +5,7 @@ import functools
 import pytest
 import tiny
 import torch
+from data_paths import PATHS, trainer_of
 from torch import Tensor
 
 from hf_dp.batches.loader import Drawn, PhysicalBatches
@@ -28,12 +29,10 @@ def test_all_ways_give_the_same_weights(tmp_path, without_noise, unchecked):
     ways = {
         "reference": {},
         "physical 1": {"per_device_train_batch_size": 1},
+        "physical 3": {"per_device_train_batch_size": 3},
         "by tokens": {"per_device_train_batch_size": 64, "max_tokens_per_physical_batch": 9},
         "checkpointing": {"gradient_checkpointing": True},
-        "checkpointing, records held": {
-            "gradient_checkpointing": True,
-            "clipping_strategy": "book_keeping",
-        },
+        "records held": {"gradient_checkpointing": True, "clipping_strategy": "book_keeping"},
     } | {strategy: {"clipping_strategy": strategy} for strategy in STRATEGIES}
     step = {"optim": "sgd", "learning_rate": 1.0, "max_steps": 2}
     results = {name: trained(tmp_path / name, **step, **options) for name, options in ways.items()}
@@ -68,28 +67,14 @@ def test_checkpointing_means_two_passes_unless_said_otherwise(
 
 
 def test_tokens_that_only_the_collator_makes_are_counted(tmp_path):
-    data = tiny.dataset().rename_column("input_ids", "tokens")
-
-    def collate(rows):
-        width = max(len(row["tokens"]) for row in rows)
-        padded = torch.tensor([row["tokens"] + [0] * (width - len(row["tokens"])) for row in rows])
-        return {
-            "input_ids": padded,
-            "attention_mask": (padded != 0).long(),
-            "labels": torch.tensor([row["label"] for row in rows]),
-        }
-
-    given = {"train_dataset": data, "data_collator": collate}
-    trainer = tiny.trainer(
-        tmp_path, given=given, max_tokens_per_physical_batch=9, remove_unused_columns=False
-    )
+    path = PATHS["texts that the collator tokenizes"]
+    trainer = trainer_of(tmp_path, path, max_tokens_per_physical_batch=9)
     plan, sizes = trainer.privacy_plan, []
     for _ in range(20):  # a few draws may have no two short rows
         for draw in trainer.run.draws(plan.sampler()):
             sizes += [batch["input_ids"].shape for batch in draw]
-    assert all(rows == 1 or rows * width <= 9 for rows, width in sizes) and any(
-        rows > 1 for rows, _ in sizes
-    )
+    assert all(rows == 1 or rows * width <= 9 for rows, width in sizes)
+    assert any(rows > 1 for rows, _ in sizes)
 
 
 def test_tokens_cannot_be_counted_without_input_ids():

@@ -100,8 +100,9 @@ def test_a_resumed_run_reads_its_selection_and_no_further_training_makes_one(
     monkeypatch.setattr(
         "hf_dp.tuners.frost.tuner.select_partitions", lambda *a: pytest.fail("selected again")
     )
-    again = frost(folder, config=FrostConfig(**GIVEN, gap_coefficient=0.0), **SAVING)
-    again.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+    again = tiny.resumed(
+        frost(folder, config=FrostConfig(**GIVEN, gap_coefficient=0.0), **SAVING), 1
+    )
     assert again.model.peft_config["default"].parameters == chosen
     assert again.ledger.steps("selection") == 3 and again.ledger.steps("training") == 3
     stored = json.loads((folder / "checkpoint-1" / "selection.json").read_text())
@@ -187,28 +188,10 @@ def test_no_artifact_holds_noise_drawn_rows_or_magnitudes_without_noise(tmp_path
 # -- the noise, and what happens when a rule is broken on purpose ---
 
 
-def measured(trainer, repeats: int = 400) -> tuple[float, float]:
-    """Return the spread of what the gate adds, and what it should be, for one sensitivity."""
-    run, sensitivity = trainer.run, 0.37
-    run.book.append = lambda event, purpose: None  # type: ignore[method-assign]
-    found = []
-    for _ in range(repeats):
-        with run.release(run.plan.selection.release(sensitivity)) as release:
-            found.append(release.sum({"sum": torch.zeros(20, dtype=torch.float64)})["sum"])
-    return float(torch.cat(found).std()), run.plan.selection.noise_multiplier * sensitivity
-
-
-def test_the_noise_is_that_of_the_plan_and_another_is_seen(tmp_path, monkeypatch):
-    spread, expected = measured(frost(tmp_path))
-    assert spread == pytest.approx(
-        expected, rel=0.04
-    )  # 8,000 draws: 0.8 % is one standard deviation
-    original = SelectionPlan.release
-    monkeypatch.setattr(
-        SelectionPlan, "release", lambda self, sensitivity: original(self, sensitivity * 2 / 3)
-    )
-    spread, expected = measured(frost(tmp_path))
-    assert spread != pytest.approx(expected, rel=0.04)
+def test_the_noise_is_that_of_the_plan(tmp_path):
+    """What the gate adds to it, tests/run/test_gate.py measures."""
+    planned = frost(tmp_path).run.plan.selection.release(0.37)
+    assert planned.noise_std("sum") == pytest.approx(GIVEN["selection_noise_multiplier"] * 0.37)
 
 
 def sensitivities_follow(made) -> bool:
@@ -314,11 +297,9 @@ def test_selected_again_in_the_middle(tmp_path):
     assert moved == {*made[0]["parameters"], *made[1]["parameters"]} | head
     one = json.loads((tmp_path / "checkpoint-1" / "selection.json").read_text())["made"]
     assert one == made[:1]
-    again = frost(tmp_path, config=config)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    again = tiny.resumed(frost(tmp_path, config=config), 3)
     assert again.ledger.steps("selection") == 6 and again.ledger.steps("training") == 5
-    again = frost(tmp_path, config=config)  # before the second selection, which is made again
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    again = tiny.resumed(frost(tmp_path, config=config), 1)  # the second selection is made again
     assert again.ledger.steps("selection") == 9
     statement = again.privacy_statement()
     assert "at most" not in statement.mechanism.split("What trains")[1]

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import re
+from pathlib import Path
 
 import pytest
 from transformers import TrainingArguments
@@ -66,23 +67,29 @@ def test_a_planted_new_field_is_refused_unless_it_has_its_default(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "accepted"),
+    ("name", "value", "accepted"),
     [
-        (None, True),
-        ({"non_blocking": True, "use_seedable_sampler": False}, True),
-        ('{"split_batches": "true"}', False),
-        ({"dispatch_batches": False, "gradient_accumulation_kwargs": None}, True),
-        ("/no/such/file.json", True),  # TrainingArguments refuses it itself
+        ("accelerator_config", None, True),
+        ("accelerator_config", {"non_blocking": True, "use_seedable_sampler": False}, True),
+        ("accelerator_config", '{"split_batches": "true"}', False),
+        ("accelerator_config", {"dispatch_batches": False, "gradient_accumulation_kwargs": None}, True),
+        ("accelerator_config", "/no/such/file.json", True),  # TrainingArguments refuses it itself
+        ("accelerator_config", "accelerator.json", False),
+        ("report_to", "none", True),
+        ("report_to", [], True),
+        ("report_to", ["tensorboard", "wandb"], True),
+        ("report_to", "swanlab", True),
+        ("report_to", "flyte", False),
+        ("report_to", ["tensorboard", "codecarbon"], False),
+        ("report_to", "a_new_tracker", False),
     ],
-)
-def test_accelerator_config_in_every_form(value, accepted):
-    assert REFUSED["accelerator_config"].accepts(value) is accepted
-
-
-def test_accelerator_config_file_is_read(tmp_path):
-    path = tmp_path / "accelerator.json"
-    path.write_text('{"even_batches": false}')
-    assert not REFUSED["accelerator_config"].accepts(str(path))
+)  # fmt: skip
+def test_a_value_in_each_of_its_forms_is_accepted_or_not(
+    name, value, accepted, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("accelerator.json").write_text('{"even_batches": false}')
+    assert REFUSED[name].accepts(value) is accepted
 
 
 @pytest.mark.parametrize(
@@ -124,17 +131,6 @@ def test_environment(variable, bad, good, monkeypatch):
         assert environment_problems(["tensorboard"]) == {}
     monkeypatch.setenv(variable, good)
     assert environment_problems(report_to) == {}
-
-
-@pytest.mark.parametrize(
-    ("report_to", "accepted"),
-    [
-        ("none", True), ([], True), (["tensorboard", "wandb"], True), ("swanlab", True),
-        ("flyte", False), (["tensorboard", "codecarbon"], False), ("a_new_tracker", False),
-    ],
-)  # fmt: skip
-def test_only_known_trackers_are_accepted(report_to, accepted):
-    assert REFUSED["report_to"].accepts(report_to) is accepted
 
 
 source_of = functools.cache(inspect.getsource)

@@ -142,8 +142,7 @@ def test_rgp_trains_matrices_and_head_along_its_carriers(tmp_path):
     name = "bert.pooler.dense.weight"
     ranks = [torch.linalg.matrix_rank(new[name] - before[name], rtol=1e-4) for new in (one, after)]
     assert ranks[0] == 4 < ranks[1]
-    again = masked(tmp_path, RgpConfig(rank=2), optim="sgd")
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    again = tiny.resumed(masked(tmp_path, RgpConfig(rank=2), optim="sgd"), 1)
     assert again.ledger.steps() == 3
     assert disagreements(read(tmp_path)) == []
     # The weights that a checkpoint holds have an update already; the base's are the start.

@@ -2,13 +2,15 @@
 
 import copy
 
+import loops
 import pytest
 import tiny
 import torch
 import transformers as hf
 from peft import LoraConfig, get_peft_model
 
-from hf_dp import DpSgdPlan, PrivacyPlan, PrivateRun, mechanism_for
+from hf_dp import mechanism_for
+from hf_dp.batches.loader import BatchOptions
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.run import other_training
 from hf_dp.run.options import RunOptions
@@ -368,24 +370,14 @@ def test_digests_tell_any_change_of_one_number_and_planted_sums_alone_are_seen(m
 
 
 def test_a_loop_of_ones_own_is_watched_too(tmp_path):
-    plan = PrivacyPlan(40, 8.0, 2, 1 / 80, DpSgdPlan(0.1, 1.0))
-    rows = {
-        "train_dataset": tiny.dataset(),
-        "data_collator": tiny.DataCollatorWithPadding(tiny.tokenizer()),
-    }
-
     def run(name, model, **options):
-        made = PrivateRun(model, plan, tmp_path / name, options=RunOptions(**options), **rows)
-        mechanism = mechanism_for(made)
+        options = RunOptions(**options, batches=BatchOptions(4, quiet=True))
+        mechanism = mechanism_for(loops.run(tmp_path / name, model=model, options=options))
         halves = [[*model.bert.parameters()], [*model.classifier.parameters()]]
         optimizers = [torch.optim.SGD(half, lr=0.1) for half in halves]
-        for batches in mechanism.logical_batches():
-            clipped = mechanism.clip(batches)
-            with made.release_step() as release:
-                mechanism.set_gradients(clipped, release)
+        for _ in loops.steps(mechanism):
             for optimizer in optimizers:
                 optimizer.step()
-                optimizer.zero_grad()
         return mechanism
 
     model = tiny.model()

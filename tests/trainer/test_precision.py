@@ -4,6 +4,7 @@ import pytest
 import tiny
 import torch
 from accelerate.state import AcceleratorState
+from data_paths import PATHS, trainer_of
 from short_products import precision_restored
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding
 
@@ -186,23 +187,9 @@ def test_what_a_collator_pads_to_anyway_is_one_length(tmp_path):
 
 
 def test_texts_that_only_the_collator_tokenizes(tmp_path):
-    words = tiny.tokenizer()
-
-    def collate(features):
-        labels = torch.tensor([feature["label"] for feature in features])
-        return {
-            **words([f["sentence"] for f in features], padding=True, return_tensors="pt"),
-            "labels": labels,
-        }
-
-    def run(**options):
-        given = {"train_dataset": tiny.rows(), "data_collator": collate, "eval_dataset": None}
-        return tiny.trainer(
-            tmp_path, given=given, max_steps=8, remove_unused_columns=False, **options
-        )
-
-    assert not mixed(run(bf16=True))
-    assert mixed(run())
+    path = PATHS["texts that the collator tokenizes"]
+    assert not mixed(trainer_of(tmp_path, path, bf16=True, max_steps=8))
+    assert mixed(trainer_of(tmp_path, path, max_steps=8))
 
 
 def test_sequence_to_sequence_rows_are_padded_alike_on_both_sides():

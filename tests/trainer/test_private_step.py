@@ -16,6 +16,7 @@ from hf_dp.noise import SecretRandomness
 from hf_dp.plans.samplers import PoissonSampler
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.witnesses import read_run
+from hf_dp.trainer.trainer import DPTrainer
 
 
 @pytest.fixture
@@ -89,32 +90,27 @@ def test_the_divisor_is_the_expected_batch_size_whatever_was_drawn(trainer, with
     assert step_error(trainer, indices) < 1e-6
 
 
-def test_planted_realized_divisor_is_seen(trainer, without_noise, monkeypatch):
+def by_a_realized_batch(patch):
     original = DpSgd.gradients
 
     def realized(self, clipped, release):
         gradients = original(self, clipped, release)
         return {p: g * self.run.plan.expected_batch_size / 3 for p, g in gradients.items()}
 
-    monkeypatch.setattr(DpSgd, "gradients", realized)
+    patch.setattr(DpSgd, "gradients", realized)
+
+
+def mean_of_the_batch(patch):
+    honest = DPTrainer.compute_per_example_loss
+    patch.setattr(DPTrainer, "compute_per_example_loss", lambda *given: honest(*given) / 64)
+
+
+@pytest.mark.parametrize(
+    "plant", [by_a_realized_batch, mean_of_the_batch, faults.FAULTS["gradients are not clipped"]]
+)
+def test_planted_steps_that_are_another_mean_are_seen(trainer, without_noise, monkeypatch, plant):
+    plant(monkeypatch)
     assert step_error(trainer, [0, 5, 6]) > 1e-4
-
-
-def test_planted_batch_mean_loss_is_seen(trainer, without_noise, monkeypatch):
-    def mean(model, inputs):
-        return per_example_loss(model, inputs) / 64
-
-    monkeypatch.setattr(trainer, "compute_per_example_loss", mean)
-    assert step_error(trainer, [0, 5, 6]) > 1e-4
-
-
-@pytest.mark.parametrize("size", [1, 3, 64])
-def test_the_physical_batch_size_does_not_change_the_update(tmp_path, without_noise, size):
-    indices = list(range(17))
-    reference = step(tiny.trainer(tmp_path / "a", per_device_train_batch_size=8), indices)
-    got = step(tiny.trainer(tmp_path / "b", per_device_train_batch_size=size), indices)
-    for name in reference:
-        torch.testing.assert_close(got[name], reference[name], rtol=1e-4, atol=1e-7)
 
 
 def test_an_example_that_is_not_finite_is_removed_and_the_step_goes_on(
@@ -157,15 +153,14 @@ def recorded_all(trainer) -> bool:
     return trainer.ledger.steps() == trainer.state.global_step == 4
 
 
-def test_every_step_is_recorded(trainer):
-    assert recorded_all(trainer)
-
-
-def test_planted_unrecorded_steps_are_seen(trainer, monkeypatch):
+@pytest.mark.usefixtures("unchecked")
+def test_every_step_is_recorded_and_planted_ones_that_are_not_are_seen(tmp_path, monkeypatch):
+    assert recorded_all(tiny.trainer(tmp_path / "honest"))
     faults.half_of_the_steps_unrecorded(monkeypatch)
-    assert not recorded_all(trainer)
+    assert not recorded_all(tiny.trainer(tmp_path / "planted"))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_an_unrecorded_step_stops_the_run(trainer, monkeypatch):
     monkeypatch.setattr(RunLedger, "append", lambda self, event, purpose: None)
     with pytest.raises(LedgerError, match="step ran that was not recorded"):
@@ -252,16 +247,9 @@ def sampler_is_poisson(trainer) -> bool:
     return type(sampler) is PoissonSampler and sampler.sample_rate == 0.2 and 4.5 < spread < 9
 
 
-def test_draws_are_poisson(trainer):
+def test_draws_are_poisson_and_planted_shuffling_is_seen(trainer, monkeypatch):
     assert sampler_is_poisson(trainer)
-
-
-def test_planted_shuffling_is_seen(trainer, monkeypatch):
-    def shuffled(self):
-        for batch in torch.randperm(self.num_examples).split(8):
-            yield batch.tolist()
-
-    monkeypatch.setattr(PoissonSampler, "__iter__", shuffled)
+    faults.shuffled(monkeypatch)
     assert not sampler_is_poisson(trainer)
 
 

@@ -1,10 +1,13 @@
 """Progress shows the epsilon spent so far, in a terminal and in a notebook."""
 
+import pytest
 import tiny
 from transformers.utils.notebook import NotebookProgressCallback
 
 from hf_dp.accounting import PoissonSampledGaussian, epsilon
 from hf_dp.features.always import Progress
+
+pytestmark = pytest.mark.usefixtures("unchecked")
 
 
 def test_the_bar_shows_epsilon_from_the_first_step(tmp_path, capsys):

@@ -17,9 +17,8 @@ from hf_dp.trainer.trainer import DPTrainer
 from hf_dp.tuners.frost.tuner import FrostConfig
 
 
-class OwnLoss(DPTrainer):
-    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-        return super().compute_loss(model, inputs, return_outputs, **kwargs)
+def overriding(name: str) -> type[DPTrainer]:
+    return type("Overriding", (DPTrainer,), {name: getattr(DPTrainer, name)})
 
 
 class BatchMean(DPTrainer):
@@ -48,16 +47,6 @@ def without_length(rows):
 
 def unlabeled():
     return tiny.dataset().remove_columns("label")
-
-
-class OwnStep(DPTrainer):
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        return torch.zeros(())
-
-
-class OwnLoader(DPTrainer):
-    def get_train_dataloader(self):
-        return super().get_train_dataloader()
 
 
 def without_mask(rows):
@@ -99,20 +88,14 @@ def given(**keywords):
     return {"given": keywords}
 
 
-ALLOCATED, SEARCH = (
-    {"sampling": "random_allocation"},
-    {"private_selection_mean_runs": 5, "accountant": "rdp"},
-)
-LOSS, CAPPED = (
-    {"noised_loss_bound": 1.0, "noised_loss_budget_ratio": 0.1},
-    {"max_logical_batch_size": 12},
-)
+ALLOCATED, CAPPED = {"sampling": "random_allocation"}, {"max_logical_batch_size": 12}
+SEARCH = {"private_selection_mean_runs": 5, "accountant": "rdp"}
+LOSS = {"noised_loss_bound": 1.0, "noised_loss_budget_ratio": 0.1}
 NEW_HEAD_FROZEN = LoraConfig(r=2, target_modules=["query"], task_type="FEATURE_EXTRACTION")
 # Of what has no bound, tests/accounting/test_knows.py asks every combination.
 AT_CREATION = {  # what a trainer is made with, or what makes it; the error and its words
-    "training_step overridden": ({"cls": OwnStep}, errors.UnsupportedArgumentError, "training_step"),
-    "loader overridden": ({"cls": OwnLoader}, errors.UnsupportedArgumentError, "get_train_dataloader"),
-    "compute_loss overridden": ({"cls": OwnLoss}, errors.UnsupportedArgumentError, "compute_per_example_loss"),
+    "training_step overridden": ({"cls": overriding("training_step")}, errors.UnsupportedArgumentError, "training_step"),
+    "compute_loss overridden": ({"cls": overriding("compute_loss")}, errors.UnsupportedArgumentError, "compute_per_example_loss"),
     "compute_loss_func": (given(compute_loss_func=lambda *a, **k: 0), errors.UnsupportedArgumentError, "`compute_loss_func` to be None"),
     "plain TrainingArguments": (plain_arguments, errors.InvalidArgumentError, "DPTrainingArguments"),
     "no length": (given(train_dataset=without_length(tiny.dataset())), errors.DataError, "has no length"),
@@ -211,16 +194,11 @@ def test_evaluation_on_the_training_set_and_a_search_are_refused(tmp_path):
         tiny.trainer(tmp_path).hyperparameter_search()
 
 
-def overriding(name: str) -> type[DPTrainer]:
-    return type("Overriding", (DPTrainer,), {name: getattr(DPTrainer, name)})
-
-
 def test_what_is_not_known_to_be_harmless_cannot_be_overridden(tmp_path):
     for name in dir(DPTrainer):
         if name not in MAY_OVERRIDE and name != "compute_loss" and not name.startswith("__"):
-            with pytest.raises(
-                errors.UnsupportedArgumentError, match=f"Overriding overrides {name}, wh"
-            ):
+            message = f"Overriding overrides {name}, wh"
+            with pytest.raises(errors.UnsupportedArgumentError, match=message):
                 check_subclass(overriding(name), DPTrainer)
     # Of what Trainer calls with a batch of the training set, only the loss is among them.
     for name in MAY_OVERRIDE:
@@ -241,9 +219,8 @@ class Mixing:
     [(Mixing, DPTrainer), (DPTrainer, Mixing), (DPTrainer, type("M", (Mixing, Trainer), {}))],
 )
 def test_a_mixin_that_overrides_is_named(tmp_path, bases):
-    with pytest.raises(
-        errors.UnsupportedArgumentError, match=r"(Mixing|M) overrides _prepare_inputs"
-    ):
+    message = r"(Mixing|M) overrides _prepare_inputs"
+    with pytest.raises(errors.UnsupportedArgumentError, match=message):
         tiny.trainer(tmp_path, cls=type("Mixed", bases, {}))
     assert not list(tmp_path.iterdir())
 
@@ -260,14 +237,8 @@ def test_an_optimizer_with_other_parameters_or_made_late_is_refused(tmp_path):
     with pytest.raises(errors.UnaccountedGradientError, match="not in the model"):
         tiny.trainer(tmp_path, cls=Outside).train()
 
-    class Late(DPTrainer):
-        def create_optimizer(self, *args, **kwargs):
-            return None
-
-        def create_scheduler(self, *args, **kwargs):
-            return None
-
-    trainer = tiny.trainer(tmp_path / "late", cls=Late)
+    nothing = dict.fromkeys(("create_optimizer", "create_scheduler"), lambda *args, **kwargs: None)
+    trainer = tiny.trainer(tmp_path / "late", cls=type("Late", (DPTrainer,), nothing))
     with pytest.raises(errors.UnaccountedGradientError, match="no optimizer before the first step"):
         trainer.train()
     assert trainer.ledger.steps() == 0

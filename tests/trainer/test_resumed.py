@@ -30,9 +30,7 @@ def trainer(folder: Path, config=None, model=None, **options):
 
 def resume(folder: Path, config=None, model=None, **options):
     """Go on to step 2; a refusal comes before it, and before anything is spent."""
-    made = trainer(folder, config, model, max_steps=2, **options)
-    made.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
-    return made
+    return tiny.resumed(trainer(folder, config, model, max_steps=2, **options), 1)
 
 
 def lora(**options):

@@ -22,14 +22,9 @@ from hf_dp.trainer.trainer import DPTrainer
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 WITHHELD = {
-    "loss",
-    "train_loss",
-    "total_flos",
-    "num_input_tokens_seen",
-    "train_runtime",
-    "train_samples_per_second",
-    "train_steps_per_second",
-}
+    "loss", "train_loss", "total_flos", "num_input_tokens_seen", "train_runtime",
+    "train_samples_per_second", "train_steps_per_second",
+}  # fmt: skip
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 EVALUATING = {"eval_strategy": "steps", "eval_steps": 2}
 
@@ -159,24 +154,10 @@ def test_training_learns_without_much_noise(tmp_path):
 # -- resuming ---
 
 
-def resume(folder: Path, checkpoint: str | bool = True, **options) -> DPTrainer:
-    trainer = tiny.trainer(folder, **options)
-    named = checkpoint if checkpoint is True else str(folder / str(checkpoint))
-    trainer.train(resume_from_checkpoint=named)
-    return trainer
-
-
-def test_resuming_from_an_earlier_checkpoint_counts_the_branch(run):
-    trainer = resume(run, "checkpoint-2", **SAVING)
-    assert trainer.state.global_step == 4
-    assert trainer.ledger.steps() == 6
-    assert read_run(run).ledger.steps() == 6
-
-
 def test_resume_without_the_checkpoints_ledger_is_refused(run):
     (run / "checkpoint-2" / "_ledger_copy.jsonl").unlink()
     with pytest.raises(LedgerError, match="_ledger_copy.jsonl"):
-        resume(run, "checkpoint-2")
+        tiny.resumed(tiny.trainer(run), 2)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +173,7 @@ def test_resume_without_the_checkpoints_ledger_is_refused(run):
 )
 def test_resume_with_another_plan_is_refused(finished, changed, match):
     with pytest.raises(LedgerError, match=match):
-        resume(finished, **changed)
+        tiny.resumed(tiny.trainer(finished, **changed))
 
 
 @pytest.mark.parametrize("mode", ["dp_sgd", "non_private"])
@@ -219,7 +200,7 @@ def test_a_model_that_was_selected_is_stated_and_remembered_after_a_resume(tmp_p
         line for line in trainer.privacy_statement().not_covered if "model selection" in line
     ]
     assert "not used by this run" not in line
-    again = resume(tmp_path, "checkpoint-2", **SAVING, **EVALUATING)
+    again = tiny.resumed(tiny.trainer(tmp_path, **SAVING, **EVALUATING), 2)
     assert again.privacy_statement().facts.model_selection
 
 
@@ -283,7 +264,7 @@ def test_an_insecure_seed_reproduces_the_run_and_marks_it_not_private_for_good(t
     assert all(torch.equal(weights[0][n], weights[1][n]) for n in weights[0])
     assert "NOT private" in (tmp_path / "b" / "README.md").read_text()
     assert read(tmp_path / "b").status == "not_private"
-    again = resume(tmp_path / "b", "checkpoint-2")  # without the seed
+    again = tiny.resumed(tiny.trainer(tmp_path / "b"), 2)  # without the seed
     assert again.privacy_statement().status == "not_private"
 
 

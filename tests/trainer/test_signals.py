@@ -59,8 +59,7 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(tmp_path, signum
     (checkpoint,) = checkpoints(tmp_path)
     assert checkpoint.name == "checkpoint-2"
     assert read_run(tmp_path).ledger.steps() == 2
-    again = tiny.trainer(tmp_path)
-    again.train(resume_from_checkpoint=True)
+    again = tiny.resumed(tiny.trainer(tmp_path))
     assert (again.state.global_step, again.ledger.steps()) == (4, 4)
 
 

@@ -20,6 +20,8 @@ from hf_dp.plans.rounding import rounding_margin
 from hf_dp.run.gate import Release
 from hf_dp.trainer.trainer import DPTrainer
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 C, WIDTH = 0.1, 16
 
 

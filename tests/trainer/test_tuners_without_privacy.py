@@ -71,11 +71,11 @@ def test_a_resumed_run_takes_over_what_was_chosen(tmp_path, monkeypatch):
     masked.train()
     for place in ("frost.tuner.select_partitions", "single_entries.select_entries"):
         monkeypatch.setattr(f"hf_dp.tuners.{place}", lambda *a: pytest.fail("chosen again"))
-    again = plain(tmp_path / "frost", FrostConfig(**frost), **options)
-    again.train(resume_from_checkpoint=True)
+    again = tiny.resumed(plain(tmp_path / "frost", FrostConfig(**frost), **options))
     assert again.tuner.config.made == first.tuner.config.made
-    again = plain(tmp_path / "param", ParamConfig(selection_sample_rate=0.5), **options)
-    again.train(resume_from_checkpoint=str(tmp_path / "param" / "checkpoint-1"))
+    again = tiny.resumed(
+        plain(tmp_path / "param", ParamConfig(selection_sample_rate=0.5), **options), 1
+    )
     assert all(torch.equal(mask, again.tuner.masks[n]) for n, mask in masked.tuner.masks.items())
 
 

@@ -227,9 +227,7 @@ def test_a_resume_with_other_users_is_refused(done, options):
 
 
 def resumed_with(rows, folder: Path, **options):
-    again = trainer(folder, given={"train_dataset": rows}, **{**RUN, **options})
-    again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-    return again
+    return tiny.resumed(trainer(folder, given={"train_dataset": rows}, **{**RUN, **options}), 2)
 
 
 def test_a_resume_with_rows_grouped_in_another_way_is_refused(done, tmp_path):
@@ -364,9 +362,6 @@ def test_frost_selects_by_users(tmp_path, monkeypatch):
     (event,) = [e.event for e in made.ledger.entries if e.purpose == "selection"]
     assert (event.sample_rate, event.steps, len(drawn)) == (0.5, 2, 3)
     assert "the gradients of each user" in made.privacy_statement().mechanism
-
-
-# -- without a Trainer --
 
 
 # -- data --

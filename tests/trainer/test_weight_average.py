@@ -1,11 +1,14 @@
 """An average of the weights is a callback of the user's: it reads released weights alone."""
 
+import pytest
 import tiny
 import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from hf_dp.cards.verify import verify
+
+pytestmark = pytest.mark.usefixtures("unchecked")
 
 
 class Average(TrainerCallback):
