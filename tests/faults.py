@@ -24,6 +24,7 @@ _weights, _mean = clipped_sum.clipping_weights, DpSgd.gradients
 _group = ClippingEngine._group
 _kept = clipped_sum.ClippedSum._kept
 _append = RunLedger.append
+_fill = Padding.fill
 
 
 def noise_times(factor: float) -> Plant:
@@ -40,15 +41,6 @@ def same_noise_in_each_step(patch: Any) -> None:
     patch.setattr(SecretRandomness, "gaussian_like", same)
 
 
-def uniform_noise(patch: Any) -> None:
-    """Of the right variance."""
-    patch.setattr(
-        SecretRandomness,
-        "gaussian_like",
-        lambda self, tensor, std: (torch.rand_like(tensor) - 0.5) * std * 12**0.5,
-    )
-
-
 def no_noise_on_every_other_tensor(patch: Any) -> None:
     calls: list[int] = []
 
@@ -60,11 +52,10 @@ def no_noise_on_every_other_tensor(patch: Any) -> None:
 
 
 def drawn_times(count: int) -> Plant:
-    return _put(
-        PoissonSampler,
-        "draw",
-        lambda self: sorted({row for _ in range(count) for row in _draw(self)}),
-    )
+    def draw(self):
+        return sorted({row for _ in range(count) for row in _draw(self)})
+
+    return _put(PoissonSampler, "draw", draw)
 
 
 def same_draw_in_each_step(patch: Any) -> None:
@@ -165,15 +156,6 @@ def collate_together(patch):
     patch.setattr(TrainingData, "loader", loader)
 
 
-def attend_to_padding(patch):
-    original = Padding.fill
-    patch.setattr(
-        Padding,
-        "fill",
-        lambda self, name, leaf: 1 if "mask" in name else original(self, name, leaf),
-    )
-
-
 def _put(where: Any, name: str, value: Any) -> Plant:
     return lambda patch: patch.setattr(where, name, value)
 
@@ -185,7 +167,7 @@ FAULTS: dict[str, Plant] = {
     "half the noise": noise_times(0.5),
     "no noise on every other tensor": no_noise_on_every_other_tensor,
     "the same noise in each step": same_noise_in_each_step,
-    "uniform noise": uniform_noise,
+    "uniform noise": _put(SecretRandomness, "gaussian_like", lambda self, tensor, std: (torch.rand_like(tensor) - 0.5) * std * 12**0.5),
     "all rows in each step": _put(PoissonSampler, "draw", lambda self: list(range(self.num_examples))),
     "rows drawn four times as often": drawn_times(4),
     "rows drawn twice as often": drawn_times(2),
@@ -198,7 +180,7 @@ FAULTS: dict[str, Plant] = {
     "each layer is clipped to C": each_layer_clipped_to_c,
     "divided by what was drawn": divided_by_what_was_drawn,
     "collated together": collate_together,
-    "padding attended to": attend_to_padding,
+    "padding attended to": _put(Padding, "fill", lambda self, name, leaf: 1 if "mask" in name else _fill(self, name, leaf)),
 }  # fmt: skip
 
 

@@ -51,13 +51,8 @@ def texts(count: int, seed: int) -> datasets.Dataset:
     for index in range(count):
         prompt = generator.integers(4, TARGETS, 3 + (5 * index) % 9).tolist()
         target = generator.integers(TARGETS, VOCABULARY, 1 + index % 4).tolist()
-        rows.append(
-            {
-                "input_ids": prompt + target,
-                "attention_mask": [1] * len(prompt + target),
-                "labels": [-100] * len(prompt) + target,
-            }
-        )
+        columns = {"input_ids": prompt + target, "labels": [-100] * len(prompt) + target}
+        rows.append({**columns, "attention_mask": [1] * len(prompt + target)})
     return datasets.Dataset.from_list(rows)
 
 
@@ -92,14 +87,10 @@ def trainer(
         **(given or {}),
     }
     values = {
-        "noise_multiplier": 1.0, "expected_batch_size": 8, "per_device_train_batch_size": 16,
-        "per_device_eval_batch_size": 4, "max_steps": 3, "learning_rate": 1e-2,
-        "save_strategy": "no", "use_cpu": True, "disable_tqdm": True,
-        "predict_with_generate": True, "generation_max_length": NEW, **options,
+        "per_device_eval_batch_size": 4, "max_steps": 3, "predict_with_generate": True,
+        "generation_max_length": NEW, **options,
     }  # fmt: skip
-    if values.get("privacy_mode") == "non_private":
-        del values["noise_multiplier"], values["expected_batch_size"]
-    args = DPSeq2SeqTrainingArguments(str(folder), **values)
+    args = tiny.arguments(folder, DPSeq2SeqTrainingArguments, **values)
     return cls(model=model, args=args, **keywords)
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import tiny
 import torch
 from chat import model, tokenizer, words
 from datasets import Dataset
@@ -13,32 +14,23 @@ BETA = 0.5
 
 
 def pairs(count: int = ROWS, start: int = 0) -> Dataset:
-    return Dataset.from_list(
-        [
-            {
-                "prompt": f"{i}: {words(i, 1 + i % 3)}?",
-                "chosen": f" {words(i + 1, 1 + i % 4)}.",
-                "rejected": f" {words(i + 2, 1 + (i * 3) % 5)}!",
-            }
-            for i in range(start, start + count)
-        ]
-    )
+    def pair(i: int) -> dict[str, str]:
+        answers = {
+            "chosen": f" {words(i + 1, 1 + i % 4)}.",
+            "rejected": f" {words(i + 2, 1 + (i * 3) % 5)}!",
+        }
+        return {"prompt": f"{i}: {words(i, 1 + i % 3)}?", **answers}
+
+    return Dataset.from_list([pair(i) for i in range(start, start + count)])
 
 
 def talks(count: int = ROWS, start: int = 0) -> Dataset:
-    def said(role: str, text: str) -> list[dict[str, str]]:
-        return [{"role": role, "content": text}]
+    roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
 
-    return Dataset.from_list(
-        [
-            {
-                "prompt": said("user", row["prompt"]),
-                "chosen": said("assistant", row["chosen"]),
-                "rejected": said("assistant", row["rejected"]),
-            }
-            for row in pairs(count, start)
-        ]
-    )
+    def said(row: dict[str, str]) -> dict[str, Any]:
+        return {name: [{"role": role, "content": row[name]}] for name, role in roles.items()}
+
+    return Dataset.from_list([said(row) for row in pairs(count, start)])
 
 
 def moved() -> Any:
@@ -50,13 +42,9 @@ def moved() -> Any:
     return made
 
 
-def arguments(folder: Any, **options: Any) -> DPDPOConfig:
-    values = {
-        "noise_multiplier": 1.0, "expected_batch_size": 6, "per_device_train_batch_size": 8,
-        "per_device_eval_batch_size": 4, "max_steps": 2, "save_strategy": "no", "use_cpu": True,
-        "disable_tqdm": True, "beta": BETA, **options,
-    }  # fmt: skip
-    return DPDPOConfig(str(folder), **values)
+def arguments(folder: Any, **options: Any) -> Any:
+    sizes = {"expected_batch_size": 6, "per_device_train_batch_size": 8, "max_steps": 2}
+    return tiny.arguments(folder, DPDPOConfig, **{**sizes, "beta": BETA, **options})
 
 
 def trainer(folder: Any, made: Any = pairs, given: dict[str, Any] | None = None, **options: Any):

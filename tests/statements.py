@@ -2,17 +2,34 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from hf_dp.accounting import Ledger
+from hf_dp.accounting.accountants import Answer
 from hf_dp.errors import LedgerError
 from hf_dp.plans import DpSgdPlan, PrivacyPlan
+from hf_dp.statement import wording
 from hf_dp.statement.durable import digest_of
 from hf_dp.statement.evidence import FILE_NAME, disagreements, read
 from hf_dp.statement.facts import RunFacts
 from hf_dp.statement.statement import PrivacyStatement
+
+Comparison = Callable[[Any, float, Sequence[str]], tuple[Answer, ...]]
+
+
+def comparison_by(*accountants: str) -> Comparison:
+    """Compare by these accountants alone: others take longer than a short run, or much memory."""
+    compare = wording.compare
+
+    def by_these(events: Any, delta: float, names: Sequence[str]) -> tuple[Answer, ...]:
+        found = iter(compare(events, delta, [name for name in names if name in accountants]))
+        left_out = (Answer(name, None, "left out") for name in names if name not in accountants)
+        return tuple(next(found if name in accountants else left_out) for name in names)
+
+    return by_these
+
 
 N = 67349
 SST2 = PrivacyPlan(N, 1024.0, 198, 1 / (2 * N), DpSgdPlan(0.1, 0.825421))

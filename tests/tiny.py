@@ -31,25 +31,23 @@ def tokenizer() -> PreTrainedTokenizerFast:
     words.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-    )
+    special = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep")}
+    return PreTrainedTokenizerFast(tokenizer_object=words, **special)
+
+
+def row(number: int, start: int, step: int, length: int) -> dict[str, Any]:
+    """A sentence of every ``step``-th word."""
+    words = [WORDS[(start + place * step) % len(WORDS)] for place in range(length)]
+    return {"sentence": " ".join(words), "label": number % 2}
 
 
 def rows(count: int = 40) -> list[dict[str, Any]]:
-    return [
-        {
-            "sentence": " ".join(
-                WORDS[(i * 7 + j * (i % 3 + 1)) % len(WORDS)] for j in range(1 + i % 6)
-            ),
-            "label": i % 2,
-        }
-        for i in range(count)
-    ]
+    return [row(i, i * 7, i % 3 + 1, 1 + i % 6) for i in range(count)]
+
+
+def held_out_rows() -> list[dict[str, Any]]:
+    """Sentences that are longer than any of the training rows'."""
+    return [row(i, i, 1 + i % 4, 7 + i % 3) for i in range(20)]
 
 
 def dataset(count: int = 40) -> datasets.Dataset:
@@ -66,19 +64,6 @@ def _encoded(count: int | None) -> datasets.Dataset:
     encoded = tokenizer()([row["sentence"] for row in made])
     columns = {name: encoded[name] for name in ("input_ids", "attention_mask")}
     return datasets.Dataset.from_dict({**columns, "label": [row["label"] for row in made]})
-
-
-def held_out_rows() -> list[dict[str, Any]]:
-    """Sentences that are longer than any of the training rows'."""
-    return [
-        {
-            "sentence": " ".join(
-                WORDS[(i + j * (1 + i % 4)) % len(WORDS)] for j in range(7 + i % 3)
-            ),
-            "label": i % 2,
-        }
-        for i in range(20)
-    ]
 
 
 def model(dropout: float = 0.0, seed: int = 0, **options: Any) -> BertForSequenceClassification:

@@ -68,9 +68,7 @@ def trained(folder: Path, peft: Any, options: dict[str, Any], **more: Any) -> di
 def test_two_processes_do_what_one_does(method, tmp_path):
     peft, options = METHODS[method]
     alone = trained(tmp_path / "one", peft, options)
-    ended = outcomes(2, lambda: trained(tmp_path / "two", peft, options))
-    assert not any(each.exit for each in ended), ended[0].trace + ended[1].trace
-    first, second = (each.result for each in ended)
+    first, second = results(2, lambda: trained(tmp_path / "two", peft, options))
     assert first.keys() == alone.keys()
     for name, value in first.items():
         assert torch.equal(value, second[name])
@@ -88,7 +86,7 @@ def test_processes_of_rgp_share_their_carriers(tmp_path):
         made.train()
         return weights(made)
 
-    first, second = (each.result for each in outcomes(2, train))
+    first, second = results(2, train)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -110,14 +108,9 @@ COUNT = len(set(users.owners()))
 def trained_by_users(folder, **options):
     """The weights after steps that draw every user, without noise, in float64."""
     labeled = users.by_user().map(lambda row: {"label": 1})  # so that gradients do not cancel
-    made = users.trainer(
-        folder,
-        given={"model": tiny.model().double(), "train_dataset": labeled},
-        expected_batch_size=COUNT,
-        max_steps=2,
-        **PLAIN_STEPS,
-        **options,
-    )
+    given = {"model": tiny.model().double(), "train_dataset": labeled}
+    options |= {"expected_batch_size": COUNT, "max_steps": 2, **PLAIN_STEPS}
+    made = users.trainer(folder, given=given, **options)
     silenced(made).train()
     return weights(made)
 
@@ -180,25 +173,16 @@ def ending_early():
     """A model that ends the answer to one of two rows early, which two processes answer at once."""
     model = generating.causal()
     found = [generating.alone(model, row) for row in generating.texts(ROWS, 1)]
-    ends = next(
-        token
-        for one, other in zip(found[::2], found[1::2], strict=True)
-        for token in one[:-1]
-        if token not in other
-    )
-    model.generation_config.eos_token_id = ends
+    twos = zip(found[::2], found[1::2], strict=True)
+    ends = (token for one, other in twos for token in one[:-1] if token not in other)
+    model.generation_config.eos_token_id = next(ends)
     return model
 
 
 def answered(folder):
-    tested = generating.trainer(
-        folder,
-        ending_early(),
-        learning_rate=1e-9,  # the answers stay those of the model before
-        per_device_eval_batch_size=1,
-        max_steps=1,
-        accountant="rdp",
-    )
+    # At this rate the answers stay those of the model before.
+    options = {"learning_rate": 1e-9, "per_device_eval_batch_size": 1, "accountant": "rdp"}
+    tested = generating.trainer(folder, ending_early(), max_steps=1, **options)
     tested.train()
     types = {type(each.data).__name__ for each in tested.model.parameters()}
     found = tested.predict(generating.texts(ROWS, 1))
@@ -235,8 +219,7 @@ def test_two_processes_make_the_update_of_one(sharded, tmp_path):
     start = dict(preferences.moved().named_parameters())
     update = max(float((expected[n] - start[n].detach()).abs().max()) for n in start)
     assert update > 1e-3
-    for each, types in on_two(
-        sharded, "Qwen2DecoderLayer", lambda: trained_on_pairs(tmp_path / "two")
-    ):
+    found = on_two(sharded, "Qwen2DecoderLayer", lambda: trained_on_pairs(tmp_path / "two"))
+    for each, types in found:
         assert types == {"DTensor" if sharded else "Tensor"}
         assert max(float((each[n] - expected[n]).abs().max()) for n in start) < 1e-4 * update

@@ -436,13 +436,8 @@ def failing_in_step(folder: Path, step: int, fail, resume: bool = False, **optio
                 fail()
             return super().compute_per_example_loss(model, inputs)
 
-    made = tiny.trainer(
-        folder,
-        cls=Failing,
-        expected_batch_size=20,
-        max_steps=2,
-        **{"save_strategy": "steps", "save_steps": 1, "accountant": "rdp", **options},
-    )
+    options = {"save_strategy": "steps", "save_steps": 1, "accountant": "rdp", **options}
+    made = tiny.trainer(folder, cls=Failing, expected_batch_size=20, max_steps=2, **options)
     made.train(resume_from_checkpoint=resume or None)
 
 

@@ -36,16 +36,13 @@ def sharded(count: int, kind: str, function, state_dict: str = "FULL_STATE_DICT"
 def trained(folder: Path, kind: str, dtype: torch.dtype, resume: bool = False, **options: Any):
     """Weights after training, whole, and whether all parameters were sharded."""
     values = {
-        "max_steps": 2,
-        "per_device_train_batch_size": 4,
-        "save_strategy": "steps",
-        "save_steps": 1,
+        "max_steps": 2, "per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 1,
         "optim": "adamw_torch",  # a sharded checkpoint of an optimizer without state cannot be read
         "learning_rate": 1e-2,
         # Shards leave other memory for explicit gradients than a whole model does; AdamW would
         # enlarge the difference in rounding.
         "clipping_memory_ratio": 1,
-    }
+    }  # fmt: skip
     made = silence.trainer(folder, kind, dtype, **{**values, **options})
     made.train(resume_from_checkpoint=resume or None)
     made.save_model()
@@ -134,22 +131,11 @@ def test_processes_without_examples_make_the_same_forwards(tmp_path):
 
 # -- several questions to one launch: each other one costs a third of the first --
 
+FROST_TWICE = FrostConfig(num_selections=2, selection_noise_multiplier=1.0, task_type="SEQ_CLS")
 REFUSED = {
     "rgp": ({"given": {"peft_config": RgpConfig(rank=2, task_type="SEQ_CLS")}}, "RGP makes"),
     "published": ({"privacy_mode": "dp_fp", "dp_fp_variant": "published"}, "DP-FP as published"),
-    "frost twice": (
-        {
-            "given": {
-                "peft_config": FrostConfig(
-                    unfreeze_ratio=0.5,
-                    num_selections=2,
-                    selection_noise_multiplier=1.0,
-                    task_type="SEQ_CLS",
-                )
-            }
-        },
-        "num_selections above 1",
-    ),
+    "frost twice": ({"given": {"peft_config": FROST_TWICE}}, "num_selections above 1"),
 }
 
 
@@ -204,9 +190,8 @@ def test_bf16_with_float32_master_weights(of_bert):
 def test_frost_selects_before_the_model_is_sharded(tmp_path):
     def train():
         config = FrostConfig(unfreeze_ratio=0.5, selection_iterations=2, task_type="SEQ_CLS")
-        made = tiny.trainer(
-            tmp_path, given={"peft_config": config}, target_epsilon=8.0, accountant="rdp"
-        )
+        budget = {"target_epsilon": 8.0, "accountant": "rdp"}
+        made = tiny.trainer(tmp_path, given={"peft_config": config}, **budget)
         made.train()
         made.save_model()
         return {name: whole(value) for name, value in weights(made).items()}

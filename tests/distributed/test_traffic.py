@@ -57,18 +57,14 @@ def model() -> nn.Module:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     tables = {"vocab_size": 64, "max_position_embeddings": 32, "type_vocab_size": 4}
-    return BertForSequenceClassification(
-        BertConfig(num_hidden_layers=3, num_labels=4, **sizes, **tables)
-    )
+    config = BertConfig(num_hidden_layers=3, num_labels=4, **sizes, **tables)
+    return BertForSequenceClassification(config)
 
 
 def batch() -> dict[str, Tensor]:
     tokens = torch.arange(8).view(2, 4) + 5
-    return {
-        "input_ids": tokens,
-        "attention_mask": torch.ones_like(tokens),
-        "labels": torch.tensor([0, 1]),
-    }
+    mask = torch.ones_like(tokens)
+    return {"input_ids": tokens, "attention_mask": mask, "labels": torch.tensor([0, 1])}
 
 
 class Collectives(TorchDispatchMode):
@@ -127,14 +123,10 @@ def whole_sums(found: list[int]) -> Iterator[None]:
 def prepared(plain: nn.Module, folder: Any) -> tuple[Any, torch.optim.Optimizer]:
     """A private run that is open, and its optimizer."""
     rows = [{"row": index} for index in range(600)]
-    run = PrivateRun(
-        plain,
-        PrivacyPlan(len(rows), 6.0, 10, 1e-6, DpSgdPlan(0.1, 1.0)),
-        folder,
-        train_dataset=rows,
-        data_collator=default_data_collator,
-        options=RunOptions(other_training="public_rows"),
-    )
+    plan = PrivacyPlan(len(rows), 6.0, 10, 1e-6, DpSgdPlan(0.1, 1.0))
+    options = RunOptions(other_training="public_rows")
+    given = {"train_dataset": rows, "data_collator": default_data_collator, "options": options}
+    run = PrivateRun(plain, plan, folder, **given)
     run.open()
     run.book.start(10)
     return run, torch.optim.AdamW(plain.parameters(), lr=1e-5)

@@ -37,10 +37,10 @@ import safetensors
 import tiny
 import torch
 from processes import environment
+from statements import comparison_by
 from transformers import BertForSequenceClassification, TrainerCallback
 
 from hf_dp.accounting import PoissonSampledGaussian, epsilon
-from hf_dp.accounting.accountants import Answer
 from hf_dp.errors import DistributedError, LedgerError
 from hf_dp.run.checkpoint import SAVING
 from hf_dp.run.gate import Gate, Release
@@ -63,13 +63,10 @@ IN_EACH = (
 CONFIGS: dict[str, Any] = {
     "dp_sgd": lambda: None,
     "frost": lambda: FrostConfig(
-        unfreeze_ratio=0.3,
-        selection_sample_rate=0.3,
-        selection_iterations=2,
-        selection_noise_multiplier=2.0,
-        num_selections=2,
+        unfreeze_ratio=0.3, selection_sample_rate=0.3, selection_iterations=2,
+        selection_noise_multiplier=2.0, num_selections=2,
     ),
-}
+}  # fmt: skip
 
 
 class Counting(BertForSequenceClassification):
@@ -106,14 +103,7 @@ def warm() -> None:
     """Do once, before all forks, what costs seconds and is not about crashes."""
     torch.set_num_threads(1)
     epsilon(PoissonSampledGaussian(1.0, 0.2, 1), 1e-3, "rdp")  # imports the accountant
-    compare = wording.compare
-
-    def by_rdp_alone(events: Any, delta: float, names: Any) -> Any:
-        quick = [compare(events, delta, (name,))[0] if name == "rdp" else None for name in names]
-        skipped = [Answer(name, None, "left out, to be quick") for name in names]
-        return tuple(one or other for one, other in zip(quick, skipped, strict=True))
-
-    wording.compare = by_rdp_alone  # type: ignore[assignment]
+    wording.compare = comparison_by("rdp")  # type: ignore[assignment]
     PrivateRun.check_engine = lambda self: None  # type: ignore[method-assign]
 
 
@@ -140,17 +130,11 @@ def watch(shared: Shared, kill_at: int | None) -> None:
 
         setattr(owner, name, call)
 
-    for owner, name in (
-        (os, "fsync"),
-        (os, "rename"),
-        (os, "replace"),
-        (os, "unlink"),
-        (os, "rmdir"),
-        (torch, "save"),
-        (torch.optim.AdamW, "step"),
-        (Checkpointing, "_save_checkpoint"),
-    ):
-        around(owner, name)
+    for name in ("fsync", "rename", "replace", "unlink", "rmdir"):
+        around(os, name)
+    around(torch, "save")
+    around(torch.optim.AdamW, "step")
+    around(Checkpointing, "_save_checkpoint")
 
     append, let_out = RunLedger.append, Release.sum
 
@@ -169,18 +153,10 @@ def watch(shared: Shared, kill_at: int | None) -> None:
 
 def make(folder: Path, config: str) -> Any:
     torch.manual_seed(0)
-    trainer = tiny.trainer(
-        folder,
-        given={"model": Counting(tiny.model().config), "peft_config": CONFIGS[config]()},
-        max_steps=STEPS,
-        save_strategy="steps",
-        save_steps=2,
-        save_total_limit=2,
-        logging_strategy="no",
-        accountant="rdp",
-    )
-    trainer.add_callback(CountUpdates())
-    return trainer
+    given = {"model": Counting(tiny.model().config), "peft_config": CONFIGS[config]()}
+    saving = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+    options = {"max_steps": STEPS, "logging_strategy": "no", "accountant": "rdp", **saving}
+    return tiny.trainer(folder, given={**given, "callbacks": [CountUpdates()]}, **options)
 
 
 def child(

@@ -29,24 +29,19 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return run_program(PROGRAM, folder, [*roots, str(SCRIPT), *words], env)
 
 
-def test_a_few_kills_lose_no_release_and_no_checkpoint(tmp_path):
-    done = run(tmp_path, "--kills", "3")
+@pytest.mark.parametrize(
+    ("kills", "words"),
+    [
+        ("3", []),
+        pytest.param("200", [], marks=pytest.mark.slow),
+        pytest.param("60", ["--processes", "2"], marks=pytest.mark.slow),
+    ],
+)
+def test_kills_lose_no_release_and_no_checkpoint(kills, words, tmp_path):
+    """Of the run, or of one of its two processes."""
+    done = run(tmp_path, "--kills", kills, *words)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "'killed': 3" in done.stdout
-
-
-@pytest.mark.slow
-def test_two_hundred_kills_lose_no_release_and_no_checkpoint(tmp_path):
-    done = run(tmp_path, "--kills", "200")
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "'killed': 200" in done.stdout
-
-
-@pytest.mark.slow
-def test_kills_of_one_of_two_processes_lose_no_release_and_no_checkpoint(tmp_path):
-    done = run(tmp_path, "--kills", "60", "--processes", "2")
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "'killed': 60" in done.stdout
+    assert f"'killed': {kills}" in done.stdout
 
 
 @pytest.mark.slow

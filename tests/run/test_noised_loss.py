@@ -14,7 +14,7 @@ import torch
 from loops import plan, run
 from scipy import stats
 
-from hf_dp import DpSgdPlan, NoisedLoss, PrivacyPlan, PrivateRun, mechanism_for, save_run
+from hf_dp import NoisedLoss, PrivateRun, mechanism_for, save_run
 from hf_dp.errors import SelfCheckError
 from hf_dp.losses import per_example_loss
 from hf_dp.mechanisms.dp_sgd import BoundedLosses
@@ -102,18 +102,9 @@ def totals_of_parts(unit: float, bound: float = 0.3) -> set[float]:
 
 def test_the_sum_is_exact_in_whatever_order_and_parts():
     loss = NoisedLoss(0.3, 0.1)
-    plan = PrivacyPlan.solve(
-        num_examples=30_000,
-        expected_batch_size=100,
-        mechanism=DpSgdPlan(0.1, 1.0, loss=loss),
-        max_steps=1,
-    )
-    unit = loss.unit(plan)
+    unit = loss.unit(plan(30_000, loss, expected_batch_size=100, max_steps=1))
     assert len(totals_of_parts(unit)) == 1
-
-
-def test_planted_sum_that_is_rounded_is_seen():
-    assert len(totals_of_parts(2.0**-60)) > 1
+    assert len(totals_of_parts(2.0**-60)) > 1  # planted: a sum that is rounded
 
 
 def test_what_is_clipped():
@@ -167,7 +158,7 @@ def pvalue_of_the_noise(folder: Path, steps: int = 120) -> float:
 
 @pytest.mark.usefixtures("unchecked")
 def test_the_noise_has_the_documented_standard_deviation(tmp_path):
-    assert pvalue_of_the_noise(tmp_path) > 1e-5
+    assert pvalue_of_the_noise(tmp_path) > 1e-7
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -179,7 +170,7 @@ def test_planted_noise_of_another_size_is_seen_where_it_is_used(tmp_path, monkey
         return honest(self, name) * (0.2 if name == part else 1)
 
     monkeypatch.setattr(PlannedRelease, "noise_std", planted)
-    assert (pvalue_of_the_noise(tmp_path) < 1e-5) == (part == "loss")
+    assert (pvalue_of_the_noise(tmp_path) < 1e-7) == (part == "loss")
 
 
 @pytest.mark.usefixtures("without_noise")

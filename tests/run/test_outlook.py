@@ -2,7 +2,6 @@
 
 import logging
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
@@ -18,7 +17,6 @@ from hf_dp.cli.account import table
 from hf_dp.overlap import TrainingRows
 from hf_dp.planning import LEAST_SIGNAL, doubts, most_signal, of_repeated_rows
 from hf_dp.plans.privacy import PrivacyPlan
-from hf_dp.run import private_run
 from hf_dp.statement.evidence import read
 
 EXACT = planning._epsilon
@@ -26,21 +24,15 @@ EXACT = planning._epsilon
 
 def plan(**options):
     options = {
-        "num_examples": 67_349,
-        "expected_batch_size": 1024,
-        "num_train_epochs": 3,
-        "target_epsilon": 3,
-        "clipping_norm": 0.1,
-        "accountant": "rdp",
-        **options,
-    }
+        "num_examples": 67_349, "expected_batch_size": 1024, "num_train_epochs": 3, "target_epsilon": 3,
+        "clipping_norm": 0.1, "accountant": "rdp", **options,
+    }  # fmt: skip
     return PrivacyPlan.create(**options)
 
 
 def said(made, parameters=22_000_000, learning_rate=1e-3, optimizer="adamw_torch_fused"):
-    return list(
-        doubts(made, parameters=parameters, learning_rate=learning_rate, optimizer=optimizer)
-    )
+    given = {"learning_rate": learning_rate, "optimizer": optimizer}
+    return list(doubts(made, parameters=parameters, **given))
 
 
 def test_the_recipes_that_work_get_no_warning():
@@ -93,21 +85,15 @@ def test_a_delta_that_protects_nobody(delta, warned):
     assert any("above 0.001" in each for each in said(forward)) == warned
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_the_trainer_says_so_once(tmp_path, caplog):
-    options = {
-        "optim": "adamw_torch",
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "accountant": "rdp",
-    }
-    made = tiny.trainer(tmp_path, learning_rate=5e-5, **options)
+    options = {"learning_rate": 5e-5, "optim": "adamw_torch", "accountant": "rdp"}
+    options |= {"save_strategy": "steps", "save_steps": 2}
     with caplog.at_level(logging.WARNING, "hf_dp"):
-        made.train()
-    assert sum("learning_rate is 5e-05" in message for message in caplog.messages) == 1
-    caplog.clear()
-    again = tiny.trainer(tmp_path, learning_rate=5e-5, **options)
-    with caplog.at_level(logging.WARNING, "hf_dp"):
-        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        tiny.trainer(tmp_path, **options).train()
+        assert sum("learning_rate is 5e-05" in message for message in caplog.messages) == 1
+        caplog.clear()
+        tiny.resumed(tiny.trainer(tmp_path, **options), 2)
     assert not any("learning_rate" in message for message in caplog.messages)
 
 
@@ -121,15 +107,12 @@ def test_no_card_of_a_run_that_learned_is_warned():
     ratios = {}
     for file in sorted(ROOT.glob("model_cards/*/*/privacy.json")):
         record = read(file.parent)
-        trained = re.search(r"What was trained \| (?:all )?([\d,]+)", card_of(file))
+        card = file.with_name("README.md").read_text()
+        trained = re.search(r"What was trained \| (?:all )?([\d,]+)", card)
         assert trained is not None, file
         ratios[str(file)] = most_signal(record.plan, int(trained[1].replace(",", "")))
     assert len(ratios) == 10
     assert min(ratios.values()) > 1.5 * LEAST_SIGNAL, ratios
-
-
-def card_of(file: Path) -> str:
-    return (file.parent / "README.md").read_text()
 
 
 def test_an_adapter_of_a_decoder_and_the_quickstart_learned_and_are_not_warned():
@@ -143,9 +126,8 @@ def test_runs_that_stayed_at_chance_are_warned_and_one_that_learned_is_not(ratio
     """At these ratios; the one at 0.5 reached 82 %."""
     made = plan(num_examples=600, expected_batch_size=32)
     numbers = round((most_signal(made, 1) / ratio) ** 2)
-    assert [f"{ratio:.2g} of the noise" in each for each in said(made, parameters=numbers)] == (
-        [True] if ratio < 0.5 else []
-    )
+    found = [f"{ratio:.2g} of the noise" in each for each in said(made, parameters=numbers)]
+    assert found == [True] * (ratio < 0.5)
 
 
 def test_planted_limit_of_before_lets_runs_at_chance_pass(monkeypatch):
@@ -165,11 +147,9 @@ def test_the_epsilon_of_a_record_in_ten_rows_is_that_of_dp_accountings_mixture(m
     )  # fmt: skip
     said = of_repeated_rows(made, 10, "`sentence`")
     of_record, of_row = map(float, re.findall(r"(?:epsilon|row has) (\d+\.\d+)", said))
+    chances = binom.pmf(range(11), 10, 0.05).tolist()
     step = google_pld.from_mixture_gaussian_mechanism(
-        1.5,
-        list(range(11)),
-        binom.pmf(range(11), 10, 0.05).tolist(),
-        value_discretization_interval=1e-2,
+        1.5, list(range(11)), chances, value_discretization_interval=1e-2
     )
     expected = step.self_compose(20).get_epsilon_for_delta(1e-5)
     assert 0.999 * expected <= of_record <= 1.02 * expected
@@ -200,10 +180,7 @@ COPIED = {
     "Subset": lambda rows: Subset(rows, [*range(30), *[7] * 9]),
     "ConcatDataset": lambda rows: ConcatDataset([rows, *[Subset(rows, [7])] * 9]),
     "other labels and ids": lambda rows: datasets.concatenate_datasets(
-        [
-            rows,
-            datasets.Dataset.from_dict({"text": ["row 7"] * 9, "idx": range(9), "label": [5] * 9}),
-        ]
+        [rows, datasets.Dataset.from_dict({"text": ["row 7"] * 9, "idx": range(9), "label": [5] * 9})]
     ),
     "a list": lambda rows: [*rows, *[rows[7]] * 9],
     "indices into rows that differ at each reading": lambda rows: Subset(Noisy(), [*range(30), *[7] * 9]),
@@ -226,10 +203,12 @@ def test_copies_of_a_row_are_counted_by_content_or_index(name):
     assert TrainingRows(rare()).repeats() == (1, "`text`")
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("planted", [False, True])
-def test_training_says_it_once_on_the_console_and_nowhere_else(tmp_path, monkeypatch, planted):
-    said: list[str] = []
-    monkeypatch.setattr(private_run.logger, "warning", lambda text, *given: said.append(text))
+def test_training_says_it_once_on_the_console_and_nowhere_else(
+    tmp_path, monkeypatch, warnings_of, planted
+):
+    said = warnings_of("run.private_run")
     if planted:
         monkeypatch.setattr(TrainingRows, "repeats", lambda rows: (1, "nothing"))
     rows = tiny.dataset().select([*range(25), *[7] * 4])

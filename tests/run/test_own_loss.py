@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import datasets
 import pytest
 import tiny
@@ -125,10 +127,8 @@ class Weighted(hf.BertForSequenceClassification):
 
 class WeightedEach(Weighted):
     def of(self, logits, labels):
-        return (
-            self.weights[labels].to(logits.dtype)
-            * F.cross_entropy(logits, labels, reduction="none")
-        ).mean()
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        return (self.weights[labels].to(logits.dtype) * losses).mean()
 
 
 class Smoothed(Weighted):
@@ -174,9 +174,8 @@ def with_entities():
 
 @pytest.mark.parametrize("of_users_own", [Weighted, WeightedEach, Smoothed, InTraining])
 def test_a_loss_of_the_users_own_in_the_forward_is_refused(of_users_own):
-    with pytest.raises(
-        UnsupportedLossError, match=rf"(labels|\[0, 1\]).*by {of_users_own.__name__}"
-    ):
+    message = rf"(labels|\[0, 1\]).*by {of_users_own.__name__}"
+    with pytest.raises(UnsupportedLossError, match=message):
         compare(bert(of_users_own))
 
 
@@ -245,7 +244,7 @@ def test_what_the_forward_writes_into_the_config_is_put_back():
 
 
 @pytest.mark.parametrize("takes_labels", [True, False])
-def test_a_model_without_a_loss_is_said(takes_labels, monkeypatch):
+def test_a_model_without_a_loss_is_said(takes_labels, warnings_of):
     class Without(hf.BertForSequenceClassification):
         if takes_labels:
 
@@ -256,10 +255,7 @@ def test_a_model_without_a_loss_is_said(takes_labels, monkeypatch):
             def forward(self, input_ids, attention_mask):
                 return super().forward(input_ids=input_ids, attention_mask=attention_mask)
 
-    said = []
-    monkeypatch.setattr(
-        "hf_dp.run.engine_check.logger.warning", lambda text, *args: said.append(text % args)
-    )
+    said = warnings_of("run.engine_check")
     compare(bert(Without))
     assert len(said) == 1 and "Without computes no loss of its own" in said[0]
 
@@ -298,18 +294,14 @@ class ScalesWithThePaddedLength(BertForSequenceClassification):
 
 def rows(longest: int) -> datasets.Dataset:
     tokens = [[5 + i % 7] * length for i, length in enumerate([3, 5, 4, longest] * 10)]
-    return datasets.Dataset.from_dict(
-        {
-            "input_ids": tokens,
-            "attention_mask": [[1] * len(each) for each in tokens],
-            "label": [i % 2 for i in range(40)],
-        }
-    )
+    masks = [[1] * len(each) for each in tokens]
+    columns = {"input_ids": tokens, "attention_mask": masks, "label": [0, 1] * 20}
+    return datasets.Dataset.from_dict(columns)
 
 
-def scaling() -> ScalesWithThePaddedLength:
+def scaling() -> nn.Module:
     torch.manual_seed(0)
-    return ScalesWithThePaddedLength(tiny.model().config)
+    return mine(ScalesWithThePaddedLength)
 
 
 def trainer_on(folder, longest: int, **given):
@@ -365,20 +357,15 @@ def test_llama_4_scales_attention_by_places_in_the_padded_row(tmp_path, side, re
     tokenizer = tiny.tokenizer()
     tokenizer.padding_side = side
     tokens = [[5 + i % 7, 6, 7][: 2 + i % 2] * (1 if i % 4 else 16) for i in range(40)]
-    data = datasets.Dataset.from_dict(
-        {"input_ids": tokens, "attention_mask": [[1] * len(each) for each in tokens]}
-    )
+    masks = [[1] * len(each) for each in tokens]
     given = {
         "model": llama4(),
-        "train_dataset": data,
-        "eval_dataset": None,
+        "train_dataset": datasets.Dataset.from_dict({"input_ids": tokens, "attention_mask": masks}),
         "data_collator": hf.DataCollatorForLanguageModeling(tokenizer, mlm=False),
     }
-    trainer = tiny.trainer(tmp_path, given=given, max_steps=1, accountant="rdp")
-    if refused:
-        with pytest.raises(SelfCheckError, match="as long as the longest row"):
-            trainer.train()
-    else:
+    trainer = trainer_on(tmp_path, FROM, **given)
+    found = pytest.raises(SelfCheckError, match="as long as the longest row")
+    with found if refused else contextlib.nullcontext():
         trainer.train()
 
 

@@ -38,17 +38,11 @@ COUNT = 300  # rows
 
 def rows(longest: int = 8, seed: int = 0) -> datasets.Dataset:
     source = random.Random(seed)
-    ids = [
-        [2, *(source.randrange(4, 19) for _ in range(source.randint(1, longest - 2))), 3]
-        for _ in range(COUNT)
-    ]
-    return datasets.Dataset.from_dict(
-        {
-            "input_ids": ids,
-            "attention_mask": [[1] * len(each) for each in ids],
-            "labels": [i % 2 for i in range(COUNT)],
-        }
-    )
+    lengths = [source.randint(1, longest - 2) for _ in range(COUNT)]
+    ids = [[2, *(source.randrange(4, 19) for _ in range(length)), 3] for length in lengths]
+    masks = [[1] * len(each) for each in ids]
+    columns = {"input_ids": ids, "attention_mask": masks, "labels": [0, 1] * (COUNT // 2)}
+    return datasets.Dataset.from_dict(columns)
 
 
 def mechanism_of(folder, model=None, train_dataset=None, expected: int = 250):
@@ -230,12 +224,10 @@ WAYS = {
     "rgp": {"given": {"peft_config": RgpConfig()}},
     "frost": {"given": {"peft_config": FrostConfig(selection_noise_multiplier=1.0)}},
     "private_encoder": {
-        "privacy_mode": "dp_fp",
-        "dp_fp_variant": "private_encoder",
-        "representation_noise_multiplier": 1.0,
+        "privacy_mode": "dp_fp", "dp_fp_variant": "private_encoder", "representation_noise_multiplier": 1.0,
     },
     "checkpointing": {"gradient_checkpointing": True},
-}
+}  # fmt: skip
 SLOW = ("frost", "private_encoder")  # their accounting takes seconds
 
 
@@ -244,15 +236,10 @@ SLOW = ("frost", "private_encoder")  # their accounting takes seconds
     [pytest.param(WAYS[way], id=way, marks=[pytest.mark.slow] * (way in SLOW)) for way in WAYS],
 )
 def test_a_trainer_uses_what_it_finds(tmp_path, no_statement, changes):
-    trainer = tiny.trainer(
-        tmp_path,
-        auto_physical_batch_size=True,
-        auto_physical_batch_length=10,
-        per_device_train_batch_size=8,  # the default, which is no limit
-        expected_batch_size=40,  # all rows in each draw
-        max_steps=1,
-        **changes,
-    )
+    # All rows in each draw; the default of 8 is no limit.
+    sizes = {"expected_batch_size": 40, "per_device_train_batch_size": 8, "max_steps": 1}
+    auto = {"auto_physical_batch_size": True, "auto_physical_batch_length": 10}
+    trainer = tiny.trainer(tmp_path, **auto, **sizes, **changes)
     sizes, clip = [], trainer.mechanism.clip
 
     def recording(batches):
@@ -282,9 +269,8 @@ def test_the_update_does_not_depend_on_it(tmp_path, no_statement):
     """The search draws nothing: with a seed, the same rows and the same noise follow."""
 
     def weights(**options):
-        trainer = tiny.trainer(
-            tmp_path / str(len(options)), insecure_seed=1, max_steps=2, **options
-        )
+        folder = tmp_path / str(len(options))
+        trainer = tiny.trainer(folder, insecure_seed=1, max_steps=2, **options)
         trainer.train()
         return trainer.model.state_dict()
 

@@ -46,11 +46,8 @@ def test_coordinates_get_back_their_own_steps():
     ratios = {}
     for name in ("adam", "corrected"):
         weight = nn.Parameter(torch.zeros(10000))
-        optimizer = (
-            torch.optim.AdamW([weight], 1e-3, weight_decay=0)
-            if name == "adam"
-            else DPAdamBC([weight], 9.0, 1e-3)
-        )
+        plain = torch.optim.AdamW([weight], 1e-3, weight_decay=0)
+        optimizer = plain if name == "adam" else DPAdamBC([weight], 9.0, 1e-3)
         for _ in range(600):
             weight.grad = signal + 3 * torch.randn(10000, generator=generator)
             optimizer.step()

@@ -66,28 +66,20 @@ def test_an_epoch_is_recorded_whole_before_its_first_step(tmp_path, monkeypatch,
     assert verify(tmp_path).outcome != "FAILED"
 
 
-def test_a_resume_inside_an_epoch_counts_a_new_allocation(tmp_path):
-    kept = {"max_steps": 4, "save_strategy": "steps", "save_steps": 3}
-    tiny.trainer(tmp_path, **ALLOCATED, **kept).train()
-    again = tiny.resumed(tiny.trainer(tmp_path, **ALLOCATED, **kept), 3)
-    assert again.state.global_step == 4
-    assert again.ledger.events == (RandomAllocationGaussian(1.0, 2, 6),)
-
-
-def test_a_resume_at_the_end_of_an_epoch_loses_nothing(tmp_path):
-    kept = {"max_steps": 4, "save_strategy": "epoch"}
+@pytest.mark.parametrize(("saved", "steps_in_all"), [(3, 6), (2, 4)])
+def test_a_resume_counts_a_new_allocation_unless_an_epoch_has_ended(tmp_path, saved, steps_in_all):
+    """Inside an epoch, after step 3, the rest of its allocation is lost."""
+    kept = {"max_steps": 4, "save_strategy": "steps", "save_steps": saved}
 
     class StopsThere(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            control.should_training_stop = state.global_step == 2
+            control.should_training_stop = state.global_step == saved
 
-    first = tiny.trainer(tmp_path, **ALLOCATED, **kept)
-    first.add_callback(StopsThere())
-    first.train()
-    assert first.ledger.events[0].steps == 2
-    again = tiny.resumed(tiny.trainer(tmp_path, **ALLOCATED, **kept), 2)
+    given = {"callbacks": [StopsThere()]}
+    tiny.trainer(tmp_path, **ALLOCATED, **kept, given=given).train()
+    again = tiny.resumed(tiny.trainer(tmp_path, **ALLOCATED, **kept), saved)
     assert again.state.global_step == 4
-    assert again.ledger.events[0].steps == 4
+    assert again.ledger.events == (RandomAllocationGaussian(1.0, 2, steps_in_all),)
 
 
 @pytest.mark.slow  # calibrates for ten seconds
@@ -157,8 +149,7 @@ def test_users_are_allocated_with_all_of_their_rows(tmp_path, monkeypatch):
 
 def test_an_audit_refutes_allocations_without_noise(tmp_path, monkeypatch):
     """The planted bug is in the noise; a right run is not refuted (above 99.9 % by chance)."""
-    audited = {"audit_canaries": 60, "max_steps": 10}
-    audited |= {"noise_multiplier": 2.0, "target_delta": 1e-3}
+    audited = {"audit_canaries": 60, "max_steps": 10, "noise_multiplier": 2.0, "target_delta": 1e-3}
     trainer = tiny.trainer(tmp_path / "right", **ALLOCATED, **audited)
     trainer.train()
     assert trainer.privacy_statement().proven

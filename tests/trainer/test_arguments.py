@@ -17,11 +17,8 @@ from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.trainer.arguments import GROUPS, DPTrainingArguments, OtherDefaults
 from hf_dp.trainer.inherited import REFUSED
 
-OWN = [
-    field
-    for field in dataclasses.fields(DPTrainingArguments)
-    if field.name not in {inherited.name for inherited in dataclasses.fields(TrainingArguments)}
-]
+INHERITED = {field.name for field in dataclasses.fields(TrainingArguments)}
+OWN = [field for field in dataclasses.fields(DPTrainingArguments) if field.name not in INHERITED]
 
 
 @pytest.fixture(autouse=True)
@@ -251,11 +248,9 @@ def test_accepted(changes, output_dir):
 
 def test_defaults(output_dir):
     args = make(output_dir)
-    assert {field.name: getattr(args, field.name) for field in OWN} == {
-        field.name: default_of(field) for field in OWN
-    } | {
-        "noise_multiplier": 1.0, "expected_batch_size": 4, "accountant": "pld",
-    }  # fmt: skip
+    given = {"noise_multiplier": 1.0, "expected_batch_size": 4, "accountant": "pld"}
+    expected = {field.name: default_of(field) for field in OWN} | given
+    assert {field.name: getattr(args, field.name) for field in OWN} == expected
     assert (args.max_grad_norm, args.hub_strategy) == (0.0, "end")
     assert args.average_tokens_across_devices is False
     assert not output_dir.exists()
@@ -321,9 +316,8 @@ def test_all_problems_at_once(output_dir):
 
 
 def test_without_privacy_transformers_rules(output_dir):
-    args = make(
-        output_dir, **PUBLIC, gradient_accumulation_steps=2, data_seed=3, label_smoothing_factor=0.1
-    )
+    stock = {"gradient_accumulation_steps": 2, "data_seed": 3, "label_smoothing_factor": 0.1}
+    args = make(output_dir, **PUBLIC, **stock)
     args.check()
     assert not args.is_private
     assert args.average_tokens_across_devices is True
@@ -332,11 +326,8 @@ def test_without_privacy_transformers_rules(output_dir):
 def test_accelerate_launch_that_starts_one_process_instead_of_two_is_refused(
     output_dir, monkeypatch
 ):
-    for name, value in {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-        "ACCELERATE_USE_CPU": "True",
-    }.items():
+    launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "ACCELERATE_USE_CPU": "True"}
+    for name, value in launched.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UnsupportedArgumentError, match=r"--num_processes.*Use `torchrun"):
         make(output_dir)
@@ -346,16 +337,14 @@ def test_what_the_process_and_later_changes_make_wrong_is_refused(output_dir, mo
     args = make(output_dir)
     args.fp16 = True
     args.gradient_accumulation_steps = 4
-    with pytest.raises(
-        UnsupportedArgumentError, match=r"(?s)`gradient_accumulation_steps`.*`fp16`"
-    ):
+    message = r"(?s)`gradient_accumulation_steps`.*`fp16`"
+    with pytest.raises(UnsupportedArgumentError, match=message):
         args.check()
     with pytest.raises(UnsupportedArgumentError, match="`fsdp` to be unset on a CPU.*fully_shard"):
         make(output_dir, fsdp=True)
     monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
-    with pytest.raises(
-        UnsupportedArgumentError, match=r"`n_gpu` to be at most 1.*CUDA_VISIBLE_DEVICES"
-    ):
+    message = r"`n_gpu` to be at most 1.*CUDA_VISIBLE_DEVICES"
+    with pytest.raises(UnsupportedArgumentError, match=message):
         make(output_dir)
     assert make(output_dir, **PUBLIC).n_gpu == 2
 
@@ -366,25 +355,19 @@ def test_round_trip_through_a_dict_and_from_training_arguments(output_dir):
     assert again.to_dict() == args.to_dict()
     assert dataclasses.replace(args, noise_multiplier=2.0).noise_multiplier == 2.0
     assert '"release": [' in args.to_json_string()
-    plain = TrainingArguments(
-        output_dir=str(output_dir), use_cpu=True, learning_rate=1e-3
-    ).to_dict()
+    plain = TrainingArguments(str(output_dir), use_cpu=True, learning_rate=1e-3).to_dict()
     assert DPTrainingArguments(**plain, privacy_mode="non_private").learning_rate == 1e-3
     private = {"target_epsilon": 3.0, "expected_batch_size": 4}
-    with pytest.raises(
-        UnsupportedArgumentError, match="`max_grad_norm`.*got 1.0"
-    ):  # not what a private run means
-        DPTrainingArguments(**plain, **private)
+    with pytest.raises(UnsupportedArgumentError, match="`max_grad_norm`.*got 1.0"):
+        DPTrainingArguments(**plain, **private)  # not what a private run means
     assert DPTrainingArguments(**plain | {"max_grad_norm": None}, **private).max_grad_norm == 0.0
 
 
 def test_command_line(output_dir):
     parser = HfArgumentParser(DPTrainingArguments)
-    line = (
-        "--target_epsilon 8 --expected_batch_size 16 --release training_loss "
-        "--clip_noised_gradient --max_grad_norm 1"
-    )
-    words = ["--output_dir", str(output_dir), "--use_cpu", *line.split()]
+    line = "--use_cpu --target_epsilon 8 --expected_batch_size 16 --release training_loss"
+    line += " --clip_noised_gradient --max_grad_norm 1"
+    words = ["--output_dir", str(output_dir), *line.split()]
     (args,) = parser.parse_args_into_dataclasses(words)
     assert (args.target_epsilon, args.expected_batch_size, args.max_grad_norm) == (8.0, 16, 1.0)
     assert (args.release, args.clip_noised_gradient) == (["training_loss"], True)

@@ -15,7 +15,6 @@ from statements import rewrite
 from transformers import set_seed
 from users import flat
 
-import hf_dp.clipping.clipped_sum as clipped_sum
 from hf_dp.cli.main import main
 from hf_dp.errors import AuditError, DataError, UnsupportedArgumentError
 from hf_dp.features import canaries as canary_rows
@@ -173,10 +172,7 @@ def test_planted_missing_clipping_is_seen_by_many_runs_with_one_canary(tmp_path,
     """Each row's gradient enters with its whole length, thousands of times C. (All rows are in
     each step, and few, so that the others differ little between runs; and coins fall evenly, since
     luck with 20 coins is not what is tested.)"""
-    honest = clipped_sum.clipping_weights
-    monkeypatch.setattr(
-        clipped_sum, "clipping_weights", lambda *args: torch.ones_like(honest(*args))
-    )
+    faults.FAULTS["gradients are not clipped"](monkeypatch)
     scores, took_part, delta = np.empty(20), np.arange(20) % 2 == 0, 1e-6
     for number in range(20):
         made = trainer(
@@ -247,9 +243,11 @@ def test_directions_without_gradients_and_canaries_that_are_training_rows_are_re
         trainer(tmp_path, audit_scores="directions", given=given)
     rows = [dict(row) for row in tiny.dataset(ROWS)]
     honest = canary_rows.made_up_rows
-    monkeypatch.setattr(
-        canary_rows, "made_up_rows", lambda *args: [rows[0], rows[1], *honest(*args)[2:]]
-    )
+
+    def with_two_of_them(*args):
+        return [*rows[:2], *honest(*args)[2:]]
+
+    monkeypatch.setattr(canary_rows, "made_up_rows", with_two_of_them)
     with pytest.raises(DataError, match="stand among the training rows already"):
         trainer(tmp_path, audit_scores="losses")
 

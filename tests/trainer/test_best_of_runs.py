@@ -6,6 +6,7 @@ import json
 import datasets
 import pytest
 import tiny
+import users
 from transformers import TrainerCallback
 
 from hf_dp.accounting import BestOfRandomRuns, PoissonSampledGaussian, epsilon
@@ -75,13 +76,9 @@ def test_steps_that_were_lost_leave_room_for_the_rest_of_the_search(tmp_path):
     assert again.epsilon().value <= 8
 
 
-def evaluation_with_one_training_row() -> datasets.Dataset:
-    return datasets.Dataset.from_list([*tiny.evaluation_set(), tiny.dataset()[3]])
-
-
 def test_the_score_reads_no_training_row_by_construction(tmp_path):
     """Outside of a search it is a warning; here it would make a sentence of the card false."""
-    one_equal = evaluation_with_one_training_row()
+    one_equal = datasets.Dataset.from_list([*tiny.evaluation_set(), tiny.dataset()[3]])
     only_labels = one_equal.select_columns(["label"])
     for given, found in (
         (one_equal, "holds rows equal to training rows"),
@@ -100,20 +97,19 @@ def test_the_score_reads_no_training_row_by_construction(tmp_path):
             with pytest.raises(UnsupportedArgumentError, match=found):
                 evaluate(evaluation)
     assert "eval_loss" in trainer.evaluate()
-    of_users = OF_A_SEARCH | {"privacy_unit": "user", "privacy_unit_column": "who"}
-    of_users |= {"max_rows_per_unit": 2}
-    train = tiny.dataset().add_column("who", [f"user{row // 2}" for row in range(40)])
+
+
+def test_the_score_reads_no_row_of_a_training_user(tmp_path):
     own = tiny.evaluation_set()
     others = [f"new{row}" for row in range(len(own))]
 
     def made(evaluation):
-        given = {"train_dataset": train, "eval_dataset": evaluation}
-        return tiny.trainer(tmp_path, given=given, **of_users)
+        of_users = {"target_delta": None, "max_rows_per_unit": 2, **OF_A_SEARCH}
+        return users.trainer(tmp_path, given={"eval_dataset": evaluation}, **of_users)
 
-    one_shared = own.add_column("who", ["user3", *others[1:]])
-    with pytest.raises(
-        UnsupportedArgumentError, match="training row, but .* of the same values in 'who'"
-    ):
+    one_shared = own.add_column("who", [users.SECRET[3], *others[1:]])
+    message = "training row, but .* of the same values in 'who'"
+    with pytest.raises(UnsupportedArgumentError, match=message):
         made(one_shared)
     with pytest.raises(UnsupportedArgumentError, match="does not say whose its rows are"):
         made(own)

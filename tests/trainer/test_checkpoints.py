@@ -44,13 +44,13 @@ def crashed(folder: Path, step: int, **options) -> None:
 
 
 def test_a_checkpoint_is_in_its_place_only_when_it_is_complete(tmp_path, monkeypatch):
-    seen = []
-    sync = checkpoint.sync_tree
-    monkeypatch.setattr(
-        checkpoint,
-        "sync_tree",
-        lambda path: (seen.append([p.name for p in checkpoints(tmp_path)]), sync(path)),
-    )
+    seen, honest = [], checkpoint.sync_tree
+
+    def sync(path):
+        seen.append([each.name for each in checkpoints(tmp_path)])
+        honest(path)
+
+    monkeypatch.setattr(checkpoint, "sync_tree", sync)
     saving(tmp_path).train()
     assert seen == [[], ["checkpoint-2"]]
     for path in checkpoints(tmp_path):

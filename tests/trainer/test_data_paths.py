@@ -18,7 +18,7 @@ import pytest
 import tiny
 import torch
 from data_paths import PATHS, DataPath, trainer_of
-from faults import attend_to_padding, collate_together, no_self_check, noise_times
+from faults import FAULTS, collate_together, no_self_check, noise_times
 from scipy import stats
 from silence import Coupled, weights
 from torch import Tensor
@@ -113,15 +113,12 @@ def go_on_with_one_stream(patch):
 
 
 def pad_labels_with(value):
-    def plant(patch):
-        original = Padding.fill
-        patch.setattr(
-            Padding,
-            "fill",
-            lambda self, name, leaf: value if name == "labels" else original(self, name, leaf),
-        )
+    honest = Padding.fill
 
-    return plant
+    def fill(self, name, leaf):
+        return value if name == "labels" else honest(self, name, leaf)
+
+    return lambda patch: patch.setattr(Padding, "fill", fill)
 
 
 def predict_from_padding(patch):
@@ -155,7 +152,7 @@ PLANTED = {
     "one stream for all examples": (go_on_with_one_stream, "masked LM"),
     "labels padded with 0": (pad_labels_with(0), "token classification"),
     "labels of padding": (predict_from_padding, "causal LM, labels given, padded on the left"),
-    "padding attended to": (attend_to_padding, "padding"),
+    "padding attended to": (FAULTS["padding attended to"], "padding"),
 }  # fmt: skip
 
 
@@ -192,11 +189,8 @@ def epsilon_at_least(found_with: int, found_without: int, runs: int = RUNS) -> f
     """
     alpha = (1 - CONFIDENCE) / 2  # of each
     p = stats.beta.ppf(alpha, found_with, runs - found_with + 1) if found_with else 0.0
-    f = (
-        stats.beta.ppf(1 - alpha, found_without + 1, runs - found_without)
-        if found_without < runs
-        else 1.0
-    )
+    most = stats.beta.ppf(1 - alpha, found_without + 1, runs - found_without)
+    f = most if found_without < runs else 1.0
     return math.log(max((p - DELTA) / f, (1 - f - DELTA) / (1 - p), 1.0))
 
 

@@ -24,11 +24,9 @@ def facts(folder: Path, **options: Any) -> tuple[Any, ...]:
 @pytest.mark.parametrize("options", [{}, {"privacy_mode": "non_private"}], ids=["dp", "plain"])
 def test_processes_without_an_accelerator_train_together_on_the_cpu(options, tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "has_accelerator", lambda: False)
-    found = outcomes(
-        2, lambda: facts(tmp_path, **options), env=lambda rank: {"ACCELERATE_USE_CPU": "false"}
-    )
-    assert [each.trace for each in found] == ["", ""]
-    assert [each.result for each in found] == [(2, True, "cpu", "gloo")] * 2
+    no_cpu = {"ACCELERATE_USE_CPU": "false"}
+    found = outcomes(2, lambda: facts(tmp_path, **options), env=lambda rank: no_cpu)
+    assert [(each.trace, each.result) for each in found] == [("", (2, True, "cpu", "gloo"))] * 2
 
 
 @pytest.mark.parametrize(("rank", "times"), [("0", 1), ("1", 0)])
@@ -70,9 +68,8 @@ def test_more_processes_than_accelerators_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "has_accelerator", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(
-        InvalidArgumentError, match=r"`\$LOCAL_RANK` to be below 2.*got 2.*one process for each"
-    ):
+    message = r"`\$LOCAL_RANK` to be below 2.*got 2.*one process for each"
+    with pytest.raises(InvalidArgumentError, match=message):
         tiny.arguments(tmp_path, use_cpu=False)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert launch.processes_without_device(Namespace(use_cpu=False)) is None

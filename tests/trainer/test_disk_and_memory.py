@@ -4,14 +4,13 @@ and each release recorded once."""
 import errno
 import os
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
 from safetensors import SafetensorError
+from warm import run_program
 
 from hf_dp.errors import MemoryShortError, OutputError
 from hf_dp.run.checkpoint import SAVING
@@ -111,25 +110,22 @@ def test_writers_with_errors_of_their_own_are_understood(tmp_path, monkeypatch, 
 @pytest.mark.slow
 def test_a_real_limit_on_file_size_stops_the_run_clearly(tmp_path):
     """RLIMIT_FSIZE makes the system itself refuse, as a quota does: weights of 40 kB."""
-    code = (
-        "import sys, signal, resource, pathlib; sys.path[:0] = [sys.argv[1], sys.argv[3]]\n"
-        "import test_disk_and_memory as own\n"
-        "trainer = own.saving(pathlib.Path(sys.argv[2]))\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))\n"
-        "trainer.train()\n"
-    )
-    tests = str(Path(tiny.__file__).parent)
-    done = subprocess.run(
-        [sys.executable, "-c", code, tests, str(tmp_path), str(Path(__file__).parent)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    code = """
+import pathlib, resource, signal, sys
+sys.path[:0] = sys.argv[2:]
+import test_disk_and_memory
+trainer = test_disk_and_memory.saving(pathlib.Path(sys.argv[1]))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
+trainer.train()
+"""
+    folder = tmp_path / "run"
+    tests = [str(Path(__file__).parent), str(Path(tiny.__file__).parent)]
+    done = run_program(code, tmp_path, [str(folder), *tests])
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
     assert done.returncode == 1
     assert "OutputError: checkpoint-2 could not be written" in done.stderr, done.stderr[-2000:]
-    assert read_run(tmp_path).ledger.steps() == 2 and checkpoints(tmp_path) == []
+    assert read_run(folder).ledger.steps() == 2 and checkpoints(folder) == []
 
 
 @pytest.mark.parametrize("folder_is", ["a file", "read-only"])

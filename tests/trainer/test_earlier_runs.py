@@ -76,10 +76,9 @@ def test_a_resume_with_other_earlier_runs_is_refused(after_frozen, frozen, finis
     """One more would never be recorded."""
     second = folder_of(after_frozen)
     for named in ([], [finished], [frozen, finished]):
-        with pytest.raises(
-            LedgerError, match="`earlier_runs` to name what the ledger of this run began with"
-        ):
-            after(second, *named, **SAVING).train(resume_from_checkpoint=True)
+        message = "`earlier_runs` to name what the ledger of this run began with"
+        with pytest.raises(LedgerError, match=message):
+            tiny.resumed(after(second, *named, **SAVING))
 
 
 def test_planted_claims_of_earlier_runs_that_are_not_passed_on_are_seen(
@@ -117,14 +116,13 @@ def test_an_earlier_run_whose_ledger_went_back_is_refused(run, tmp_path):
             after(tmp_path / "second", path)
 
 
+OF_USERS = {"privacy_unit": "user", "users": dataclasses.asdict(Users("who"))}
+
+
 @pytest.mark.parametrize(
     ("theirs", "error", "why"),
     [
-        (
-            {"privacy_unit": "user", "users": dataclasses.asdict(Users("who"))},
-            InvalidArgumentError,
-            "with privacy_unit='.*', not 'user'",
-        ),
+        (OF_USERS, InvalidArgumentError, "with privacy_unit='.*', not 'user'"),
         ({"neighboring_relation": "add_remove"}, LedgerError, "`neighboring_relation`"),
     ],
 )

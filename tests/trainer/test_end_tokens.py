@@ -73,9 +73,8 @@ def trainer_of(folder, name="Bart", data=None, **given):
 
 @pytest.mark.parametrize("name", ["Bart", "T5"])
 def test_a_run_trains_and_evaluates(name, tmp_path):
-    adapter = LoraConfig(
-        r=2, target_modules=["k_proj", "k"], modules_to_save=["classification_head"]
-    )
+    layers = {"target_modules": ["k_proj", "k"], "modules_to_save": ["classification_head"]}
+    adapter = LoraConfig(r=2, **layers)
     trainer = trainer_of(tmp_path, name, peft_config=adapter if name == "T5" else None)
     trainer.train()
     assert trainer.ledger.steps() == 2 and trainer.evaluate()["eval_loss"] > 0
@@ -92,9 +91,7 @@ def test_a_row_without_an_end_token_is_found_before_the_first_draw(tmp_path):
 def test_planted_rows_that_must_be_alike_are_found_by_the_self_check(tmp_path, monkeypatch):
     monkeypatch.setattr(losses, "_READ_AT_THE_END", frozenset())
     trainer = trainer_of(tmp_path, data=rows(ends=(1,)))
-    with pytest.raises(
-        SelfCheckError,
-        match=r"examples of .*input_ids': \(3, 12\).*same number of <eos>.*in common",
-    ):
+    message = r"examples of .*input_ids': \(3, 12\).*same number of <eos>.*in common"
+    with pytest.raises(SelfCheckError, match=message):
         trainer.train()
     assert trainer.ledger.steps() == 0

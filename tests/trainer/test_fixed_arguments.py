@@ -107,9 +107,8 @@ def test_planted_free_argument_is_seen(tmp_path, monkeypatch, name):
 
 def test_a_changed_target_is_refused_and_nothing_else_is_written(tmp_path):
     trainer = tiny.trainer(tmp_path, target_epsilon=8.0, accountant="rdp", max_steps=1)
-    with pytest.raises(
-        UnsupportedArgumentError, match=r"`target_epsilon` to stay .* 8.0, got 1.0.*new DPTrainer"
-    ):
+    message = r"`target_epsilon` to stay .* 8.0, got 1.0.*new DPTrainer"
+    with pytest.raises(UnsupportedArgumentError, match=message):
         trainer.args.target_epsilon = 1.0
     trainer.train()
     trainer.save_model()

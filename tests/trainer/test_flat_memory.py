@@ -8,10 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
+from statements import comparison_by
 from transformers import TrainerCallback
-
-from hf_dp.accounting.accountants import Answer
-from hf_dp.statement import wording
 
 STEPS, EVERY, WARM = 2000, 50, 500
 BOUND = 2.0  # MiB per 1,000 steps; the model and its gradients have 0.1
@@ -48,16 +46,7 @@ def by_rdp_alone(monkeypatch):
     """Leave out the accountants by PLD and PRV: each save fills a place of bounded caches of theirs
     (FFT plans in SciPy, distributions), which are large where epsilon is, and are no part of a
     step."""
-    compare = wording.compare
-    monkeypatch.setattr(
-        wording,
-        "compare",
-        lambda events, delta, names: (
-            compare(events, delta, names)
-            if tuple(names) == ("rdp",)
-            else tuple(Answer(name, None, "left out") for name in names)
-        ),
-    )
+    monkeypatch.setattr("hf_dp.statement.wording.compare", comparison_by("rdp"))
 
 
 def slope(folder: Path, *callbacks: TrainerCallback) -> float:

@@ -78,8 +78,7 @@ def ran(tmp_path_factory):
 def test_only_the_selected_and_the_head_move(ran):
     before = tiny.model().state_dict()
     names = json.loads(json.dumps(ran.made))["parameters"]
-    after = copy.deepcopy(ran.trainer.model).merge_and_unload().state_dict()
-    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    moved = tiny.moved(before, copy.deepcopy(ran.trainer.model).merge_and_unload())
     assert moved == {*names, "classifier.weight", "classifier.bias"}
     numbers = sum(before[name].numel() for name in names)
     others = sum(value.numel() for name, value in before.items() if "classifier" not in name)
@@ -132,9 +131,8 @@ def test_stock_peft_without_hf_dp_computes_the_same(tmp_path):
     trainer = frost(tmp_path / "run")
     trainer.train()
     trainer.save_model()
-    ours = trainer.model.eval()(
-        torch.tensor([[2, 5, 6, 3]]), torch.ones(1, 4, dtype=torch.long)
-    ).logits
+    batch = torch.tensor([[2, 5, 6, 3]]), torch.ones(1, 4, dtype=torch.long)
+    ours = trainer.model.eval()(*batch).logits
     words = [str(tmp_path / name) for name in ("base", "run", "logits.pt")]
     subprocess.run([sys.executable, "-W", "ignore", "-c", STOCK, *words], check=True, cwd=tmp_path)
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), ours.detach(), rtol=0, atol=1e-6)
@@ -291,9 +289,8 @@ def test_selected_again_in_the_middle(tmp_path):
     ]  # fmt: skip
     made = json.loads((tmp_path / "checkpoint-4" / "selection.json").read_text())["made"]
     assert len(made) == 2
-    after = trainer.model.state_dict()
-    moved = {name for name in before if not torch.equal(before[name], after[name])}
     head = {"classifier.weight", "classifier.bias"}
+    moved = tiny.moved(before, trainer.model)
     assert moved == {*made[0]["parameters"], *made[1]["parameters"]} | head
     one = json.loads((tmp_path / "checkpoint-1" / "selection.json").read_text())["made"]
     assert one == made[:1]
@@ -320,23 +317,16 @@ def test_refusals(tmp_path):
             FrostConfig(unfreeze_ratio=ratio)
     with pytest.raises(ConfigError, match="target_modules"):
         FrostConfig(target_modules=["query"])
-    refused(
-        "leave room for the smallest partition",
-        config=FrostConfig(**{**GIVEN, "unfreeze_ratio": 1e-4}),
-    )
+    config = FrostConfig(**{**GIVEN, "unfreeze_ratio": 1e-4})
+    refused("leave room for the smallest partition", config=config)
     refused("selection_noise_multiplier.*beside `noise_multiplier`", config=FrostConfig(**SMALL))
     refused("selection_noise_multiplier.*to be None with a target", target_epsilon=2.0)
-    refused(
-        "PeftModel already",
-        given={"model": get_peft_model(tiny.model(), RandomConfig(task_type="SEQ_CLS"))},
-    )
+    adapted = get_peft_model(tiny.model(), RandomConfig(task_type="SEQ_CLS"))
+    refused("PeftModel already", given={"model": adapted})
     model = tiny.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     refused("optimizers", given={"model": model, "optimizers": (optimizer, None)})
-    refused(
-        "another run made",
-        ConfigError,
-        config=FrostConfig(**GIVEN, parameters=["bert.pooler.dense.weight"]),
-    )
+    config = FrostConfig(**GIVEN, parameters=["bert.pooler.dense.weight"])
+    refused("another run made", ConfigError, config=config)
     with pytest.raises(ConfigError, match="DPTrainer.*peft_config=FrostConfig"):
         get_peft_model(tiny.model(), FrostConfig())

@@ -201,35 +201,29 @@ def test_every_argument_of_seq2seq_has_a_row_and_dp_fp_none(tmp_path):
 # -- private runs ---
 
 
+EACH_STEP = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
+
+
 @pytest.mark.parametrize("made", [causal, t5])
 def test_a_private_run_that_generates_is_proven(made, tmp_path):
-    seen = []
-
-    def metrics(prediction):
-        seen.append(len(prediction.predictions))
-        return {"rows": len(prediction.predictions)}
-
-    given = {"compute_metrics": metrics}
-    options = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
-    tested = trainer(tmp_path, made(), given=given, **options)
+    tested = trainer(tmp_path, made(), **EACH_STEP)
     tested.train()
     assert tested.privacy_statement().status == "proven"
     assert tested.ledger.steps() == 2
-    assert seen == [6] * 2
+    history = tested.state.log_history
+    assert [row["eval_rows"] for row in history if "eval_rows" in row] == [6] * 2
 
 
 @pytest.mark.usefixtures("unchecked")
 def test_it_trains_as_dptrainer_does(tmp_path):
     """On the per-example loss: the same noise and draws, the same weights to the last bit."""
-    found = []
-    for cls in (DPSeq2SeqTrainer, DPTrainer):
-        model = causal()
-        tested = trainer(tmp_path / cls.__name__, model, cls=cls, insecure_seed=5, max_steps=2)
-        tested.train()
-        found.append(list(model.parameters()))
-    start = list(causal().parameters())
-    for ours, theirs, before in zip(*found, start, strict=True):
-        assert torch.equal(ours, theirs) and not torch.equal(ours, before)
+    models = [causal(), causal()]
+    for cls, model in zip((DPSeq2SeqTrainer, DPTrainer), models, strict=True):
+        trainer(tmp_path / cls.__name__, model, cls=cls, insecure_seed=5, max_steps=2).train()
+    ours, theirs = models
+    before = tiny.weights(causal())
+    assert tiny.moved(before, ours) == before.keys()
+    assert not tiny.moved(tiny.weights(ours), theirs)
 
 
 SAMPLED = GenerationConfig(do_sample=True, temperature=2.0, pad_token_id=0, eos_token_id=3)
@@ -254,10 +248,9 @@ def trained(folder, seed: int = 0, **options: Any) -> tuple[list[torch.Tensor], 
 def test_sampling_neither_changes_nor_shows_what_is_secret(tmp_path):
     """Weights of a run depend on its secret streams alone: not on samples drawn between its steps,
     nor on torch's public generator. And samples depend on that and on the weights alone."""
-    each_step = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
     without, _ = trained(tmp_path / "without", max_steps=2)
-    sampling, sampled = trained(tmp_path / "sampling", **each_step)
-    other_seed, others = trained(tmp_path / "other", seed=1, **each_step)
+    sampling, sampled = trained(tmp_path / "sampling", **EACH_STEP)
+    other_seed, others = trained(tmp_path / "other", seed=1, **EACH_STEP)
     for weights in (sampling, other_seed):
         assert all(torch.equal(one, other) for one, other in zip(weights, without, strict=True))
     assert len(sampled) == len(others) == 2 and sampled != others

@@ -30,16 +30,14 @@ def trainer(
     folder: Any, train: Any = None, model: Any = None, peft: Any = None, **options: Any
 ) -> DPTrainer:
     if train is None:
-        train = image_rows(
-            tiny_images.rows(range(12)), "img", "label", NAMES, ToPixels(tiny_images.processor())
-        )
+        pixels = ToPixels(tiny_images.processor())
+        train = image_rows(tiny_images.rows(range(12)), "img", "label", NAMES, pixels)
     given = {
         "model": model or tiny_images.vit(num_labels=3), "train_dataset": train, "eval_dataset": None,
         "data_collator": default_data_collator, "peft_config": peft,
     }  # fmt: skip
-    return tiny.trainer(
-        folder, given=given, **{"remove_unused_columns": False, "max_steps": 1, **options}
-    )
+    options = {"remove_unused_columns": False, "max_steps": 1, **options}
+    return tiny.trainer(folder, given=given, **options)
 
 
 def rows(transform: Callable[[Batch], Any] | None) -> datasets.Dataset:
@@ -153,9 +151,8 @@ def test_a_model_may_take_other_channels_and_the_self_check_images_of_the_size_o
 def test_videos_train_on_a_loss_of_ones_own(tmp_path, monkeypatch):
     """No table of transformers' losses has them, and rows alone say how many frames there are."""
     sizes = {"image_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = VideoMAEConfig(
-        **sizes, patch_size=4, num_frames=4, tubelet_size=2, intermediate_size=8, num_labels=2
-    )
+    frames = {"patch_size": 4, "num_frames": 4, "tubelet_size": 2}
+    config = VideoMAEConfig(**sizes, **frames, intermediate_size=8, num_labels=2)
     videos = torch.randn(16, 4, 3, 8, 8).tolist()
     rows = datasets.Dataset.from_dict({"pixel_values": videos, "labels": [0, 1] * 8})
 
@@ -192,9 +189,9 @@ def test_lora_trains_the_head_beside_what_else_is_named(given, tmp_path):
     trained = {name for name, p in made.model.named_parameters() if p.requires_grad}
     head = "base_model.model.classifier.modules_to_save.default.weight"
     assert head in trained
-    before = {name: p.detach().clone() for name, p in made.model.named_parameters()}
+    before = tiny.weights(made.model)
     made.train()
-    moved = {name for name, p in made.model.named_parameters() if not torch.equal(p, before[name])}
+    moved = tiny.moved(before, made.model)
     assert moved <= trained and head in moved
 
 
@@ -207,11 +204,9 @@ def test_frost_takes_a_share_of_what_is_no_head(tmp_path):
     looked_at = made.tuner.config.made[0]["noisy_magnitudes"][0]
     assert looked_at and not any("classifier" in name for name in looked_at)
     base = tiny_images.vit(num_labels=3)
-    candidates = sum(
-        p.numel()
-        for name, p in base.named_parameters()
-        if name.rpartition(".")[0] in {n.removesuffix(".weight") for n in looked_at}
-    )
+    layers = {name.removesuffix(".weight") for name in looked_at}
+    named = base.named_parameters()
+    candidates = sum(p.numel() for name, p in named if name.rpartition(".")[0] in layers)
     trained = {name: p.numel() for name, p in made.model.named_parameters() if p.requires_grad}
     head = {name: size for name, size in trained.items() if "classifier" in name}
     assert sum(head.values()) == 3 * 16 + 3

@@ -46,20 +46,14 @@ CASES: dict[str, tuple[list[Any], dict[str, Any], Callable[[Any], Any]]] = {
 
 def rows(labels: list[Any], begin: int) -> list[dict[str, Any]]:
     ids = [[2, begin + i, 5 + i, 3] for i in range(len(labels))]
-    return [
-        {"input_ids": each, "attention_mask": [1] * 4, "labels": label}
-        for each, label in zip(ids, labels, strict=True)
-    ]
+    masked = [{"input_ids": each, "attention_mask": [1] * 4} for each in ids]
+    return [{**row, "labels": label} for row, label in zip(masked, labels, strict=True)]
 
 
 def of(labels: list[Any], options: dict[str, Any], folder: Any, model: Any = None) -> Any:
     model = tiny.model(**options) if model is None else model
-    given = {
-        "model": model.eval(),
-        "train_dataset": rows(labels * 4, 4)[:8],
-        "eval_dataset": rows(labels, 8),
-    }
-    return tiny.trainer(folder, given=given, expected_batch_size=4)
+    data = {"train_dataset": rows(labels * 4, 4)[:8], "eval_dataset": rows(labels, 8)}
+    return tiny.trainer(folder, given={"model": model.eval(), **data}, expected_batch_size=4)
 
 
 @pytest.mark.parametrize("case", CASES)

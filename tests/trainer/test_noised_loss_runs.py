@@ -134,11 +134,8 @@ def paid(tmp_path_factory) -> DPTrainer:
 
 
 def test_the_target_pays_for_it_and_ledger_statement_and_card_name_it(paid):
-    folder, plan, statement = (
-        Path(paid.args.output_dir),
-        paid.privacy_plan,
-        paid.privacy_statement(),
-    )
+    folder, plan = Path(paid.args.output_dir), paid.privacy_plan
+    statement = paid.privacy_statement()
     (event,) = paid.ledger.events
     assert isinstance(event, PoissonSampledGaussian) and event == plan.event()
     assert 2.99 < epsilon(event, plan.delta, "rdp").value <= 3.0
@@ -146,13 +143,12 @@ def test_the_target_pays_for_it_and_ledger_statement_and_card_name_it(paid):
     record = read(folder)
     assert record.status == "proven" and disagreements(record) == []
     written = json.loads((folder / "privacy.json").read_text())
-    assert event_from_dict({k: v for k, v in written["ledger"][0].items() if k != "purpose"}) == (
-        event
-    )
+    (entry,) = written["ledger"]
+    assert event_from_dict({k: v for k, v in entry.items() if k != "purpose"}) == event
     assert written["plan"]["mechanism"]["loss"]["bound"] == 2.0
     assert "each clipped to [0, 2.0], are summed, too" in statement.mechanism
-    assert statement.covered.endswith("the noised losses in its logs, and whatever is computed "
-                                      "from them")  # fmt: skip
+    covered = "the noised losses in its logs, and whatever is computed from them"
+    assert statement.covered.endswith(covered)
     assert statement.noise_multipliers == (event.noise_multiplier, event.noise_multipliers["loss"])
     assert "4 steps of DP-SGD and a noised loss with Poisson sampling" in statement.sentence()
     card = (folder / "README.md").read_text()
@@ -177,7 +173,7 @@ RARE = ("frost twice", "param", "pval", "adapter")
 
 
 @pytest.mark.parametrize(
-    "tuner", [pytest.param(t, marks=[pytest.mark.slow] if t in RARE else []) for t in TUNERS]
+    "tuner", [pytest.param(t, marks=[pytest.mark.slow] * (t in RARE)) for t in TUNERS]
 )
 def test_every_tuner_has_it(tuner, tmp_path):
     trainer = made(tmp_path, given={"peft_config": TUNERS[tuner]}, max_steps=2)
@@ -200,17 +196,9 @@ def test_every_tuner_has_it(tuner, tmp_path):
 )
 def test_the_loss_is_that_of_the_draw_however_the_gradients_are_clipped(options, tmp_path):
     trainer = made(tmp_path, expected_batch_size=40, max_steps=1, **options)
+    alone = [trainer.data_collator([row]) for row in trainer.train_dataset]
     with torch.no_grad():
-        losses = [
-            float(
-                trainer.compute_per_example_loss(
-                    trainer.model,
-                    {k: torch.tensor([v]) for k, v in {**row, "labels": row["label"]}.items()
-                     if k != "label"},
-                )
-            )
-            for row in trainer.train_dataset
-        ]  # fmt: skip
+        losses = [float(trainer.compute_per_example_loss(trainer.model, row)) for row in alone]
     trainer.train()
     ((_, found),) = logged(trainer)
     assert found == pytest.approx(sum(losses) / 40, rel=1e-2 if "bf16" in options else 1e-5)

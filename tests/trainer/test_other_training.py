@@ -80,17 +80,19 @@ OTHERS = {
     ),
     "our own baseline": by_us,
     "a copy of our baseline": lambda *given: copy.deepcopy(by_us(*given)),
-    "our baseline from its folder": lambda m, folder: (
-        hf.BertForSequenceClassification.from_pretrained(by_us(m, folder) and folder / "plain")
-    ),
+    "our baseline from its folder": lambda m, folder: _loaded(by_us(m, folder), folder / "plain"),
     "a checkpoint of it, resized": lambda m, folder: _resized(
-        hf.BertForSequenceClassification.from_pretrained(
-            by_us(m, folder, save_strategy="steps", save_steps=1)
-            and folder / "plain" / "checkpoint-1"
+        _loaded(
+            by_us(m, folder, save_strategy="steps", save_steps=1), folder / "plain/checkpoint-1"
         )
     ),
     "a part of it in a new model": lambda m, folder: _with_encoder_of(by_loop(m, folder)),
 }
+
+
+def _loaded(trained, folder):
+    """What was saved of it."""
+    return hf.BertForSequenceClassification.from_pretrained(folder)
 
 
 def _resized(model):
@@ -207,11 +209,8 @@ def test_four_bits_are_not_refused(tmp_path):
     """Nor is their digest lost; under FSDP2 tests/distributed/test_sharded_runs.py saves its runs."""
     pytest.importorskip("bitsandbytes")
     tiny.model().save_pretrained(tmp_path / "base")
-    four = hf.BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_compute_dtype=torch.float32,
-        llm_int8_skip_modules=["classifier"],
-    )
+    short = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
+    four = hf.BitsAndBytesConfig(**short, llm_int8_skip_modules=["classifier"])
     model = hf.BertForSequenceClassification.from_pretrained(
         tmp_path / "base", quantization_config=four, device_map="cpu", dtype=torch.float32
     )
@@ -356,9 +355,8 @@ def test_digests_tell_any_change_of_one_number_and_planted_sums_alone_are_seen(m
             assert known.changed(layer) == "weight"
             number.copy_(before)
             assert known.changed(layer) is None
-    layer.weight.data[[0, other_training._CHUNK - 1]] = layer.weight.data[
-        [other_training._CHUNK - 1, 0]
-    ].clone()
+    ends = [0, other_training._CHUNK - 1]
+    layer.weight.data[ends] = layer.weight.data[ends[::-1]].clone()
     assert known.changed(layer) == "weight"
     # Which two numbers that changed places would not change.
     ones = torch.ones(other_training._CHUNK, dtype=torch.int32)

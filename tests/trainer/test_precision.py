@@ -1,5 +1,7 @@
 """Guard, self-check, card and physical batches go by the precision that runs, whoever asked for it."""
 
+from functools import partial
+
 import pytest
 import tiny
 import torch
@@ -50,9 +52,8 @@ def test_bf16_from_the_environment_is_seen(tmp_path, from_environment):
 
 
 def test_planted_precision_by_the_argument_is_seen(tmp_path, from_environment, monkeypatch):
-    monkeypatch.setattr(
-        Precision, "of", classmethod(lambda cls, *given: cls(None, ("float32",)))
-    )  # what bf16=False says
+    as_the_argument_says = classmethod(lambda cls, *given: cls(None, ("float32",)))
+    monkeypatch.setattr(Precision, "of", as_the_argument_says)
     from_environment("bf16")
     assert not one_shape(tiny.trainer(tmp_path))
 
@@ -60,16 +61,16 @@ def test_planted_precision_by_the_argument_is_seen(tmp_path, from_environment, m
 def test_float32_and_autocast_around_the_training(tmp_path):
     trainer = tiny.trainer(tmp_path)
     assert not one_shape(trainer)
-    assert trainer.privacy_statement().facts.precision.startswith(
-        "forward and backward float32; norms"
-    )
+    said = trainer.privacy_statement().facts.precision
+    assert said.startswith("forward and backward float32; norms")
     trainer = tiny.trainer(tmp_path)
     with torch.autocast("cpu", torch.bfloat16):
         assert one_shape(trainer)
         assert "bfloat16 autocast" in trainer.privacy_statement().facts.precision
+    message = "`torch.autocast` to be"
     with (
         torch.autocast("cpu", torch.float16),
-        pytest.raises(UnsupportedArgumentError, match="`torch.autocast` to be"),
+        pytest.raises(UnsupportedArgumentError, match=message),
     ):
         trainer.train()
 
@@ -124,9 +125,8 @@ def test_frozen_weights_of_16_bits_are_named_and_need_one_shape(tmp_path):
 def test_float16_by_the_accelerator_is_refused(tmp_path, monkeypatch):
     trainer = tiny.trainer(tmp_path)
     monkeypatch.setattr(type(trainer.accelerator), "mixed_precision", property(lambda self: "fp16"))
-    with pytest.raises(
-        UnsupportedArgumentError, match="`mixed_precision` to be .no. or .bf16.*got 'fp16'"
-    ):
+    message = "`mixed_precision` to be .no. or .bf16.*got 'fp16'"
+    with pytest.raises(UnsupportedArgumentError, match=message):
         trainer.train()
     assert not (tmp_path / "ledger.jsonl").exists()
 
@@ -175,10 +175,8 @@ def test_bf16_keeps_examples_of_one_length_together_and_float32_sorts_only(tmp_p
 
 
 def test_what_a_collator_pads_to_anyway_is_one_length(tmp_path):
-    collator = DataCollatorWithPadding(tiny.tokenizer(), pad_to_multiple_of=4)
-    found = batches(
-        tiny.trainer(tmp_path, given={"data_collator": collator}, bf16=True, max_steps=8)
-    )
+    given = {"data_collator": DataCollatorWithPadding(tiny.tokenizer(), pad_to_multiple_of=4)}
+    found = batches(tiny.trainer(tmp_path, given=given, bf16=True, max_steps=8))
     assert {batch["input_ids"].shape[1] for batch in found} == {4, 8}
     for batch in found:
         lengths = batch["attention_mask"].sum(1)
@@ -197,9 +195,7 @@ def test_sequence_to_sequence_rows_are_padded_alike_on_both_sides():
         {"input_ids": [1] * i, "attention_mask": [1] * i, "labels": [1] * j}
         for i, j in ((3, 2), (3, 7), (4, 2))
     ]
-    alone, eights = (
-        DataCollatorForSeq2Seq(tiny.tokenizer(), pad_to_multiple_of=multiple)
-        for multiple in (None, 8)
-    )
+    pad = partial(DataCollatorForSeq2Seq, tiny.tokenizer())
+    alone, eights = pad(), pad(pad_to_multiple_of=8)
     assert len({shape_of(own(alone([dict(row)]))) for row in rows}) == 3
     assert len({shape_of(own(eights([dict(row)]))) for row in rows}) == 1

@@ -24,12 +24,6 @@ def trainer(tmp_path):
     return tiny.trainer(tmp_path)
 
 
-def gradients(trainer) -> dict[str, torch.Tensor]:
-    return {
-        name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None
-    }
-
-
 def batches(trainer, indices):
     trainer.create_optimizer()
     loader = trainer.get_train_dataloader()
@@ -42,7 +36,7 @@ def step(trainer, indices):
         trainer.run.book.start(100)
     trainer.model.zero_grad()
     trainer.training_step(trainer.model, batches(trainer, indices))
-    return gradients(trainer)
+    return {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
 
 
 def noise_pvalue(trainer) -> float:
@@ -272,9 +266,6 @@ def self_check_saw_real_rows(trainer) -> bool:
 
 def test_the_self_check_runs_on_synthetic_rows_and_real_ones_are_seen(trainer, monkeypatch):
     assert not self_check_saw_real_rows(trainer)
-    monkeypatch.setattr(
-        trainer,
-        "synthetic_batches",
-        lambda: [trainer.run.training_data().examples[i] for i in (3, 4)],
-    )
+    examples = trainer.run.training_data().examples
+    monkeypatch.setattr(trainer, "synthetic_batches", lambda: [examples[3], examples[4]])
     assert self_check_saw_real_rows(trainer)

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -166,18 +167,18 @@ def test_planted_head_that_is_not_written_and_line_that_is_not_synced_are_seen(
         assert durable_order(tmp_path / "line", monkeypatch) == ORDER
 
 
-def killed(*_):
-    raise KeyboardInterrupt
-
-
-def test_a_kill_between_line_and_head_leaves_the_ledger_one_ahead(folder, monkeypatch):
-    run = resumed(folder)
+def killed_before_the_head(run: RunLedger) -> None:
+    """Make a step that ends between its line and its head."""
     run.start(5)
-    with monkeypatch.context() as patch:
-        patch.setattr(ledger_file, "write_head", killed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ledger_file, "write_head", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             step(run)
     run.stop()
+
+
+def test_a_kill_between_line_and_head_leaves_the_ledger_one_ahead(folder):
+    killed_before_the_head(resumed(folder))
     assert (steps_of(folder), read_head(folder).lines) == (6, 5)
     again = resumed(folder)
     again.open()
@@ -190,10 +191,7 @@ def test_a_kill_between_line_and_head_leaves_the_ledger_one_ahead(folder, monkey
 def test_a_step_whose_head_cannot_be_written_is_not_used(folder, monkeypatch):
     run = resumed(folder)
     run.start(5)
-
-    def full(*_):
-        raise OSError("No space left on device")
-
+    full = mock.Mock(side_effect=OSError("No space left on device"))
     monkeypatch.setattr(ledger_file, "write_head", full)
     with pytest.raises(OSError, match="No space"):
         step(run)
@@ -237,14 +235,8 @@ def test_a_first_line_that_is_torn_is_no_run(folder, tmp_path):
     assert steps_of(other) == 2
 
 
-def test_a_kill_before_the_first_head_leaves_a_run_of_one_release(tmp_path, monkeypatch):
-    run = RunLedger(tmp_path, PLAN)
-    run.start(5)
-    with monkeypatch.context() as patch:
-        patch.setattr(ledger_file, "write_head", killed)
-        with pytest.raises(KeyboardInterrupt):
-            step(run)
-    run.stop()
+def test_a_kill_before_the_first_head_leaves_a_run_of_one_release(tmp_path):
+    killed_before_the_head(RunLedger(tmp_path, PLAN))
     assert steps_of(tmp_path) == 1
     with pytest.raises(LedgerError, match="of another run"):
         begun(tmp_path)

@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 from transformers import DataCollatorWithPadding, default_data_collator
 
+from hf_dp.batches.padding import Padding
 from hf_dp.errors import DataError, SelfCheckError, UnsupportedLossError, UnsupportedModelError
 from hf_dp.run.synthetic import made_up_rows
 from hf_dp.trainer.trainer import DPTrainer
@@ -47,8 +48,8 @@ def test_a_row_that_cannot_be_made_up_is_said(tmp_path, warnings_of):
             self.row = row
 
     collator = DataCollatorWithPadding(tiny.tokenizer())
-    given = {"train_dataset": [Tokens(dict(row)) for row in tiny.dataset()], "eval_dataset": None,
-             "data_collator": lambda rows: collator([row.row for row in rows])}  # fmt: skip
+    given = {"train_dataset": [Tokens(dict(row)) for row in tiny.dataset()], "eval_dataset": None}
+    given["data_collator"] = lambda rows: collator([row.row for row in rows])
     trainer = tiny.trainer(tmp_path, given=given, max_steps=1)
     trainer.train()
     assert trainer.ledger.steps() == 1
@@ -58,8 +59,6 @@ def test_a_row_that_cannot_be_made_up_is_said(tmp_path, warnings_of):
 
 
 def test_a_padding_that_the_loss_sees_is_found(tmp_path, monkeypatch):
-    from hf_dp.batches.padding import Padding
-
     monkeypatch.setattr(Padding, "fill", lambda self, name, leaf: 1)
     with pytest.raises(SelfCheckError, match="beside a longer one|clipped sum"):
         tiny.trainer(tmp_path).train()
@@ -160,10 +159,8 @@ def test_nothing_of_a_real_row_is_in_a_made_up_one():
         "tensor": torch.full((3,), float(secret)), "nested": {"pair": (secret, [secret])}, "none": None,
         "image": PIL.Image.new("L", (3, 2), 77), "labels": 1,
     }  # fmt: skip
-    examples = [
-        {"input_ids": torch.ones(1, n, dtype=torch.long), "labels": torch.tensor([0])}
-        for n in (3, 6)
-    ]
+    ids = [torch.ones(1, length, dtype=torch.long) for length in (3, 6)]
+    examples = [{"input_ids": each, "labels": torch.tensor([0])} for each in ids]
     made = made_up_rows([row, row], examples)
     assert "777" not in repr(made) and [len(each["attention_mask"]) for each in made] == [3, 6]
     types = {name: type(value) for name, value in row.items() if name != "image"}

@@ -5,12 +5,13 @@ import sys
 from typing import Any
 
 import pytest
+import tiny
 import torch
 import yaml
 from chat import model, tokenizer, words
 from datasets import Dataset
 from transformers import HfArgumentParser
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, SFTConfig, SFTTrainer
 from warm import run_program
 
 from hf_dp import DPSeq2SeqTrainer, DPSeq2SeqTrainingArguments
@@ -19,7 +20,7 @@ from hf_dp.losses import per_example_loss
 from hf_dp.statement.evidence import read
 from hf_dp.tasks.generation.encoding import ChatEncoding
 from hf_dp.trainer import trl_preparation
-from hf_dp.trainer.dpo import DPDPOConfig
+from hf_dp.trainer.dpo import DPO_REFUSED, DPO_WORKS, DPDPOConfig
 from hf_dp.trainer.inherited import unknown_fields
 from hf_dp.trainer.sft import SFT_REFUSED, SFT_WORKS, DPSFTConfig, DPSFTTrainer
 
@@ -55,14 +56,9 @@ def talks(count: int = ROWS, start: int = 0) -> Dataset:
 FORMATS = {"prompts": prompts, "texts": texts, "talks": talks}
 
 
-def arguments(folder: Any, **options: Any) -> DPSFTConfig:
-    values = {
-        "noise_multiplier": 1.0, "expected_batch_size": 6, "per_device_train_batch_size": 8,
-        "max_steps": 2, "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, **options,
-    }  # fmt: skip
-    if values.get("privacy_mode") == "non_private":
-        del values["noise_multiplier"], values["expected_batch_size"]
-    return DPSFTConfig(str(folder), **values)
+def arguments(folder: Any, **options: Any) -> Any:
+    sizes = {"expected_batch_size": 6, "per_device_train_batch_size": 8, "max_steps": 2}
+    return tiny.arguments(folder, DPSFTConfig, **{**sizes, **options})
 
 
 def trainer(folder: Any, made: Any = prompts, given: dict[str, Any] | None = None, **options: Any):
@@ -85,12 +81,9 @@ def as_trl_does(folder: Any, rows: Dataset, **options: Any) -> Dataset:
 def test_rows_are_those_of_trl(form, max_length, tmp_path):
     rows = FORMATS[form]()
     expected = as_trl_does(tmp_path / "trl", rows, max_length=max_length)
-    tested = trainer(
-        tmp_path, given={"train_dataset": rows}, max_length=max_length, privacy_mode="non_private"
-    )
-    assert (
-        tested.train_dataset.select_columns(["input_ids", "labels"]).to_list() == expected.to_list()
-    )
+    options = {"max_length": max_length, "privacy_mode": "non_private"}
+    found = trainer(tmp_path, given={"train_dataset": rows}, **options).train_dataset
+    assert found.select_columns(["input_ids", "labels"]).to_list() == expected.to_list()
     assert max(map(len, expected["input_ids"])) <= (max_length or 200)
 
 
@@ -210,19 +203,12 @@ def test_without_privacy_it_trains_as_trl_does(tmp_path):
 @pytest.mark.usefixtures("unchecked")
 def test_what_it_prepares_serves_generation_during_evaluation(tmp_path):
     made = trainer(tmp_path / "prepared", given={"eval_dataset": prompts(5, 100)})
-    args = DPSeq2SeqTrainingArguments(
-        str(tmp_path / "run"), noise_multiplier=1.0, expected_batch_size=6, max_steps=1,
-        use_cpu=True, disable_tqdm=True, predict_with_generate=True, generation_max_length=4,
-    )  # fmt: skip
-    tested = DPSeq2SeqTrainer(
-        model(),
-        args,
-        data_collator=made.data_collator,
-        train_dataset=made.train_dataset,
-        eval_dataset=made.eval_dataset,
-        processing_class=made.processing_class,
-        compute_metrics=lambda prediction: {"tokens": prediction.predictions.shape[1]},
-    )
+    generating = {"predict_with_generate": True, "generation_max_length": 4}
+    args = tiny.arguments(tmp_path / "run", DPSeq2SeqTrainingArguments, max_steps=1, **generating)
+    names = ("data_collator", "train_dataset", "eval_dataset", "processing_class")
+    given = {name: getattr(made, name) for name in names}
+    given["compute_metrics"] = lambda prediction: {"tokens": prediction.predictions.shape[1]}
+    tested = DPSeq2SeqTrainer(model(), args, **given)
     tested.train()
     assert tested.evaluate()["eval_tokens"] == 4
     labels = tested.predict(made.eval_dataset).label_ids
@@ -252,9 +238,19 @@ def test_what_needs_several_rows_is_refused(option, value, message, mode, tmp_pa
         arguments(tmp_path, privacy_mode=mode, **{option: value})
 
 
-def test_every_argument_of_trl_has_a_row_and_its_own_class_is_refused(tmp_path):
-    new = {field.name for field in unknown_fields(SFTConfig)}
-    assert new == SFT_WORKS | SFT_REFUSED.keys() and not SFT_WORKS & SFT_REFUSED.keys()
+@pytest.mark.parametrize(
+    ("config", "works", "refused", "more"),
+    [
+        (SFTConfig, SFT_WORKS, SFT_REFUSED, set()),
+        (DPOConfig, DPO_WORKS, DPO_REFUSED, {"privacy_mode"}),
+    ],
+)
+def test_every_argument_of_trl_has_a_row(config, works, refused, more):
+    new = {field.name for field in unknown_fields(config)}
+    assert new | more == works | refused.keys() and not works & refused.keys()
+
+
+def test_the_arguments_of_trl_itself_are_refused(tmp_path):
     args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False)
     with pytest.raises(InvalidArgumentError, match="to be DPSFTConfig.*Replace SFTConfig"):
         DPSFTTrainer(model(), args, train_dataset=texts())
@@ -307,7 +303,7 @@ def test_rows_that_do_not_fit_are_refused(case, tmp_path):
 
 
 def test_rows_of_other_kinds_than_the_first_are_refused():
-    said = [{"role": "user", "content": "film"}]
+    said = ONLY_USER
     talk, text = {"prompt": said, "completion": None}, {"prompt": None, "completion": "film"}
     with pytest.raises(DataError, match="Row 1 of the train_dataset has a text as"):
         trl_preparation.check_rows(Dataset.from_list([talk, text]))
@@ -317,19 +313,17 @@ def test_rows_of_other_kinds_than_the_first_are_refused():
     trl_preparation.check_rows(Dataset.from_list([other, other]))
 
 
-UNUSABLE = {  # rows, what replaces a column's value in one of them, options
-    "no text": (texts, {"text": None}, {}),
-    "no completion": (prompts, {"completion": None}, {}),
-    "no prompt": (prompts, {"prompt": None}, {}),
-    "no content": (talks, {"messages": [{"role": "user", "content": None}]}, {}),
-    "no assistant": (talks, {"messages": ONLY_USER}, {"assistant_only_loss": True}),
-}
+UNUSABLE = [  # rows, the place of one, what it has instead, options
+    (texts, 0, {"text": None}, {}),
+    (prompts, ROWS - 1, {"completion": None}, {}),
+    (prompts, 0, {"prompt": None}, {}),
+    (talks, ROWS - 1, {"messages": [{"role": "user", "content": None}]}, {}),
+    (talks, 0, {"messages": ONLY_USER}, {"assistant_only_loss": True}),
+]
 
 
-@pytest.mark.parametrize("name", UNUSABLE)
-def test_the_row_that_trl_cannot_prepare_is_named(name, tmp_path):
-    made, wrong, options = UNUSABLE[name]
-    place = (0, ROWS - 1)[list(UNUSABLE).index(name) % 2]
+@pytest.mark.parametrize(("made", "place", "wrong", "options"), UNUSABLE)
+def test_the_row_that_trl_cannot_prepare_is_named(made, place, wrong, options, tmp_path):
     rows = made().to_list()
     rows[place] |= wrong
     with pytest.raises(DataError, match=rf"row {place} of the train set.*|Row {place} .* None as"):
@@ -345,23 +339,22 @@ def test_a_row_to_evaluate_on_is_named_too(tmp_path, monkeypatch):
         trainer(tmp_path, texts, given={"eval_dataset": rows})
 
 
-def test_evaluation_on_training_rows_is_refused(tmp_path):
-    rows = prompts()
-    for part in (rows, rows.select(range(2, 4))):
-        with pytest.raises(UnsupportedArgumentError, match="held-out set"):
-            trainer(tmp_path, given={"train_dataset": rows, "eval_dataset": part})
+def test_training_rows_are_known_by_their_texts(tmp_path):
+    """Before TRL tokenizes them, and in any set and form that is evaluated."""
+    rows, more = prompts(), prompts(60)
+    part, mixed = rows.select(range(2, 4)), more.select([*range(6), *range(ROWS, 60)])
+    for same, message in (
+        (rows, "held-out set"),
+        (part, "held-out set"),
+        (mixed, "holds rows equal to training rows"),
+    ):
+        with pytest.raises(UnsupportedArgumentError, match=message):
+            trainer(tmp_path, given={"train_dataset": rows, "eval_dataset": same})
     tested = trainer(tmp_path, given={"train_dataset": rows})
     for call in (tested.evaluate, tested.predict):
         for same in (rows, part, Dataset.from_list(part.to_list())):
             with pytest.raises(UnsupportedArgumentError, match="held-out set"):
                 call(same)
-
-
-def test_training_rows_are_known_by_their_texts_before_trl_tokenizes_them(tmp_path):
-    rows = prompts(60)
-    training, mixed = rows.select(range(ROWS)), rows.select([*range(6), *range(ROWS, 60)])
-    with pytest.raises(UnsupportedArgumentError, match="holds rows equal to training rows"):
-        trainer(tmp_path, given={"train_dataset": training, "eval_dataset": mixed})
 
 
 def plainly(folder: Any, template: str = PLAIN, **options: Any) -> DPSFTTrainer:
@@ -373,10 +366,8 @@ def plainly(folder: Any, template: str = PLAIN, **options: Any) -> DPSFTTrainer:
 def test_a_template_without_markers_is_taken_as_from_yaml(tmp_path):
     """Labels stand on what the assistant says, with the end of its turn, and nowhere else."""
     made, spelled = plainly(tmp_path), tokenizer(PLAIN)
-    for dataset, rows in (
-        (made.train_dataset, talks()),
-        (made._prepared(talks(4, 90)), talks(4, 90)),
-    ):
+    held_out = talks(4, 90)
+    for dataset, rows in ((made.train_dataset, talks()), (made._prepared(held_out), held_out)):
         for encoded, row in zip(dataset, rows, strict=True):
             assert "system\nShort." in spelled.decode(encoded["input_ids"])
             labeled = [label for label in encoded["labels"] if label != -100]
@@ -413,11 +404,8 @@ def test_without_trl_the_message_names_the_extra(module, monkeypatch):
 
 
 def test_the_public_names_need_no_trl(tmp_path):
-    code = (
-        "import hf_dp, sys; [getattr(hf_dp, name) for name in hf_dp.__all__]; "
-        "print('trl' in sys.modules)"
-    )
-    done = run_program(code, tmp_path)
+    named = "import hf_dp, sys; [getattr(hf_dp, name) for name in hf_dp.__all__]"
+    done = run_program(f"{named}; print('trl' in sys.modules)", tmp_path)
     assert done.stdout.strip() == "False", done.stderr
 
 

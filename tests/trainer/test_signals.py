@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -11,11 +9,15 @@ import pytest
 import tiny
 from processes import outcomes
 from transformers import TrainerCallback
+from warm import run_program
 
 from hf_dp.features.signals import TrainingStopped
 from hf_dp.run.witnesses import checkpoints, read_run
 
 pytestmark = pytest.mark.usefixtures("unchecked")
+
+
+TESTS = [str(Path(__file__).parent), str(Path(tiny.__file__).parent)]
 
 
 class SignalAt(TrainerCallback):
@@ -137,20 +139,15 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path):
 
 @pytest.mark.slow
 def test_the_command_line_ends_with_128_and_the_signal(tmp_path):
-    code = (
-        "import os, signal, sys; sys.path.insert(0, sys.argv[1])\n"
-        "import tiny, pathlib, test_signals\n"
-        "from hf_dp.cli import main, train\n"
-        "trainer = test_signals.stopped_by(pathlib.Path(sys.argv[2]), test_signals.SignalAt(1))\n"
-        "train.main = lambda words: trainer.train() and 0\n"
-        "sys.exit(main.main(['train']))\n"
-    )
-    tests = str(Path(tiny.__file__).parent)
-    done = subprocess.run(
-        [sys.executable, "-c", code, tests, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
-    )
+    code = """
+import pathlib, sys
+sys.path[:0] = sys.argv[2:]
+import test_signals
+from hf_dp.cli import main, train
+trainer = test_signals.stopped_by(pathlib.Path(sys.argv[1]), test_signals.SignalAt(1))
+train.main = lambda words: trainer.train() and 0
+sys.exit(main.main(["train"]))
+"""
+    done = run_program(code, tmp_path, [str(tmp_path / "run"), *TESTS])
     assert done.returncode == 143, done.stderr[-2000:]
     assert "resume_from_checkpoint" in done.stderr

@@ -95,9 +95,8 @@ class Hooked(TrainerCallback):
         state.log_history.append({"kept_too": SECRET})
 
 
-def test_hooks_and_what_a_step_kept_log_nothing(tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr(logs_module.logger, "warning", lambda text, *args: said.append(text % args))
+def test_hooks_and_what_a_step_kept_log_nothing(tmp_path, warnings_of):
+    said = warnings_of("trainer.logs")
     hooked = Hooked()
     found = leaked(tmp_path, (SECRET,), DPTrainer, [hooked])
     assert found == []

@@ -75,10 +75,8 @@ def cancelling(count: int) -> list[tuple[Tensor, Tensor]]:
     direction = torch.ones(WIDTH) * (0.3 * C / WIDTH / 64) ** 0.5
     rows = []
     for i in range(count):
-        scale = 1.0 + 0.01 * (i % 11)
-        rows.append(
-            (torch.cat([x * scale, direction[None] * 8]), torch.cat([g, direction[None] * 8]))
-        )
+        scaled = x * (1.0 + 0.01 * (i % 11))
+        rows.append((torch.cat([scaled, direction[None] * 8]), torch.cat([g, direction[None] * 8])))
     return rows
 
 
@@ -120,11 +118,8 @@ def noised(folder, monkeypatch, kind: str, count: int, without: int | None, **op
 def moved(folder, patch, kind: str, count: int, places: list[int], **options) -> list[float]:
     """How far leaving out each of some rows moves the sum, in units of C."""
     everyone = noised(folder / "all", patch, kind, count, None, **options)
-    return [
-        float((everyone - noised(folder / f"{place}", patch, kind, count, place, **options)).norm())
-        / C
-        for place in places
-    ]
+    without = [noised(folder / f"{i}", patch, kind, count, i, **options) for i in places]
+    return [float((everyone - each).norm()) / C for each in without]
 
 
 COVERED = 1 + rounding_margin(12_288, 12_288)
@@ -146,10 +141,8 @@ def test_leaving_out_a_row_moves_the_sum_by_what_the_noise_covers(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_so_it_does_with_more_rows(kind, tmp_path, monkeypatch):
-    options = {"per_device_train_batch_size": 4}
-    assert (
-        max(moved(tmp_path, monkeypatch, kind, 12_288, [0, MIDDLE[12_288]], **options)) <= COVERED
-    )
+    options, places = {"per_device_train_batch_size": 4}, [0, MIDDLE[12_288]]
+    assert max(moved(tmp_path, monkeypatch, kind, 12_288, places, **options)) <= COVERED
 
 
 @pytest.mark.slow

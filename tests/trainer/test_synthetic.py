@@ -40,14 +40,12 @@ def test_the_whole_zoo_passes_the_self_check_and_trains_its_own_loss(name):
 
 
 def test_a_config_that_knows_no_end_token():
-    config = hf.FunnelConfig(
-        vocab_size=61, d_model=16, d_head=8, d_inner=24, n_head=2, block_sizes=[1, 1]
-    )
+    sizes = {"d_model": 16, "d_head": 8, "d_inner": 24, "n_head": 2, "block_sizes": [1, 1]}
+    config = hf.FunnelConfig(vocab_size=61, **sizes)
     assert not hasattr(config, "eos_token_id")
     padded, alone = synthetic_batches(hf.FunnelForSequenceClassification(config))
-    assert padded["input_ids"].shape == (3, 12) and [
-        row["input_ids"].shape[1] for row in alone
-    ] == [7, 12, 4]
+    assert padded["input_ids"].shape == (3, 12)
+    assert [row["input_ids"].shape[1] for row in alone] == [7, 12, 4]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -70,9 +68,8 @@ def test_token_classification():
     assert task_of(model) == "token_classification"
     model.eval()
     for example in alone:
-        torch.testing.assert_close(
-            per_example_loss(model, example)[0], model(**example).loss, rtol=1e-9, atol=0
-        )
+        (found,) = per_example_loss(model, example)
+        torch.testing.assert_close(found, model(**example).loss, rtol=1e-9, atol=0)
 
 
 def test_what_cannot_be_made_up_is_refused_by_name():

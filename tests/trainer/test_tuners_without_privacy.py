@@ -1,5 +1,6 @@
 """DP-FROST, PARAM, PVAL and RGP in ``non_private`` mode: the same choices, by exact numbers."""
 
+import copy
 import json
 
 import pytest
@@ -34,22 +35,15 @@ def gradients() -> list[dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("iterations", [1, 3])
 def test_frost_chooses_by_the_magnitudes_of_definition_6(tmp_path, iterations):
-    config = FrostConfig(
-        unfreeze_ratio=0.3, selection_sample_rate=1.0, selection_iterations=iterations
-    )
-    trainer = plain(tmp_path, config)
+    share = {"unfreeze_ratio": 0.3, "selection_sample_rate": 1.0}
+    trainer = plain(tmp_path, FrostConfig(**share, selection_iterations=iterations))
     trainer.train()
     (made,) = trainer.tuner.config.made
     rows = gradients()
-    parts = {
-        part.name: part.parameters
-        for part in FrostConfig(task_type="SEQ_CLS").candidate_partitions(tiny.model())
-    }
-    exact = {
-        name: float(sum(sum(row[p].abs().sum() for p in names) for row in rows))
-        / sum(rows[0][p].numel() for p in names)
-        for name, names in parts.items()
-    }
+    exact = {}
+    for part in FrostConfig(task_type="SEQ_CLS").candidate_partitions(tiny.model()):
+        total = float(sum(row[p].abs().sum() for row in rows for p in part.parameters))
+        exact[part.name] = total / sum(rows[0][p].numel() for p in part.parameters)
     assert made["magnitudes_without_noise"][0] == pytest.approx(exact, rel=1e-4)
     largest = max(exact, key=exact.__getitem__)
     assert made["partitions"][0] == largest
@@ -64,18 +58,17 @@ def test_frost_chooses_by_the_magnitudes_of_definition_6(tmp_path, iterations):
 
 def test_a_resumed_run_takes_over_what_was_chosen(tmp_path, monkeypatch):
     options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
-    frost = {"unfreeze_ratio": 0.3, "selection_sample_rate": 0.5}
-    first = plain(tmp_path / "frost", FrostConfig(**frost), **options)
+    frost = FrostConfig(unfreeze_ratio=0.3, selection_sample_rate=0.5)
+    param = ParamConfig(selection_sample_rate=0.5)
+    first = plain(tmp_path / "frost", copy.deepcopy(frost), **options)
     first.train()
-    masked = plain(tmp_path / "param", ParamConfig(selection_sample_rate=0.5), **options)
+    masked = plain(tmp_path / "param", copy.deepcopy(param), **options)
     masked.train()
     for place in ("frost.tuner.select_partitions", "single_entries.select_entries"):
         monkeypatch.setattr(f"hf_dp.tuners.{place}", lambda *a: pytest.fail("chosen again"))
-    again = tiny.resumed(plain(tmp_path / "frost", FrostConfig(**frost), **options))
+    again = tiny.resumed(plain(tmp_path / "frost", frost, **options))
     assert again.tuner.config.made == first.tuner.config.made
-    again = tiny.resumed(
-        plain(tmp_path / "param", ParamConfig(selection_sample_rate=0.5), **options), 1
-    )
+    again = tiny.resumed(plain(tmp_path / "param", param, **options), 1)
     assert all(torch.equal(mask, again.tuner.masks[n]) for n, mask in masked.tuner.masks.items())
 
 

@@ -80,23 +80,22 @@ def test_one_user_moves_a_step_by_at_most_c(rows, least, options, tmp_path):
 
 
 HONEST = UnitBatches.__call__, UnitBatches._parts
-PLANTED = {
-    "rows drawn instead of users": (
-        "__call__",
-        lambda self, drawn: HONEST[0](
-            self, [Drawn([row], one.key) for one in drawn for row in one.unit]
-        ),
-    ),
-    "a user clipped in each physical batch": (
-        "_parts",
-        lambda self, unit: (part._replace(continues=False) for part in HONEST[1](self, unit)),
-    ),
-}
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_planted_users_that_are_not_clipped_as_one_are_seen(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(UnitBatches, *PLANTED[name])
+def rows_instead_of_users(self, drawn):
+    return HONEST[0](self, [Drawn([row], one.key) for one in drawn for row in one.unit])
+
+
+def clipped_in_each_physical_batch(self, unit):
+    return (part._replace(continues=False) for part in HONEST[1](self, unit))
+
+
+@pytest.mark.parametrize(
+    ("place", "planted"),
+    [("__call__", rows_instead_of_users), ("_parts", clipped_in_each_physical_batch)],
+)
+def test_planted_users_that_are_not_clipped_as_one_are_seen(place, planted, tmp_path, monkeypatch):
+    monkeypatch.setattr(UnitBatches, place, planted)
     assert moved(tmp_path, 50) > 5
 
 
@@ -164,16 +163,10 @@ def done(tmp_path_factory):
         made.train()
     made.save_model()
     return SimpleNamespace(
-        plan=made.privacy_plan,
-        ledger=made.ledger,
-        statement=made.privacy_statement(),
-        epsilon=made.epsilon().value,
-        columns=made.train_dataset.column_names,
-        drawn_from=len(made.get_train_dataloader().dataset),
-        folder=folder,
-        logs=str(recorder.logs),
-        stds=set(stds),
-    )
+        plan=made.privacy_plan, ledger=made.ledger, statement=made.privacy_statement(),
+        epsilon=made.epsilon().value, columns=made.train_dataset.column_names, folder=folder,
+        drawn_from=len(made.get_train_dataloader().dataset), logs=str(recorder.logs), stds=set(stds),
+    )  # fmt: skip
 
 
 def test_all_that_counts_examples_counts_users_and_the_column_reaches_nothing(done):
@@ -191,9 +184,8 @@ def test_all_that_counts_examples_counts_users_and_the_column_reaches_nothing(do
 
 def test_statement_and_card_speak_of_users(done):
     assert done.statement.unit_code == USER
-    assert "zero-out of one patient (all rows with one value in the column 'who')" in str(
-        done.statement
-    )
+    unit = "zero-out of one patient (all rows with one value in the column 'who')"
+    assert unit in str(done.statement)
     card = (done.folder / "README.md").read_text()
     assert "unit: user" in card and "name: patient" in card and "column: who" in card
     assert "each single patient in the training set" in card.lower()
@@ -279,10 +271,8 @@ def test_earlier_runs_by_another_column_are_refused_and_a_look_at_its_name_alone
     with pytest.raises(InvalidArgumentError, match="privacy_unit='example', not 'user'"):
         tiny.trainer(tmp_path, **earlier)  # rows and users do not add up
     monkeypatch.setattr("hf_dp.run.earlier.is_grouping_of", lambda *a: True)
-    options = {"earlier_runs": [str(done.folder)]}
-    assert trainer(
-        tmp_path, given={"train_dataset": regrouped()}, **options
-    ).run.book.earlier_entries
+    regrouping = trainer(tmp_path, given={"train_dataset": regrouped()}, **earlier)
+    assert regrouping.run.book.earlier_entries
 
 
 def regrouped():
@@ -300,9 +290,8 @@ def test_a_run_with_rows_grouped_in_another_way_is_not_counted(done, tmp_path, s
     before, folder = {*done.folder.rglob("*")}, tmp_path / "second"
     options = {"unit_sampling": sampling, "max_rows_per_unit": 2, "max_steps": 1}
     options |= {"earlier_runs": [str(done.folder)]}
-    with pytest.raises(
-        InvalidArgumentError, match="grouped the rows as it does now.*without earlier_runs"
-    ):
+    message = "grouped the rows as it does now.*without earlier_runs"
+    with pytest.raises(InvalidArgumentError, match=message):
         trainer(folder, [i % 12 for i in range(40)], **options)
     assert {*done.folder.rglob("*")} == before and not folder.exists()
     renamed = [f"renamed {name}" for name in owners()]
@@ -328,16 +317,14 @@ def test_an_earlier_run_of_unknown_users_is_not_counted(done, tmp_path, damage, 
     (folder / file).unlink()
     if damage is not None:
         (folder / file).write_text(damage)
-    with pytest.raises(
-        InvalidArgumentError, match="_users.json and _users_secret.json say .*with these files"
-    ):
+    message = "_users.json and _users_secret.json say .*with these files"
+    with pytest.raises(InvalidArgumentError, match=message):
         trainer(tmp_path / "second", earlier_runs=[str(folder)])
 
 
 def test_a_statement_and_a_plan_of_both_are_refused(done):
-    rows = replace(
-        done.statement.facts, earlier=(EarlierRun(run_id="a", unit="example", relation="zero_out"),)
-    )
+    other = EarlierRun(run_id="a", unit="example", relation="zero_out")
+    rows = replace(done.statement.facts, earlier=(other,))
     with pytest.raises(LedgerError, match="protect what this run does"):
         PrivacyStatement.from_ledger(done.plan, done.ledger, rows)
     for options in ({"privacy_unit": "user"}, {"users": Users("who")}):

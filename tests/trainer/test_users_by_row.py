@@ -40,14 +40,9 @@ def done(tmp_path_factory):
     made.train()
     made.save_model()
     return SimpleNamespace(
-        folder=folder,
-        plan=made.privacy_plan,
-        ledger=made.ledger,
-        statement=made.privacy_statement(),
-        drawn_from=drawn_from,
-        units=made.run.units,
-        epochs=made.state.epoch,
-    )
+        folder=folder, plan=made.privacy_plan, ledger=made.ledger, units=made.run.units,
+        statement=made.privacy_statement(), drawn_from=drawn_from, epochs=made.state.epoch,
+    )  # fmt: skip
 
 
 def test_the_accountant_is_told_how_many_rows_one_user_has(done):
@@ -140,10 +135,8 @@ def test_the_plan_command_compares_both_ways(tmp_path, capsys):
 
     said = planned("--expected_batch_size", "30")
     assert "a step of about 60 rows" in said and "do not publish" in said
-    noise = {
-        way: float(said.split(f"unit_sampling={way}")[1].split(": ")[1].split()[0])
-        for way in ("users", "examples")
-    }
+    found = {way: said.split(f"unit_sampling={way}")[1] for way in ("users", "examples")}
+    noise = {way: float(text.split(": ")[1].split()[0]) for way, text in found.items()}
     assert "unit_sampling=users (as configured)" in said and min(noise.values()) > 0
     by_row = ("--expected_batch_size", "60", "--unit_sampling", "examples")
     said = planned(*by_row)
