@@ -242,15 +242,11 @@ class _Handler(BaseHTTPRequestHandler):
         lfs = self.loopback.by_lfs
         paths = [each["path"] for each in json.loads(body)["files"]]
         modes = ["lfs" if lfs and path.endswith(".safetensors") else "regular" for path in paths]
-        self.send(
-            200,
-            {
-                "files": [
-                    {"path": path, "uploadMode": mode, "shouldIgnore": False}
-                    for path, mode in zip(paths, modes, strict=True)
-                ]
-            },
-        )
+        files = [
+            {"path": path, "uploadMode": mode, "shouldIgnore": False}
+            for path, mode in zip(paths, modes, strict=True)
+        ]
+        self.send(200, {"files": files})
 
     def commit(self, body: bytes, name: str, revision: str) -> None:
         if not self.may_write(name) or (found := self.find(name, revision)) is None:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from all_recipes import RECIPES
 from pages import PAGES, ROOT, command_of, commands
 
 from hf_dp._validate import one_of
@@ -24,11 +25,6 @@ from hf_dp.cli.main import main
 from hf_dp.cli.tasks import SIGNALS
 from hf_dp.tuners.frost.tuner import Chosen, Part
 
-RECIPES = {
-    str(path.relative_to(ROOT)): path
-    for path in sorted((ROOT / "recipes").rglob("*.yaml"))
-    if "accelerate" not in path.parts
-}
 SOURCES: dict[str, list[list[str]]] = {
     **{page: commands(page) for page in PAGES if commands(page)},
     **{name: [command_of(path)] for name, path in RECIPES.items() if command_of(path)},
@@ -284,10 +280,10 @@ def test_every_figure_of_the_papers_is_drawn_by_a_command():
     assert {words[words.index("-o") + 1] for words in every} >= set(FIGURES)
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name in SOURCES])
-def test_the_command_of_a_recipe_is_of_this_recipe(name):
-    words = SOURCES[name][0]
-    assert words[words.index("--config") + 1] == name
+def test_the_command_of_a_recipe_is_of_this_recipe():
+    named = {name: SOURCES[name][0] for name in RECIPES if name in SOURCES}
+    found = {name: words[words.index("--config") + 1] for name, words in named.items()}
+    assert found and all(name == other for name, other in found.items())
 
 
 @pytest.mark.parametrize(

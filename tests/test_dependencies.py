@@ -1,11 +1,11 @@
-"""Every package that hf_dp imports is declared in pyproject.toml, with a bound that holds here."""
+"""Every package that hf_dp imports is declared in pyproject.toml, with a bound that holds here, and
+what is installed fits together."""
 
 import ast
 import re
 import sys
 import tomllib
-from functools import cache
-from importlib.metadata import packages_distributions
+from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -21,6 +21,8 @@ EXTRAS = {
     "pycocoevalcap": "generation", "bert_score": "generation", "trl": "trl",
     "PIL": "images",
 }  # fmt: skip
+# Modules that are not called as their package.
+PACKAGES = {"PIL": "pillow", "yaml": "pyyaml"}
 
 
 def imported() -> dict[str, set[str]]:
@@ -45,13 +47,9 @@ def declared(requirements: list[str]) -> dict[str, Requirement]:
     return {canonicalize_name(requirement.name): requirement for requirement in parsed}
 
 
-installed = cache(packages_distributions)  # reads every installed file list: seconds
-
-
-def distributions(module: str) -> set[str]:
-    """Return the canonical names of the distributions that may provide a module."""
-    names = installed().get(module) or [module]
-    return {canonicalize_name(name) for name in names}
+def package(module: str) -> str:
+    """Return the canonical name of the package that has this module."""
+    return canonicalize_name(PACKAGES.get(module, module))
 
 
 def test_every_import_is_declared():
@@ -60,20 +58,20 @@ def test_every_import_is_declared():
     for module, files in imported().items():
         if module == "hf_dp" or module in EXTRAS:
             continue
-        if not distributions(module) & required.keys():
+        if package(module) not in required:
             problems.append(f"{module}, imported by {sorted(files)}")
     assert problems == []
 
 
 def test_optional_imports_belong_to_an_extra():
     for module, extra in EXTRAS.items():
-        assert distributions(module) & declared(PROJECT["optional-dependencies"][extra]).keys()
+        assert package(module) in declared(PROJECT["optional-dependencies"][extra])
 
 
 def test_every_dependency_is_imported():
     """Except those that a feature needs though no module of ours imports them."""
     without_import = {"accelerate"}  # transformers' Trainer imports it
-    used = {name for module in imported() for name in distributions(module)}
+    used = set(map(package, imported()))
     assert set(declared(PROJECT["dependencies"])) - used <= without_import
 
 
@@ -87,3 +85,17 @@ def test_bounds_hold_for_the_pinned_versions():
         if name in pins:
             assert requirement.specifier.contains(pins[name]), f"{requirement} and {pins[name]}"
     assert set(declared(PROJECT["dependencies"])) <= pins.keys()
+
+
+def test_what_is_installed_fits_together():
+    """As ``pip check`` finds, in a part of its time."""
+    installed = list(metadata.distributions())
+    versions = {canonicalize_name(each.name): each.version for each in installed}
+    problems = []
+    for each in installed:
+        for needed in map(Requirement, each.requires or ()):
+            if needed.marker is None or needed.marker.evaluate({"extra": ""}):
+                version = versions.get(canonicalize_name(needed.name))
+                if version is None or not needed.specifier.contains(version, prereleases=True):
+                    problems.append(f"{each.name} needs {needed}, and has {version}")
+    assert problems == []

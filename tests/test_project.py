@@ -3,45 +3,14 @@
 import ast
 import importlib
 import inspect
-import os
 import re
 import subprocess
-import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 from pages import PAGES, README, ROOT, blocks, calls_in_prose, commands, languages
 from tiny_text import gpt2, saved
-from warm import run_program
-
-OFFLINE = {
-    **os.environ,
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-
-
-def test_pip_check_is_clean():
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "check"], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stdout
-
-
-def test_constraints_satisfy_the_declared_ranges():
-    from packaging.requirements import Requirement
-
-    pins = dict(
-        line.strip().split("==")
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
-        if "==" in line
-    )
-    pins = {name.lower().replace("_", "-"): version for name, version in pins.items()}
-    for text in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]:
-        requirement = Requirement(text)
-        assert requirement.specifier.contains(pins[requirement.name.lower()]), text
+from warm import OFFLINE, run_program
 
 
 def test_public_names_resolve_and_a_wrong_one_lists_them():

@@ -76,6 +76,13 @@ def model(dropout: float = 0.0, seed: int = 0, **options: Any) -> BertForSequenc
     return BertForSequenceClassification(BertConfig(**{**values, **options}))
 
 
+def save(folder: Path, made: Any = None) -> Path:
+    """Save a model (default: the classifier) and its tokenizer; return the folder."""
+    (model() if made is None else made).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
 def arguments(
     folder: Path, kind: type[DPTrainingArguments] = DPTrainingArguments, **options: Any
 ) -> DPTrainingArguments:

@@ -13,6 +13,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+# As in a shell without the Hub, one thread a process.
+OFFLINE = {
+    **os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+}  # fmt: skip
 IMPORTED = ["peft", "datasets", "transformers.modeling_utils", "transformers.trainer"]
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(IMPORTED)

@@ -146,8 +146,7 @@ def parse(
 
     hints: dict[str, object] = {}
     for cls in kinds:
-        names = {field.name for field in dataclasses.fields(cls) if field.init}
-        hints |= {name: hint for name, hint in typing.get_type_hints(cls).items() if name in names}
+        hints |= _hints(cls)
     check_names(values, {*hints, *BLOCKS}, "configuration key")
     _check_words(words, set(hints))
     parser = HfArgumentParser(map(DataClassType, kinds), prog=prog, allow_abbrev=False)
@@ -165,6 +164,13 @@ def parse(
         raise
     except ValueError as problem:
         raise ConfigError(f"{str(problem).splitlines()[0]} See --help for all names.") from problem
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, object]:
+    """Return the types of a dataclass's arguments; a sweep asks again for each of its runs."""
+    types = typing.get_type_hints(cls)
+    return {field.name: types[field.name] for field in dataclasses.fields(cls) if field.init}
 
 
 def _refuse(message: str) -> NoReturn:

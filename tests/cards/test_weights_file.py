@@ -117,19 +117,10 @@ def test_a_header_that_cannot_be_read_is_refused_and_left(content, tmp_path) -> 
 
 
 def test_which_files_are_weights(tmp_path) -> None:
-    wanted = {
-        "model.safetensors",
-        "model-00001-of-00002.safetensors",
-        "adapter_model.safetensors",
-        "mine/adapter_model.safetensors",
-    }
-    others = {
-        "_released_rows.safetensors",
-        *NOT_WEIGHTS,
-        "checkpoint-2/adapter_model.safetensors",
-        "deep/model.safetensors",
-        "x.bin",
-    }
+    adapters = {"adapter_model.safetensors", "mine/adapter_model.safetensors"}
+    wanted = {"model.safetensors", "model-00001-of-00002.safetensors", *adapters}
+    deeper = {"checkpoint-2/adapter_model.safetensors", "deep/model.safetensors"}
+    others = {"_released_rows.safetensors", "x.bin", *NOT_WEIGHTS, *deeper}
     for name in wanted | others:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()

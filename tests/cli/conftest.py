@@ -1,43 +1,52 @@
 """Recipes of tiny tasks, for tests of the command line."""
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
+import tiny_text
 from recipe import Recipe
 
 from hf_dp.cli.main import main
 
 
+@pytest.fixture(scope="session")
+def classifier(tmp_path_factory) -> Path:
+    """A folder with the tiny task's model."""
+    return tiny.save(tmp_path_factory.mktemp("bases") / "classifier")
+
+
 @pytest.fixture
-def task(tmp_path, capsys) -> Recipe:
+def task(classifier, tmp_path, capsys) -> Recipe:
     """A recipe that classifies the tiny task's sentences."""
-    tiny.model().save_pretrained(tmp_path / "model")
-    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    model = str(shutil.copytree(classifier, tmp_path / "model"))
     made = Recipe(
-        tmp_path, capsys, task="text_classification", model_name_or_path=str(tmp_path / "model"),
+        tmp_path, capsys, task="text_classification", model_name_or_path=model,
         class_names=["negative", "positive"], max_length=24, target_epsilon=8, accountant="rdp",
         expected_batch_size=8, max_steps=3, learning_rate="1e-3",
     )  # fmt: skip
-    train, dev = (
-        made.lines("train.jsonl", tiny.rows(40)),
-        made.lines("dev.jsonl", tiny.held_out_rows()),
-    )
-    made.change(train_file=train, validation_file=dev)
+    dev = made.lines("dev.jsonl", tiny.held_out_rows())
+    made.change(train_file=made.lines("train.jsonl", tiny.rows(40)), validation_file=dev)
     return made
 
 
+@pytest.fixture(scope="session")
+def writer(tmp_path_factory) -> str:
+    """A folder with a tiny GPT-2."""
+    return tiny_text.saved(tmp_path_factory.mktemp("bases") / "writer", tiny_text.gpt2())
+
+
 @pytest.fixture
-def of_tables(tmp_path, monkeypatch, capsys) -> Callable[..., Recipe]:
+def of_tables(writer, tmp_path, monkeypatch, capsys) -> Callable[..., Recipe]:
     """A function that makes a recipe of a tiny GPT-2 on so many of the built-in tables."""
 
     def make(count: int, **values: Any) -> Recipe:
-        import tiny_text
-
         place = "hf_dp.tasks.generation.arguments.demo_tables"
         monkeypatch.setattr(place, lambda *_: tiny_text.tables(count))
-        model = tiny_text.saved(tmp_path / "model", tiny_text.gpt2())
+        model = str(shutil.copytree(writer, tmp_path / "model"))
         return Recipe(
             tmp_path, capsys, task="causal_lm", model_name_or_path=model, dataset_name="demo",
             data_format="e2e", max_length=150, accountant="rdp", max_steps=2,
@@ -45,6 +54,17 @@ def of_tables(tmp_path, monkeypatch, capsys) -> Callable[..., Recipe]:
         )  # fmt: skip
 
     return make
+
+
+@pytest.fixture
+def printed(capsys) -> Callable[..., str]:
+    """Run a command that succeeds; return what it prints."""
+
+    def run(*words: str) -> str:
+        assert main(list(words)) == 0
+        return capsys.readouterr().out
+
+    return run
 
 
 @pytest.fixture

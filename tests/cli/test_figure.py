@@ -32,12 +32,15 @@ def over_epsilon(**settings):
     ]
 
 
-def drawn(monkeypatch):
-    """What matplotlib is told to draw: (x, y, label) of each curve or point."""
+@pytest.fixture
+def draw(tmp_path, monkeypatch):
+    """A function that draws rows: (x, y, label) of each curve or point that matplotlib is told to
+    draw, and the figure."""
     pytest.importorskip("matplotlib")
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-    found = []
+    found, figures = [], []
     for name in ("errorbar", "plot"):
         original = getattr(Axes, name)
 
@@ -47,16 +50,6 @@ def drawn(monkeypatch):
             return original(self, x, y, *args, **options)
 
         monkeypatch.setattr(Axes, name, noted)
-    return found
-
-
-@pytest.fixture
-def draw(tmp_path, monkeypatch):
-    """A function that draws rows: the curves of the figure, and the figure."""
-    found = drawn(monkeypatch)
-    from matplotlib.figure import Figure
-
-    figures = []
     save = Figure.savefig
     monkeypatch.setattr(
         Figure, "savefig", lambda self, *args, **kw: figures.append(self) or save(self, *args, **kw)

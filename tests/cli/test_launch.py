@@ -7,7 +7,6 @@ import fnmatch
 import importlib
 import io
 import logging
-import os
 import re
 import shlex
 import signal
@@ -26,6 +25,7 @@ from processes import results
 from recipe import Recipe
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from warm import OFFLINE
 
 from hf_dp.cli import launch, train
 from hf_dp.cli.main import main
@@ -38,18 +38,16 @@ from hf_dp.trainer.arguments import DPTrainingArguments
 
 ROOT = Path(__file__).parent.parent.parent
 FILES = {path.stem: path for path in sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))}
-# As in a shell, one thread a process.
-OFFLINE = {
-    **os.environ,
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 PROGRAMS = {
     "accelerate": [sys.executable, "-m", "accelerate.commands.accelerate_cli"],
     "torchrun": [sys.executable, "-m", "torch.distributed.run"],
     "hf-dp": [sys.executable, "-m", "hf_dp.cli.main"],
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_prv() -> None:
+    """Leave nothing out: processes of their own do not, and are compared with this one."""
 
 
 @pytest.fixture
@@ -231,13 +229,9 @@ def test_accelerate_reads_a_configuration_and_starts_what_its_first_line_says(na
     assert args.use_cpu == name.startswith("cpu") and args.mixed_precision == "no"
     assert args.use_fsdp == (name == "fsdp2_8_gpus")
     if args.use_fsdp:
-        assert (args.fsdp_version, args.fsdp_auto_wrap_policy, args.fsdp_state_dict_type) == (
-            2,
-            "TRANSFORMER_BASED_WRAP",
-            "FULL_STATE_DICT",
-        )
-        assert args.fsdp_reshard_after_forward is True
-        assert args.fsdp_cpu_ram_efficient_loading is False
+        how = args.fsdp_version, args.fsdp_auto_wrap_policy, args.fsdp_state_dict_type
+        assert how == (2, "TRANSFORMER_BASED_WRAP", "FULL_STATE_DICT")
+        assert args.fsdp_reshard_after_forward and not args.fsdp_cpu_ram_efficient_loading
     if args.num_machines == 2:
         assert (args.machine_rank, args.main_process_ip) == (1, "first")
 

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from all_recipes import RECIPES, values_of
 
 from hf_dp.cli import cells
 from hf_dp.cli.config import as_asked, parse, peft_config, private_keys, read_yaml, without_privacy
@@ -16,12 +17,8 @@ from hf_dp.tuners.methods import tuner_for
 from hf_dp.tuners.rgp import Rgp
 from hf_dp.tuners.single_entries import Masks
 
-ROOT = Path(__file__).parents[2]
-RECIPES = {str(path.relative_to(ROOT)): path for path in sorted((ROOT / "recipes").rglob("*.yaml"))}
 PRIVATE_TASKS = {
-    name: read_yaml(str(path))
-    for name, path in RECIPES.items()
-    if "accelerate" not in name and TASKS[read_yaml(str(path))["task"]].private
+    name: values_of(name) for name in RECIPES if TASKS[values_of(name)["task"]].private
 }
 WORDS = ["--privacy_mode", "non_private"]
 TUNERS = {"frost": SelectOnce, "pval": Masks, "param": Masks, "rgp": Rgp}

@@ -5,7 +5,6 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
-import datasets
 import pytest
 import tiny
 
@@ -204,24 +203,10 @@ def test_another_search_in_the_same_folder_is_refused(tmp_path, runs, monkeypatc
         select(search(folder))
 
 
-def recipe_of(folder, **changes):
-    """A recipe whose evaluation rows are held out, before the changes."""
-    folder.mkdir(exist_ok=True)
-    tiny.model().save_pretrained(folder / "model")
-    tiny.tokenizer().save_pretrained(folder / "model")
-    files = {"train": tiny.rows(40), "held_out": tiny.held_out_rows()}
-    for name, rows in files.items():
-        datasets.Dataset.from_list(rows).to_csv(folder / f"{name}.csv")
-    return {
-        "model_name_or_path": str(folder / "model"), "train_file": str(folder / "train.csv"),
-        "validation_file": str(folder / "held_out.csv"), "class_names": ["bad", "good"],
-        "max_length": 16, "max_steps": 2, "expected_batch_size": 8, "target_epsilon": 8,
-        "use_cpu": True, **changes,
-    }  # fmt: skip
-
-
-def test_what_no_run_could_do_is_refused_before_anything_is_drawn(tmp_path):
-    good, folder = recipe_of(tmp_path / "data"), tmp_path / "search"
+def test_what_no_run_could_do_is_refused_before_anything_is_drawn(task, tmp_path):
+    left_out = ("task", "output_dir", "learning_rate", "accountant", "save_strategy")
+    good = {name: value for name, value in task.values.items() if name not in left_out}
+    folder = tmp_path / "search"
     for change, match in (
         ({"validation_file": good["train_file"]}, "training row"),
         ({"accountant": "pld"}, "Expected `accountant` to be 'rdp'"),

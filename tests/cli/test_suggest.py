@@ -11,11 +11,6 @@ from hf_dp.cli.main import main
 SST2 = ["suggest", "--num-examples", "67349", "--target-epsilon", "3"]
 
 
-def printed(capsys, *words) -> str:
-    assert main(list(words)) == 0
-    return capsys.readouterr().out
-
-
 @pytest.fixture
 def recipe(tmp_path):
     """A recipe whose model is a folder with a configuration and no weights."""
@@ -31,8 +26,8 @@ def recipe(tmp_path):
     return path
 
 
-def test_what_is_printed_is_yaml_with_a_reason_above_each_setting(capsys):
-    out = printed(capsys, *SST2, "--parameters", "22700000")
+def test_what_is_printed_is_yaml_with_a_reason_above_each_setting(printed):
+    out = printed(*SST2, "--parameters", "22700000")
     found = yaml.safe_load(out)
     assert found["expected_batch_size"] == 1024 and found["max_steps"] == 198
     first = out.split("\n\n")[0]
@@ -42,8 +37,8 @@ def test_what_is_printed_is_yaml_with_a_reason_above_each_setting(capsys):
     assert max(map(len, out.splitlines())) <= 100
 
 
-def test_json(capsys):
-    found = json.loads(printed(capsys, *SST2, "--json"))
+def test_json(printed):
+    found = json.loads(printed(*SST2, "--json"))
     assert found["settings"]["max_steps"] == found["plan"]["steps"] == 198
     assert set(found["settings"]) == set(found["reasons"])
     assert found["effective_noise_multiplier"] == pytest.approx(
@@ -51,10 +46,10 @@ def test_json(capsys):
     )
 
 
-def test_a_recipe_gives_its_data_and_model(recipe, capsys, tmp_path):
+def test_a_recipe_gives_its_data_and_model(recipe, printed, capsys, tmp_path):
     new = tmp_path / "new.yaml"
     words = ["suggest", "--config", str(recipe), "--num_train_epochs", "2", "--output", str(new)]
-    out = printed(capsys, *words)
+    out = printed(*words)
     assert "5,000 examples, epsilon 8" in out and "The recipe has 32." in out
     # What trains was counted.
     assert "At best the gradients add up to" in " ".join(out.replace("#", "").split())
@@ -65,7 +60,7 @@ def test_a_recipe_gives_its_data_and_model(recipe, capsys, tmp_path):
     assert main(words) == 2  # the file is there
     assert "`--output`" in capsys.readouterr().err
     # The new file is a recipe: hf-dp plan reads it.
-    planned = json.loads(printed(capsys, "plan", "--config", str(new), "--json"))["plan"]
+    planned = json.loads(printed("plan", "--config", str(new), "--json"))["plan"]
     assert planned["steps"] == after["max_steps"]
 
 

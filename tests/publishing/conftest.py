@@ -32,10 +32,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base model in a folder, with its tokenizer."""
-    folder = tmp_path_factory.mktemp("bases") / "local-base"
-    tiny.model().save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
-    return folder
+    return tiny.save(tmp_path_factory.mktemp("bases") / "local-base")
 
 
 @pytest.fixture(scope="session")

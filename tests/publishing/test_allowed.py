@@ -48,26 +48,14 @@ def test_the_unknown_stays(name):
 
 
 def test_a_folder_is_sorted(tmp_path):
-    for name in (
-        "model.safetensors",
-        "notes.txt",
-        "runs/a/events.out.tfevents.1",
-        "checkpoint-2/model.safetensors",
-        "data/config.json",
-        "additional_chat_templates/tools.jinja",
-        "additional_chat_templates/tools.py",
-    ):
+    wanted = {"model.safetensors", "additional_chat_templates/tools.jinja"}
+    others = {"notes.txt", "additional_chat_templates/tools.py"}
+    inside = {"runs/a/events.out.tfevents.1", "checkpoint-2/model.safetensors", "data/config.json"}
+    for name in wanted | others | inside:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
     goes, stays = sort_files(tmp_path)
-    assert set(goes) == {"model.safetensors", "additional_chat_templates/tools.jinja"}
-    assert set(stays) == {
-        "notes.txt",
-        "runs/",
-        "checkpoint-2/",
-        "data/",
-        "additional_chat_templates/tools.py",
-    }
+    assert set(goes) == wanted and set(stays) == others | {"runs/", "checkpoint-2/", "data/"}
     assert "logs" in stays["runs/"] and "checkpoint" in stays["checkpoint-2/"]
 
 

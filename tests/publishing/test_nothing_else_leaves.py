@@ -53,9 +53,7 @@ def published(
     monkeypatch.setenv("LOGNAME", PERSON)
     monkeypatch.setenv("USER", PERSON)
     monkeypatch.setattr("socket.gethostname", lambda: MACHINE)
-    base = home / "bases-freedonia" / "bert"
-    tiny.model().save_pretrained(base)
-    tiny.tokenizer().save_pretrained(base)
+    base = tiny.save(home / "bases-freedonia" / "bert")
     reader = tiny.tokenizer().from_pretrained(base)
     rows = [f"row-{i}-of-graustark {row['sentence']}" for i, row in enumerate(tiny.rows(40))]
     data = tiny.dataset().add_column("sentence", rows)

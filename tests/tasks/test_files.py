@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_images
+from tiny_images import by_class, picture, png
 
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.tasks import sources
@@ -19,14 +19,6 @@ def write_csv(path: Path, number: int) -> str:
     return str(path)
 
 
-def write_images(folder: Path, numbers: range, names: list[str] = tiny_images.NAMES) -> str:
-    for i in numbers:
-        path = folder / names[i % 3] / f"{i}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(tiny_images.png(tiny_images.picture(i)))
-    return str(folder)
-
-
 PATTERNS = [("p[1].csv", "p1.csv"), ("p*.csv", "p2.csv"), ("p?.csv", "p3.csv")]
 
 
@@ -38,8 +30,8 @@ def test_a_file_is_read_by_its_name_and_not_by_a_pattern(tmp_path, name, other):
 
 @pytest.mark.parametrize("other", ["p1", "p"])
 def test_a_folder_is_read_by_its_name_and_not_by_a_pattern(tmp_path, other):
-    write_images(tmp_path / other, range(3))
-    rows = load_file(write_images(tmp_path / "p[1]", range(3, 9)))
+    by_class(tmp_path / other, range(3))
+    rows = load_file(by_class(tmp_path / "p[1]", range(3, 9)))
     assert len(rows) == 6
 
 
@@ -76,16 +68,16 @@ def test_a_split_that_may_hold_a_row_twice_is_refused(tmp_path, split, source):
 
 
 def test_a_folder_of_one_class_has_labels(tmp_path):
-    rows = load_file(write_images(tmp_path / "a", range(0, 6, 3)))
+    rows = load_file(by_class(tmp_path / "a", range(0, 6, 3)))
     assert rows.features["label"].names == ["cat"] and rows["label"][:] == [0, 0]
 
 
 def folder_with(path: Path, *more: str) -> str:
     """A folder of 9 images by class, and one more file under each of these names."""
-    folder = Path(write_images(path / "a", range(9)))
+    folder = Path(by_class(path / "a", range(9)))
     for name in more:
         (folder / name).parent.mkdir(exist_ok=True, parents=True)
-        (folder / name).write_bytes(tiny_images.png(tiny_images.picture(8)))
+        (folder / name).write_bytes(png(picture(8)))
     return str(folder)
 
 

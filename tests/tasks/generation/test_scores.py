@@ -104,10 +104,7 @@ CRITICS = [["a good film", "the plot was fine and long"], ["the plot is not shor
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("models") / "tiny-encoder"
-    tiny.model().bert.save_pretrained(path)
-    tiny.tokenizer().save_pretrained(path)
-    return path
+    return tiny.save(tmp_path_factory.mktemp("models") / "tiny-encoder", tiny.model().bert)
 
 
 def embeddings(encoder, text: str) -> np.ndarray:
