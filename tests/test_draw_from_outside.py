@@ -89,20 +89,16 @@ def test_arguments_ledger_statement_and_card_know_it(tmp_path):
 
 def test_its_epsilon_is_that_of_one_coin_with_both_chances():
     plan = PrivacyPlan.create(
-        num_examples=1000,
-        expected_batch_size=50,
-        clipping_norm=0.1,
-        max_steps=20,
-        noise_multiplier=0.7,
-        sampling="two_coins",
-    )
+        num_examples=1000, expected_batch_size=50, clipping_norm=0.1, max_steps=20,
+        noise_multiplier=0.7, sampling="two_coins",
+    )  # fmt: skip
     found = epsilon(plan.events(), plan.delta).value
     one_coin = epsilon(PoissonSampledGaussian(plan.noise_multiplier, 0.05, 20), plan.delta).value
     assert one_coin == pytest.approx(found, abs=0.005)
     planted = PoissonSampledGaussian(plan.noise_multiplier, math.sqrt(0.05), 20)
     assert epsilon(planted, plan.delta).value > 1.5 * found
     drawn = [len(draw) for draw in plan.sampler(400)]
-    assert np.mean(drawn) == pytest.approx(50, abs=1.5)  # 4 standard errors
+    assert np.mean(drawn) == pytest.approx(50, abs=2.1)  # 6 standard errors
 
 
 @pytest.mark.parametrize("accountant", ["rdp", "prv", "gdp_clt"])

@@ -50,28 +50,18 @@ def test_names_that_are_no_ids_are_said_and_stay_out_of_the_metadata() -> None:
 
 
 def test_metadata_survives_a_round_trip_and_keeps_the_rules(tmp_path: Path) -> None:
+    license = {"license": "other", "license_name": "mine", "license_link": "LICENSE"}
     details = CardDetails(
-        model_name="m",
-        base_model="org/base",
-        dataset="nyu-mll/glue/mnli",
-        evaluation_split="validation",
-        task_tag="text-classification",
+        **license, model_name="m", base_model="org/base", dataset="nyu-mll/glue/mnli",
+        evaluation_split="validation", task_tag="text-classification", language=["en", "zh-Hant"],
         metrics={"eval_accuracy": 0.5, "eval_validation_matched_f1": 0.25, "eval_loss": 1.0},
-        license="other",
-        license_name="mine",
-        license_link="LICENSE",
-        language=["en", "zh-Hant"],
         repository="org/m",
-    )
+    )  # fmt: skip
     text = render_card(statement_of(), details)
     (tmp_path / "README.md").write_text(text)
     data = ModelCard.load(tmp_path / "README.md").data
     found = data.to_dict()
-    assert (found["license"], found["license_name"], found["license_link"]) == (
-        "other",
-        "mine",
-        "LICENSE",
-    )
+    assert {name: found[name] for name in license} == license
     assert (found["base_model"], found["datasets"]) == ("org/base", ["nyu-mll/glue"])
     (index,) = found["model-index"]
     assert index["name"] == "m"
