@@ -170,7 +170,7 @@ def test_a_language_model_averages_over_its_own_tokens_that_count():
 
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
 def test_an_example_without_targets_has_loss_zero_and_no_gradient(name):
-    model = LANGUAGE_MODELS[name]()
+    model = BUILDERS[name]()
     batch = batch_for(model, (4, 1, 3))
     batch["labels"][2] = -100
     losses = per_example_loss(model, batch)
@@ -216,7 +216,7 @@ def test_position_ids_are_left_alone_where_nothing_is_to_be_done():
 @pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "albert"])
 def test_left_padding_of_an_encoder_is_refused(name):
     """Its positions, or the place of its first token, would depend on the batch's longest row."""
-    model = CLASSIFIERS[name]()
+    model = BUILDERS[name]()
     with pytest.raises(
         UnsupportedModelError, match=f"{type(model).__name__} .*padding_side = 'right'"
     ):

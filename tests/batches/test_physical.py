@@ -18,13 +18,20 @@ def drawn_keys(count, seed=0):
     return np.random.default_rng(seed).integers(0, 2**63, count).tolist()
 
 
-@pytest.mark.parametrize("size", [1, 3, 7, 100])
-@pytest.mark.parametrize("count", [0, 1, 6, 7, 50])
-def test_physical_batches_are_a_partition(count, size):
-    lengths = [(7 * i) % 13 for i in range(count)]
-    groups = physical_batches(lengths, drawn_keys(count), size)
+@pytest.mark.parametrize("one_shape", [False, True])
+@pytest.mark.parametrize("max_tokens", [None, 1, 12, 1000])
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize("count", [0, 1, 7, 50])
+def test_physical_batches_are_a_partition(count, size, max_tokens, one_shape):
+    lengths = [1 + (7 * i) % 13 for i in range(count)]
+    shapes = [(length, i % 3) for i, length in enumerate(lengths)] if one_shape else None
+    groups = physical_batches(lengths, drawn_keys(count), size, max_tokens, shapes)
     assert sorted(position for group in groups for position in group) == list(range(count))
-    assert all(1 <= len(group) <= size for group in groups)
+    for group in groups:
+        padded = len(group) * max(lengths[position] for position in group)
+        assert 1 <= len(group) <= size
+        assert max_tokens is None or padded <= max_tokens or len(group) == 1
+        assert shapes is None or len({shapes[position] for position in group}) == 1
 
 
 def test_physical_batches_put_similar_lengths_together():
@@ -67,7 +74,7 @@ def regrouped(lengths, keys, size, max_tokens, shapes, without):
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_one_example_less_regroups_at_most_a_batch(data):
     count = data.draw(st.integers(2, 40))
     lengths = data.draw(st.lists(st.integers(0, 40), min_size=count, max_size=count))
@@ -92,45 +99,18 @@ def test_planted_full_batches_regroup_everyone():
     assert regrouped(lengths, drawn_keys(64), 4, None, None, 0) <= 4
 
 
-def test_an_empty_draw_has_no_physical_batch():
-    assert physical_batches([], [], 8) == []
-
-
-@pytest.mark.parametrize("size", [0, -1, 2.5, None])
-def test_bad_physical_size(size):
-    with pytest.raises(InvalidArgumentError, match="`size` to be"):
-        physical_batches([1, 2], [1, 2], size)
-
-
-@pytest.mark.parametrize("max_tokens", [1, 12, 40, 1000])
-@pytest.mark.parametrize("size", [1, 3, 100])
-def test_physical_batches_by_tokens(size, max_tokens):
-    lengths = [1 + (7 * i) % 13 for i in range(50)]
-    groups = physical_batches(lengths, drawn_keys(50), size, max_tokens)
-    assert sorted(position for group in groups for position in group) == list(range(50))
-    for group in groups:
-        padded = len(group) * max(lengths[position] for position in group)
-        assert len(group) <= size and (padded <= max_tokens or len(group) == 1)
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [*(("size", (value,)) for value in (0, -1, 2.5, None)), *(("max_tokens", (4, value)) for value in (0, -5, 2.5))],
+)  # fmt: skip
+def test_bad_limits_are_named(name, given):
+    with pytest.raises(InvalidArgumentError, match=f"`{name}` to be"):
+        physical_batches([1, 2], [1, 2], *given)
 
 
 def test_short_examples_come_in_larger_batches_than_long_ones():
     cut = physical_batches([12, 2, 2, 6, 2, 6, 2], drawn_keys(7), 100, 12)
     assert [len(group) for group in cut] == [1, 2, 4]
-
-
-@pytest.mark.parametrize("max_tokens", [0, -5, 2.5])
-def test_bad_number_of_tokens(max_tokens):
-    with pytest.raises(InvalidArgumentError, match="`max_tokens` to be"):
-        physical_batches([1, 2], [1, 2], 4, max_tokens)
-
-
-@pytest.mark.parametrize("max_tokens", [None, 12])
-def test_physical_batches_of_one_shape(max_tokens):
-    lengths = [1 + (7 * i) % 5 for i in range(50)]
-    shapes = [(length, i % 3) for i, length in enumerate(lengths)]
-    groups = physical_batches(lengths, drawn_keys(50), 4, max_tokens, shapes)
-    assert sorted(position for group in groups for position in group) == list(range(50))
-    assert all(len({shapes[position] for position in group}) == 1 for group in groups)
 
 
 # -- padding changes nothing that a loss sees, and is refused where that is not known --

@@ -67,7 +67,7 @@ def test_a_part_of_a_units_rows_is_chosen_uniformly():
     table = UnitTable(["a"] * 6 + ["b"], "who")
     drawn = Counter(table.chosen(0, 2, os.urandom) for _ in range(3000))
     assert len(drawn) == 15 and all(len(set(rows)) == 2 for rows in drawn)
-    assert stats.chisquare(list(drawn.values())).pvalue > 1e-5
+    assert stats.chisquare(list(drawn.values())).pvalue > 1e-8
     assert table.chosen(1, 2, os.urandom) == (6,)
     assert table.chosen(0, 6, os.urandom) == table.chosen(0, 9, os.urandom) == tuple(range(6))
 
@@ -83,7 +83,7 @@ def test_users_are_drawn_alike_however_many_rows_they_have():
     for draw in users:
         counts.update("a" if row < 50 else "bcd"[(row >= 55) + (row == 56)] for row in draw)
     for user in "abcd":
-        assert stats.binomtest(counts[user], 4000, 0.3).pvalue > 1e-5
+        assert stats.binomtest(counts[user], 4000, 0.3).pvalue > 1e-8
     assert max(len(rows) for draw in draws for rows in draw) == USERS.max_rows
 
 

@@ -9,33 +9,30 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import architectures
+import models
 import pytest
 import torch
 import transformers as hf
-from architectures import (
+from forms import FORMS, force
+from models import (
     ARCHITECTURES,
+    DEVICES,
+    EACH_RULE,
     EXACT,
+    POSITIONS,
+    VOCABULARY,
     Architecture,
     assert_equal,
     assert_exact,
+    assert_same_sums,
     built,
     clipped,
     collate,
+    loop,
     loop_over_losses,
+    on,
     poison,
     together,
-)
-from forms import FORMS, force
-from models import (
-    DEVICES,
-    LABELS,
-    POSITIONS,
-    VOCABULARY,
-    assert_not_entered,
-    assert_same_sums,
-    loop,
-    on,
 )
 from torch import nn
 
@@ -47,13 +44,8 @@ T = TypeVar("T")
 PADDED, LONG = (5, 1, 3), (19, 1, 8)
 # A (T, T) look-up or a (T,) one then passes for one row per example.
 SQUARE = (3, 1, 3)
-OTHERS = {
-    "two of two": (2, 1),
-    "one token each": (1, 1, 1),
-    "no padding": (7, 7),
-    "one example": (6,),
-    "one example of one token": (1,),
-}
+# Two examples, one token each, no padding, one example, and one of one token.
+OTHERS = [(2, 1), (1, 1, 1), (7, 7), (6,), (1,)]
 SOME = ("bert", "gpt2_tied", "gemma3", "t5", "vit")
 
 
@@ -74,27 +66,32 @@ def test_equals_the_loop(name):
             assert_equal(*clipped(model, batch, expected.clipping_norm, strategy), expected)
     square = architecture.examples(model, SQUARE)
     assert_exact(architecture, model, square, "book_keeping", "per_example")
-    examples = architecture.examples(model, turn(name, list(OTHERS.values())))
+    examples = architecture.examples(model, turn(name, OTHERS))
     assert_exact(architecture, model, examples, turn(name, STRATEGIES))
 
 
-@pytest.mark.parametrize("lengths", OTHERS.values(), ids=OTHERS)
-@pytest.mark.parametrize("name", SOME)
-def test_other_batches(name, lengths):
-    architecture = ARCHITECTURES[name]
-    model = architecture.build()
-    assert_exact(architecture, model, architecture.examples(model, lengths))
-
-
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_form_equals_the_loop(name, monkeypatch):
-    architecture, model, examples = built(name, LONG)
+def test_long_examples_in_every_form_and_in_float32(name, device, monkeypatch):
+    """The float64 loop is that of the same weights; 1e-4 is the design's bound for float32."""
+    architecture = ARCHITECTURES[name]
+    model = architecture.build(dtype=torch.float32).double()
     with architecture.precision():
-        expected, batch = loop(model, examples), collate(model, examples)
+        examples = architecture.examples(model, LONG)
+        expected = loop(model, examples)
+        batch = on(device, collate(model, examples))
+        model.to(device)
         for form in FORMS:
             with monkeypatch.context() as patch:
                 force(form, patch)
-                assert_equal(*clipped(model, batch, expected.clipping_norm), expected)
+                norms, sums = clipped(model, batch, expected.clipping_norm)
+            assert_equal(norms.cpu(), on("cpu", sums), expected)
+    model.float()
+    batch = on(device, collate(model, architecture.examples(model, LONG)))
+    norms, sums = clipped(model, batch, expected.clipping_norm)
+    assert norms.dtype == torch.float32
+    assert {total.dtype for total in sums.values()} == {torch.float64}
+    assert_equal(norms.cpu(), on("cpu", sums), expected, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("name", SOME[:2])
@@ -202,32 +199,7 @@ def test_dropout_is_on_in_the_test_above():
     assert not torch.equal(losses[0], losses[2])
 
 
-# -- float32: never too small, and what is not finite leaves ---
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_float32_norms(name, device):
-    """Against the float64 loop of the same weights; 1e-4 is the design's bound for float32."""
-    architecture = ARCHITECTURES[name]
-    model = architecture.build(dtype=torch.float32).to(device)
-    batch = on(device, collate(model, architecture.examples(model, LONG)))
-    norms, sums = clipped(model, batch, 0.1)
-    assert norms.dtype == torch.float32
-    assert all(total.dtype == torch.float64 for total in sums.values())
-    model = model.cpu().double()
-    with architecture.precision():
-        expected = loop(model, architecture.examples(model, LONG), clipping_norm=0.1)
-    assert_equal(norms.cpu(), on("cpu", sums), expected, tolerance=1e-4)
-
-
-# One for each rule: Linear, Embedding and LayerNorm; Conv1D and ties; RMSNorm; scaled, shifted, (T,
-# T) look-ups; flattened positions; convolutions; bare parameters; a bias tied to a module without a
-# rule; label words. (The others: test_exactness.py.)
-EACH_RULE = [
-    "bert", "gpt2_tied", "llama", "gemma3", "opt", "mpnet", "t5", "bart", "bert_masked_lm", "vit", "dinov2", "convnext",
-    "infilling_bert",
-]  # fmt: skip
+# -- what is not finite leaves ---
 
 
 @pytest.mark.parametrize(
@@ -274,22 +246,17 @@ def exact_or_refused(
     return refusal
 
 
-@pytest.mark.parametrize("lengths", [PADDED, (1, 1), (2, 1), (6,)], ids=str)
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_mixture_of_experts_without_its_batch_loss(name, lengths):
+def test_mixture_of_experts_without_its_batch_loss(name):
     """Experts and router see all positions of the batch at once: (B * T, H)."""
-    architecture = Architecture(getattr(architectures, name), "causal_lm", float32_inside=True)
+    architecture = Architecture(getattr(models, name), "causal_lm", float32_inside=True)
     # The default, grouped_mm, knows no float64.
     model = architecture.build(experts_implementation="eager")
-    strategies = STRATEGIES if lengths == PADDED else STRATEGIES[:1]
-    assert_exact(architecture, model, architecture.examples(model, lengths), *strategies)
-
-
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_mixture_of_experts_with_its_default_kernel(name):
-    architecture = Architecture(getattr(architectures, name), "causal_lm")
+    for lengths in (PADDED, (1, 1), (2, 1), (6,)):
+        strategies = STRATEGIES if lengths == PADDED else STRATEGIES[:1]
+        assert_exact(architecture, model, architecture.examples(model, lengths), *strategies)
     model = architecture.build(dtype=torch.float32)
-    examples = architecture.examples(model, (5, 1, 3))
+    examples = architecture.examples(model, PADDED)
     expected = loop(model, examples)
     assert_equal(*clipped(model, collate(model, examples), expected.clipping_norm), expected, 1e-4)
 
@@ -300,16 +267,17 @@ RELATIVE: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "everything trains, no norm": ((), {"norm_rel_ebd": "none"}),
     "table frozen": (("rel_embeddings", "encoder.LayerNorm"), {}),
     "table frozen, no norm": (("rel_embeddings",), {"norm_rel_ebd": "none"}),
+    # Its rows are relative positions; only their number says that they are no examples.
+    "only the norm of the table": (("rel_embeddings", "encoder.layer."), {}),
     "relative parts frozen": (
         ("rel_embeddings", "encoder.LayerNorm", "pos_key_proj", "pos_query_proj"), {},
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("lengths", [PADDED, (4, 1, 3, 2), (1, 1), (6,)], ids=str)
 @pytest.mark.parametrize("shared", [False, True], ids=["own projections", "shared projections"])
 @pytest.mark.parametrize("trains", RELATIVE)
-def test_deberta_with_relative_attention(trains, shared, lengths):
+def test_deberta_with_relative_attention(trains, shared):
     """`rel_embeddings.weight` is used outside its module. Projections run on (1, 2k, H) rows that
     belong to no example. With two buckets the table has four rows, as many as one of the batches
     has examples; only their number says otherwise."""
@@ -321,19 +289,10 @@ def test_deberta_with_relative_attention(trains, shared, lengths):
     trained = [p for name, p in model.named_parameters() if not any(w in name for w in frozen)]
     train_only(model, set(trained))
     match = "rel_embeddings|LayerNorm|_proj|DisentangledSelfAttention"
-    for strategy in STRATEGIES if len(lengths) == 4 else STRATEGIES[:1]:
-        refusal = exact_or_refused(architecture, model, lengths, strategy, match)
-        assert refusal is None or not all_frozen
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_norm_of_a_table_with_as_many_rows_as_examples(strategy):
-    """Its rows are relative positions, shared by all examples; only their number says otherwise."""
-    architecture = Architecture(relative_deberta, "classification")
-    model = relative_deberta()
-    trained = (model.deberta.encoder.LayerNorm, model.classifier)
-    train_only(model, {p for module in trained for p in module.parameters()})
-    exact_or_refused(architecture, model, (4, 1, 3, 2), strategy, match="LayerNorm")
+    for lengths in (PADDED, (4, 1, 3, 2), (1, 1), (6,)):
+        for strategy in STRATEGIES if len(lengths) == 4 else STRATEGIES[:1]:
+            refusal = exact_or_refused(architecture, model, lengths, strategy, match)
+            assert refusal is None or not all_frozen
 
 
 def relative_deberta(**options: Any) -> Any:
@@ -342,7 +301,7 @@ def relative_deberta(**options: Any) -> Any:
         "norm_rel_ebd": "layer_norm",
         "position_biased_input": False,
     } | options
-    return architectures.deberta_v2(relative_attention=True, **options)
+    return models.deberta_v2(relative_attention=True, **options)
 
 
 HALVED = {
@@ -369,12 +328,6 @@ def test_forward_hooks_are_applied_once(name):
 # -- refused, with the reason ---
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_the_load_balancing_loss_of_a_mixture_of_experts_is_refused(name):
-    model = getattr(architectures, name)(output_router_logits=True)
-    assert_not_entered(model, "load-balancing loss .* couples examples")
-
-
 def test_a_contrastive_loss_is_refused():
     """Each pair's loss has every other pair of the batch in its denominator."""
     tower = {
@@ -385,16 +338,6 @@ def test_a_contrastive_loss_is_refused():
     config = hf.CLIPConfig(text_config=text, vision_config=image, projection_dim=8)
     with pytest.raises(UnsupportedLossError, match="No per-example loss is known for CLIPModel"):
         per_example_loss(hf.CLIPModel(config), {"labels": torch.zeros(1)})
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_batch_normalization_is_refused(frozen):
-    """Frozen, it still mixes examples in training mode, and stores their statistics."""
-    sizes = {"embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1], "num_labels": LABELS}
-    model = hf.ResNetForImageClassification(hf.ResNetConfig(**sizes))
-    if frozen:
-        train_only(model, set(model.classifier.parameters()))
-    assert_not_entered(model, "BatchNorm2d.*statistics of the whole batch")
 
 
 # -- the tests can fail ---
@@ -426,7 +369,7 @@ def test_without_downcasts_the_norms_of_llama_are_float64():
         norm.weight * value / (value.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
     )
     rounded = float((norm(value) - exact).abs().max())
-    with architectures.without_downcasts():
+    with models.without_downcasts():
         kept = float((norm(value) - exact).abs().max())
     assert rounded > EXACT > 1e-14 > kept
     assert torch.zeros(1, dtype=torch.float64).float().dtype == torch.float32

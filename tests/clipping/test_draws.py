@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 import transformers as hf
-from architectures import ARCHITECTURES, collate, together
+from models import ARCHITECTURES, collate, together
 from torch import nn
 
 from hf_dp.clipping import self_check

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from models import (
     BUILDERS,
     SHORT,
@@ -16,19 +17,14 @@ from models import (
     assert_refused,
     batch_for,
     bert,
-    engine_result,
-    gpt2,
+    clipped,
     llama,
+    mixtral,
     norm_of,
+    qwen3_moe,
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import (
-    BigBirdConfig,
-    BigBirdForSequenceClassification,
-    NllbMoeConfig,
-    NllbMoeForConditionalGeneration,
-)
 
 from hf_dp.clipping import ClippingEngine
 from hf_dp.errors import (
@@ -97,15 +93,19 @@ def test_autograd_backward_past_the_engine(name, leave_first):
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_number_of_losses_that_is_not_the_number_of_examples(count):
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        *((lambda losses, n=n: losses.repeat(2)[:n], f"the 3 examples of the forward, got {n}") for n in (1, 2, 4)),
+        (lambda losses: losses.sum(), r"\(b,\)"),
+        (lambda losses: losses[:, None], r"\(b,\)"),
+        (lambda losses: losses.long(), r"\(b,\)"),
+    ],
+)  # fmt: skip
+def test_losses_must_be_one_float_per_example_of_the_forward(change, said):
     model = linear()
-    with ClippingEngine(model, 1.0) as engine:
-        losses = torch.cat([model(x()).squeeze(1)] * 2)[:count]
-        with pytest.raises(
-            UnsupportedLossError, match=f"each of the 3 examples of the forward, got {count}"
-        ):
-            engine.backward(losses)
+    with ClippingEngine(model, 0.1) as engine, pytest.raises(UnsupportedLossError, match=said):
+        engine.backward(change(model(x()).squeeze(1)))
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["first", "after_another"])
@@ -131,15 +131,6 @@ def test_refused_batches_add_nothing():
     assert all(p.grad is None for p in model.parameters())  # for no optimizer to find
 
 
-@pytest.mark.parametrize(
-    "losses", [lambda x: x.sum(), lambda x: x[:, None], lambda x: x.long()], ids=["0d", "2d", "int"]
-)
-def test_losses_must_be_one_float_per_example(losses):
-    model = linear()
-    with ClippingEngine(model, 0.1) as engine, pytest.raises(UnsupportedLossError, match=r"\(b,\)"):
-        engine.backward(losses(model(x()).squeeze(1)))
-
-
 def test_a_stale_gradient_is_refused():
     model = linear()
     model.bias.grad = torch.zeros(1)
@@ -148,10 +139,6 @@ def test_a_stale_gradient_is_refused():
         pytest.raises(UnaccountedGradientError, match="zero_grad"),
     ):
         engine.backward(model(x()).squeeze(1))
-
-
-def test_nothing_trainable_is_refused():
-    assert_not_entered(nn.ReLU(), "no trainable")
 
 
 def flattening(drop: int = 0) -> Net:
@@ -218,35 +205,30 @@ def test_the_model_is_restored(name, fails):
         with pytest.raises(KeyError), ClippingEngine(model, 1.0):
             raise KeyError
     else:
-        engine_result(model, batch_for(model, SHORT), 1.0)
+        clipped(model, batch_for(model, SHORT), 1.0)
     assert forwards(model) == before
     assert len(model._forward_pre_hooks) == hooks
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", ["bert", "gpt2_tied", "llama"])
 def test_the_output_is_the_same_inside_and_outside(name):
-    model = BUILDERS[name]()
+    """Conv1D and fused biases may add in another order."""
+    model = BUILDERS[name](dtype=torch.float32)
     inputs = {key: value for key, value in batch_for(model, SHORT).items() if key != "labels"}
-    outside = model(**inputs).logits
-    with ClippingEngine(model, 1.0):
-        # Conv1D and fused biases may add in another order: the last bit of float64 only
-        torch.testing.assert_close(model(**inputs).logits, outside, rtol=1e-12, atol=1e-12)
+
+    def outputs() -> list[Tensor]:
+        plain = model(**inputs).logits
         with torch.no_grad():
-            torch.testing.assert_close(model(**inputs).logits, outside, rtol=1e-12, atol=1e-12)
-
-
-def test_the_output_under_autocast_is_the_same_inside_and_outside():
-    for model in (bert(dtype=torch.float32), gpt2(dtype=torch.float32), llama(dtype=torch.float32)):
-        inputs = {key: value for key, value in batch_for(model, SHORT).items() if key != "labels"}
+            without = model(**inputs).logits
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            outside = model(**inputs).logits
-            with ClippingEngine(model, 1.0):
-                inside = model(**inputs).logits
-        assert inside.dtype == outside.dtype
-        torch.testing.assert_close(
-            inside, outside, rtol=2e-2, atol=2e-2
-        )  # bf16 has 8 bits, some sums differ in order
+            return [plain, without, model(**inputs).logits]
+
+    outside = outputs()
+    with ClippingEngine(model, 1.0):
+        inside = outputs()
+    for one, other, tolerance in zip(inside, outside, (1e-5, 1e-5, 2e-2), strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
@@ -269,41 +251,84 @@ def test_a_deep_copy_made_inside_uses_its_own_weights(name):
 # -- models it cannot serve ---
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [nn.BatchNorm1d(4), nn.SyncBatchNorm(4), nn.InstanceNorm1d(4, track_running_stats=True)],
-    ids=repr,
-)
-def test_batch_statistics_are_refused_by_name(layer):
-    model = nn.Sequential(nn.Linear(4, 4), layer)
-    assert_not_entered(model, r"`1` is a .*GroupNorm or nn\.LayerNorm")
+def resnet(frozen: bool) -> Any:
+    """Frozen, batch normalization still mixes examples in training, and stores statistics."""
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1]}
+    model = hf.ResNetForImageClassification(hf.ResNetConfig(**sizes))
+    if frozen:
+        model.resnet.requires_grad_(False)
+    return model
 
 
-@pytest.mark.parametrize(
-    "parameters",
-    [
-        {"rope_type": "dynamic", "factor": 2.0},
-        {"type": "dynamic", "factor": 2.0},
-        {"rope_type": "longrope", "factor": 2.0},
-        {"full": {"rope_type": "default"}, "sliding": {"rope_type": "dynamic"}},
-    ],
-    ids=str,
-)
-def test_rotary_embeddings_that_read_the_longest_example(parameters):
+def rotary(**parameters: Any) -> Any:
     model = llama()
     model.config.rope_parameters = parameters
-    assert_not_entered(model, "(dynamic|longrope) rotary")
+    return model
 
 
-def big_bird(attention_type: str) -> BigBirdForSequenceClassification:
+def reformer() -> Any:
+    model = bert()
+    model.config.model_type = "reformer"
+    return model
+
+
+def nllb_moe() -> Any:
+    config = hf.NllbMoeConfig(
+        d_model=16, encoder_ffn_dim=24, decoder_ffn_dim=24, vocab_size=61, num_experts=2,
+        encoder_layers=1, decoder_layers=1, encoder_sparse_step=1, decoder_sparse_step=1,
+        encoder_attention_heads=2, decoder_attention_heads=2,
+    )  # fmt: skip
+    return hf.NllbMoeForConditionalGeneration(config)
+
+
+def embedding(trainable: bool = True, **options: Any) -> nn.Module:
+    model = nn.Sequential(nn.Embedding(5, 4, **options), nn.Linear(4, 1))
+    model[0].requires_grad_(trainable)
+    return model
+
+
+GROUP_NORM = r"`1` is a .*GroupNorm or nn\.LayerNorm"
+DYNAMIC, FIXED = {"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "default"}
+NOT_ENTERED = {
+    "nothing trains": (nn.ReLU, "no trainable"),
+    "batch norm": (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), GROUP_NORM),
+    "synchronized batch norm": (lambda: nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)), GROUP_NORM),
+    "tracked instance norm": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.InstanceNorm1d(4, track_running_stats=True)), GROUP_NORM,
+    ),
+    "ResNet": (lambda: resnet(False), "BatchNorm2d.*statistics of the whole batch"),
+    "ResNet, frozen": (lambda: resnet(True), "BatchNorm2d.*statistics of the whole batch"),
+    "dynamic RoPE": (lambda: rotary(**DYNAMIC), "dynamic rotary"),
+    "dynamic RoPE, old name": (lambda: rotary(type="dynamic", factor=2.0), "dynamic rotary"),
+    "longrope": (lambda: rotary(**DYNAMIC | {"rope_type": "longrope"}), "longrope rotary"),
+    "dynamic RoPE in some layers": (lambda: rotary(full=FIXED, sliding=DYNAMIC), "dynamic rotary"),
+    "Reformer": (reformer, "Reformer sorts positions"),
+    "NLLB-MoE": (nllb_moe, "router` is a NllbMoeTop2Router"),
+    "Mixtral's balance": (lambda: mixtral(output_router_logits=True), "load-balancing loss .* couples examples"),
+    "Qwen3's balance": (lambda: qwen3_moe(output_router_logits=True), "load-balancing loss .* couples examples"),
+    "max_norm": (lambda: embedding(max_norm=1.0), "max_norm"),
+    # It still rewrites the rows that an example looks up.
+    "max_norm, frozen": (lambda: embedding(False, max_norm=1.0), "max_norm"),
+    "scale_grad_by_freq": (lambda: embedding(scale_grad_by_freq=True), "scale_grad_by_freq"),
+    "sparse": (lambda: embedding(sparse=True), "sparse"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NOT_ENTERED)
+def test_models_that_couple_examples_are_refused_as_the_engine_is_entered(case):
+    build, said = NOT_ENTERED[case]
+    assert_not_entered(build(), said)
+
+
+def big_bird(attention_type: str) -> Any:
     """Sparse from 29 positions on."""
     torch.manual_seed(0)
-    config = BigBirdConfig(
+    config = hf.BigBirdConfig(
         vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
         intermediate_size=24, block_size=4, num_random_blocks=1, attention_type=attention_type,
         max_position_embeddings=128,
     )  # fmt: skip
-    model = BigBirdForSequenceClassification(config).double()
+    model = hf.BigBirdForSequenceClassification(config).double()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -324,33 +349,6 @@ def test_block_sparse_attention_depends_on_the_padding_and_is_refused(attention_
     else:
         with ClippingEngine(model, 1.0):
             pass
-
-
-def test_sorting_and_crowding_models_are_refused():
-    model = bert()
-    model.config.model_type = "reformer"
-    assert_not_entered(model, "Reformer sorts positions")
-    config = NllbMoeConfig(
-        d_model=16, encoder_ffn_dim=24, decoder_ffn_dim=24, vocab_size=61, num_experts=2,
-        encoder_layers=1, decoder_layers=1, encoder_sparse_step=1, decoder_sparse_step=1,
-        encoder_attention_heads=2, decoder_attention_heads=2,
-    )  # fmt: skip
-    assert_not_entered(NllbMoeForConditionalGeneration(config), "router` is a NllbMoeTop2Router")
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "trainable"),
-    [
-        ("max_norm", 1.0, True),
-        ("max_norm", 1.0, False),  # still rewrites the rows that an example looks up
-        ("scale_grad_by_freq", True, True),
-        ("sparse", True, True),
-    ],
-)
-def test_embedding_options_that_couple_examples(option, value, trainable):
-    model = nn.Sequential(nn.Embedding(5, 4, **{option: value}), nn.Linear(4, 1))
-    model[0].requires_grad_(trainable)
-    assert_not_entered(model, option)
 
 
 def test_time_first_input_is_refused_by_shape():
@@ -388,37 +386,16 @@ def test_weight_norm_is_exact_or_refused(kind, examples):
 # -- bf16 ---
 
 
+@pytest.mark.parametrize("of_model", [False, True], ids=["autocast", "model"])
 @pytest.mark.parametrize("name", ["bert", "gpt2_tied", "llama"])
-def test_contributions_under_bf16_autocast(name):
-    """One example moves the sum by at most C. Norms are those of the numbers that are summed, and
-    sums are float64."""
-    model = BUILDERS[name](dtype=torch.float32)
-    batch = batch_for(model, (30, 7, 30, 2))
-    clipping_norm = 0.05
-
-    def sums(factors: Tensor) -> dict[str, Tensor]:
-        with ClippingEngine(model, clipping_norm) as engine:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                losses = per_example_loss(model, batch)
-            assert bool(
-                (engine.backward(losses * factors)[torch.isfinite(factors)] > clipping_norm).all()
-            )
-            return engine.collect()
-
-    everyone = sums(torch.ones(4))
-    assert {value.dtype for value in everyone.values()} == {torch.float64}
-    for removed in range(4):
-        factors = torch.ones(4)
-        factors[removed] = torch.nan  # removes the example and changes no other number
-        without = sums(factors)
-        moved = norm_of({key: everyone[key] - without[key] for key in everyone})
-        assert 0.99 * clipping_norm < moved <= clipping_norm * (1 + 1e-3)
-
-
-def test_contributions_of_a_bf16_model():
-    model = bert(dtype=torch.bfloat16)
-    batch = batch_for(model, (12,))
-    (norm,), sums = engine_result(model, batch, 0.05)
-    assert float(norm) > 0.05
-    assert {value.dtype for value in sums.values()} == {torch.float64}
-    assert 0.99 * 0.05 < norm_of(sums) <= 0.05 * (1 + 1e-3)
+def test_contributions_in_bf16(name, of_model):
+    """One example adds at most C: norms are those of the numbers that are summed, in float64."""
+    model = BUILDERS[name](dtype=torch.bfloat16 if of_model else torch.float32)
+    for length in (30, 12, 2):
+        with ClippingEngine(model, 0.05) as engine:
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not of_model):
+                losses = per_example_loss(model, batch_for(model, (length,)))
+            assert float(engine.backward(losses)) > 0.05
+            sums = engine.collect()
+        assert {value.dtype for value in sums.values()} == {torch.float64}
+        assert 0.99 * 0.05 < norm_of(sums) <= 0.05 * (1 + 1e-3)

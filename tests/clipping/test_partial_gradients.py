@@ -2,8 +2,17 @@
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, INFILLING, assert_equal, collate, together
-from models import clip, single
+from models import (
+    ARCHITECTURES,
+    INFILLING,
+    assert_equal,
+    cancelling_linear,
+    clip,
+    collate,
+    gradients_of,
+    together,
+    trained,
+)
 from torch.func import functional_call
 
 from hf_dp.clipping import partial_gradients
@@ -34,29 +43,27 @@ def with_masks(name):
 
 
 def expected_of(architecture, model, masks, examples):
-    trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    found = []
     with architecture.precision():
-        for example in examples:
-            gradients = torch.autograd.grad(
-                single(model, example), list(trainable.values()), allow_unused=True
-            )
-            pairs = zip(trainable, gradients, strict=True)
-            found.append([g if g is None or n not in masks else g * masks[n] for n, g in pairs])
-    return clip(trainable, found, None)
+        rows = (zip(trained(model), row, strict=True) for row in gradients_of(model, examples))
+    masked = [[g if g is None or n not in masks else g * masks[n] for n, g in row] for row in rows]
+    return clip(trained(model), masked)
+
+
+def by_engine(engine, architecture, model, examples):
+    """Norms and sums of two physical batches."""
+    with engine, architecture.precision():
+        parts = (collate(model, part) for part in (examples[:1], examples[1:]))
+        norms = [engine.backward(together(model, part)) for part in parts]
+        return torch.cat(norms), engine.collect()
 
 
 @pytest.mark.parametrize("name", MASKED)
 def test_equals_the_loop(name):
     architecture, model, masks, examples = with_masks(name)
     expected = expected_of(architecture, model, masks, examples)
-    with MaskedEngine(model, masks, expected.clipping_norm) as engine, architecture.precision():
-        norms = [
-            engine.backward(together(model, collate(model, examples[a:b])))
-            for a, b in ((0, 1), (1, 4))
-        ]
-        sums = engine.collect()
-    assert_equal(torch.cat(norms), sums, expected)
+    engine = MaskedEngine(model, masks, expected.clipping_norm)
+    norms, sums = by_engine(engine, architecture, model, examples)
+    assert_equal(norms, sums, expected)
     for n, mask in masks.items():
         assert not sums[n][~mask].any()
 
@@ -113,17 +120,11 @@ def test_cancelling_uses_are_not_taken_for_small():
 
 
 def test_a_parameter_without_a_mask_is_settled_where_its_gram_sum_cancels():
-    """The loss is v.(W a_1) - v.(W a_2) with nearly equal a. Then G = v (a_1 - a_2)^T, and the bias
-    has a small gradient."""
-    torch.manual_seed(0)
-    width = 256
-    linear = torch.nn.Linear(width, width)
-    direction, x = torch.randn(width), torch.randn(4, 1, width).expand(4, 2, width).clone()
-    x[:, 1] += torch.tensor([1e-1, 1e-2, 1e-3, 1e-4])[:, None] * torch.randn(4, width)
-    truths = direction.double().norm() * (x[:, 0].double() - x[:, 1].double()).norm(dim=1)
-    with MaskedEngine(linear, {"bias": torch.zeros(width, dtype=torch.bool)}, 1.0) as engine:
-        output = linear(x) @ direction
-        found = engine.backward(output[:, 0] - output[:, 1])
+    """And the bias has a small gradient."""
+    linear, losses, truths = cancelling_linear()
+    linear.bias = torch.nn.Parameter(torch.zeros(256))
+    with MaskedEngine(linear, {"bias": torch.zeros(256, dtype=torch.bool)}, 1.0) as engine:
+        found = engine.backward(losses())
     torch.testing.assert_close(found.double(), truths, rtol=1e-4, atol=0)
 
 
@@ -205,34 +206,27 @@ def by_the_text(architecture, model, by_name, examples):
         n: (each.left.clone().requires_grad_(), each.right.clone().requires_grad_())
         for n, each in by_name.items()
     }
-    trainable = {n: p for n, p in own.items() if p.requires_grad and n not in by_name}
+    parameters = {n: p for n, p in trained(model).items() if n not in by_name}
     for n, (left, right) in pairs.items():
-        trainable |= {n + LEFT: left, n + RIGHT: right}
+        parameters |= {n + LEFT: left, n + RIGHT: right}
     rest = {n: own[n].detach() - each.left @ each.right for n, each in by_name.items()}
     found = []
     for example in examples:
         weights = {n: left @ right + rest[n] for n, (left, right) in pairs.items()}
         with architecture.precision():
             loss = functional_call(model, weights, (), example).loss
-        found.append(torch.autograd.grad(loss, list(trainable.values()), allow_unused=True))
-    return clip(trainable, found, None)
+        found.append(torch.autograd.grad(loss, list(parameters.values()), allow_unused=True))
+    return clip(parameters, found)
 
 
 @pytest.mark.parametrize("name", LOW_RANK)
 def test_equals_the_reparametrized_model(name):
     architecture, model, by_name, examples = with_carriers(name)
     expected = by_the_text(architecture, model, by_name, examples)
-    with LowRankEngine(model, by_name, expected.clipping_norm) as engine, architecture.precision():
-        norms = [
-            engine.backward(together(model, collate(model, examples[a:b])))
-            for a, b in ((0, 1), (1, 4))
-        ]
-        sums = engine.collect()
-        assert not any(
-            sums_again.any() for sums_again in engine.collect().values()
-        )  # collected once
-    assert set(sums) == set(expected.sums)
-    assert_equal(torch.cat(norms), sums, expected)
+    engine = LowRankEngine(model, by_name, expected.clipping_norm)
+    assert_equal(*by_engine(engine, architecture, model, examples), expected)
+    with engine:  # collected once
+        assert not any(each.any() for each in engine.collect().values())
 
 
 def test_the_weights_gradient_is_the_projection():

@@ -10,8 +10,7 @@ import models
 import peft
 import pytest
 import torch
-from architectures import ARCHITECTURES, assert_equal, clipped, collate
-from models import assert_not_entered, loop
+from models import ARCHITECTURES, assert_equal, assert_not_entered, clipped, collate, loop
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import EXACT, assert_equal, clipped
-from models import loop
+from models import EXACT, assert_equal, clipped, loop
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 

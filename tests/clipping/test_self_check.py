@@ -21,7 +21,7 @@ def check(model, loss=per_example_loss, left=False):
     self_check(model, loss, batch, [alone(batch, 0), alone(batch, 1)])
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", ["roberta", "albert", "gpt2_classifier", "gpt2_tied", "llama"])
 def test_good_models_pass_with_dropout_configured(name):
     check(BUILDERS[name](dropout=0.5))
     with torch.autocast("cpu", dtype=torch.bfloat16):

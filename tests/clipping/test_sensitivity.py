@@ -24,13 +24,6 @@ PHYSICAL = 64
 C = 0.01
 
 
-def clipped_sum(
-    model: torch.nn.Module, batch: dict[str, Tensor], keep: list[int], bf16: bool, strategy: str
-) -> Tensor:
-    groups = [keep[start : start + PHYSICAL] for start in range(0, len(keep), PHYSICAL)]
-    return sum_of_groups(model, batch, groups, bf16, strategy)
-
-
 def sum_of_groups(
     model: torch.nn.Module,
     batch: dict[str, Tensor],
@@ -60,8 +53,14 @@ def moved(
     change their physical batch."""
     everyone = list(range(aligned + 1))
     rows, one = torch.tensor(everyone) % distinct, batch_for(model, (12,) * distinct)
+    if one["labels"].dim() == 1:
+        one["labels"][:] = 1
     batch = on(model.device, {name: value[rows] for name, value in one.items()})
-    both = [clipped_sum(model, batch, keep, bf16, strategy) for keep in (everyone, everyone[1:])]
+    cuts = [
+        [kept[start : start + PHYSICAL] for start in range(0, len(kept), PHYSICAL)]
+        for kept in (everyone, everyone[1:])
+    ]
+    both = [sum_of_groups(model, batch, groups, bf16, strategy) for groups in cuts]
     assert both[0].norm() > 0.5 * aligned * C  # they are aligned
     return float((both[0] - both[1]).norm()) / C
 

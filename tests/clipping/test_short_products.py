@@ -76,17 +76,11 @@ def of_16_bits(strategy: str) -> tuple[int, bool]:
     return cores.of_16_bits, exact
 
 
-def test_planted_short_products_in_norms_are_seen(monkeypatch):
+@pytest.mark.parametrize("of", [norms.ExampleNorms, clipped_sum.ClippedSum])
+def test_planted_short_products_in_norms_or_sums_are_seen(of, monkeypatch):
     force("factors", monkeypatch)
     WAYS["torch.backends.fp32_precision"]()
-    monkeypatch.setattr(norms.ExampleNorms, "add", _as_set(norms.ExampleNorms.add))
-    assert worst_on_tensor_cores("book_keeping") > 1e-5
-
-
-def test_planted_short_products_in_sums_are_seen(monkeypatch):
-    force("factors", monkeypatch)
-    WAYS["torch.backends.fp32_precision"]()
-    monkeypatch.setattr(clipped_sum.ClippedSum, "add", _as_set(clipped_sum.ClippedSum.add))
+    monkeypatch.setattr(of, "add", _as_set(of.add))
     assert worst_on_tensor_cores("book_keeping") > 1e-5
 
 

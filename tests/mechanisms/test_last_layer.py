@@ -3,7 +3,7 @@ not happen to it."""
 
 from contextlib import AbstractContextManager
 
-import architectures
+import models
 import pytest
 import tiny
 import torch
@@ -16,7 +16,7 @@ from hf_dp.mechanisms import last_layer
 from hf_dp.mechanisms.last_layer import block_loss, clip_vectors, find_last_layer, into_blocks
 from hf_dp.noise import SecretRandomness
 
-REJECT = 1e-6
+REJECT = 1e-8
 
 
 def noising(
@@ -98,9 +98,9 @@ LAYERS = {
 
 @pytest.mark.parametrize(("name", "layer"), LAYERS.items())
 def test_the_last_layer_is_found(name, layer):
-    architecture = architectures.ARCHITECTURES[name]
+    architecture = models.ARCHITECTURES[name]
     model = architecture.build(dropout=0.1, dtype=torch.float32)
-    batch = architectures.collate(model, architecture.examples(model, (5, 8, 3)))
+    batch = models.collate(model, architecture.examples(model, (5, 8, 3)))
     with architecture.precision():
         assert find_last_layer(model, batch)[0] == layer
         assert find_last_layer(model, batch, layer)[0] == layer
@@ -122,9 +122,9 @@ def test_the_last_layer_is_found(name, layer):
     ],
 )
 def test_what_has_no_such_layer_is_refused_with_what_could_be_named(name, named, message):
-    architecture = architectures.ARCHITECTURES[name]
+    architecture = models.ARCHITECTURES[name]
     model = architecture.build(dtype=torch.float32)
-    batch = architectures.collate(model, architecture.examples(model, (5, 8)))
+    batch = models.collate(model, architecture.examples(model, (5, 8)))
     with pytest.raises(UnsupportedModelError, match=message):
         find_last_layer(model, batch, named)
 

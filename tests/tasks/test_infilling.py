@@ -12,8 +12,8 @@ import pytest
 import tiny
 import torch
 import transformers as hf
-from architectures import INFILLING, MASK, assert_exact, collate
 from families import bert
+from models import INFILLING, MASK, assert_exact, collate
 from peft import LoraConfig
 from warm import run_program
 

@@ -6,7 +6,7 @@ import pytest
 import tiny_images
 import torch
 import transformers as hf
-from architectures import ARCHITECTURES, collate, without_downcasts
+from models import ARCHITECTURES, collate, without_downcasts
 from torch.nn import functional as F
 
 from hf_dp.batches.padding import Padding

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, assert_exact, collate, logits
+from models import ARCHITECTURES, assert_exact, collate, logits
 from peft import get_peft_model
 from transformers.activations import ACT2FN
 

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from architectures import ARCHITECTURES
+from models import ARCHITECTURES
 from scipy.optimize import minimize
 
 from hf_dp.cli.main import main

@@ -6,8 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, INFILLING, collate, together
-from models import single
+from models import ARCHITECTURES, INFILLING, collate, single, together
 
 from hf_dp.errors import InvalidArgumentError
 from hf_dp.plans.rounding import slack_cap

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import tiny
 import torch
-from architectures import ARCHITECTURES, INFILLING, assert_exact, collate, logits
+from models import ARCHITECTURES, INFILLING, assert_exact, collate, logits
 from peft import LNTuningModel, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
