@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytest_plugins = ["seeds"]
+
 SHORT_RUNS = ("trainer", "run", "distributed", "cli", "publishing", "tuners", "features")
 
 

@@ -122,9 +122,9 @@ def moved_by_noise(folder: Path, steps: int) -> Tensor:
 def assert_standard_normal(moved: Tensor) -> None:
     values = moved.double().numpy()
     half = len(values) // 2
-    assert stats.kstest(values, "norm").pvalue > 1e-6
-    assert abs(values.var() - 1) < 5 * (2 / len(values)) ** 0.5
-    assert abs(np.corrcoef(values[:half], values[half : 2 * half])[0, 1]) < 5 / half**0.5
+    assert stats.kstest(values, "norm").pvalue > 1e-7
+    assert abs(values.var() - 1) < 6 * (2 / len(values)) ** 0.5
+    assert abs(np.corrcoef(values[:half], values[half : 2 * half])[0, 1]) < 6 / half**0.5
 
 
 def plant_a_unit_that_all_processes_draw(patch: pytest.MonkeyPatch) -> None:

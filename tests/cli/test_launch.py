@@ -68,7 +68,7 @@ def start(words: list[str]) -> subprocess.Popen[str]:
 def started(words: list[str], recipe: Recipe) -> tuple[int, str, str]:
     """Run a command on the recipe (RECIPE); return its exit code and what it wrote."""
     child = start([str(recipe) if word == "RECIPE" else word for word in words])
-    stdout, stderr = child.communicate(timeout=600)
+    stdout, stderr = child.communicate()
     return child.returncode, stdout, stderr
 
 
@@ -169,7 +169,7 @@ def test_two_launchers_on_one_machine_are_two_machines(launcher, recipe, tmp_pat
             if words[0] == launcher
         )
         children.append(start([*words, "--use_cpu", "True"]))
-    (stdout, stderr), (other, other_stderr) = (child.communicate(timeout=600) for child in children)
+    (stdout, stderr), (other, other_stderr) = (child.communicate() for child in children)
     assert [child.returncode for child in children] == [0, 0], stderr + other_stderr
     check_run(recipe, stdout)
     assert "Privacy: " not in other and "accuracy on" not in other

@@ -17,8 +17,10 @@ from hf_dp.distributed.processes import Processes, add_up_with_noise
 from hf_dp.noise import SecretRandomness
 
 STD = 0.3
-# A false alarm once in a million runs of a test.
-P_VALUE = 1e-6
+# A false alarm once in ten million runs of a test.
+P_VALUE = 1e-7
+
+pytestmark = pytest.mark.os_randomness
 
 
 def own_sums(rank: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -45,15 +47,15 @@ def assert_is_the_noise(noise: np.ndarray, shares: int) -> None:
     """One standard normal in each element, independent of those that another process drew."""
     scaled = noise.astype(np.float64) / STD
     assert stats.kstest(scaled, "norm").pvalue > P_VALUE
-    # The sample variance of n normals is within 5 of its standard deviations of 1.
-    assert abs(scaled.var() - 1) < 5 * math.sqrt(2 / len(scaled))
+    # The sample variance of n normals is within 6 of its standard deviations of 1.
+    assert abs(scaled.var() - 1) < 6 * math.sqrt(2 / len(scaled))
     size = -(-len(scaled) // shares)
     parts = [scaled[start : start + size] for start in range(0, len(scaled), size)]
     for first in range(shares):
         for second in range(first):
             length = min(len(parts[first]), len(parts[second]))
             together = np.corrcoef(parts[first][:length], parts[second][:length])[0, 1]
-            assert abs(together) < 5 / math.sqrt(length)
+            assert abs(together) < 6 / math.sqrt(length)
 
 
 def test_the_noise_of_several_processes_is_that_of_one():

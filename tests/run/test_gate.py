@@ -28,7 +28,7 @@ from hf_dp.run.witnesses import read_run
 
 PACKAGE = Path(__file__).parents[2] / "hf_dp"
 PLAN = PrivacyPlan(1000, 100.0, 10, 1e-4, DpSgdPlan(0.5, 2.0))
-REJECT = 1e-6
+REJECT = 1e-7
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("kills", "words"),
     [
-        ("3", []),
+        ("3", ["--seed", "0"]),
         pytest.param("200", [], marks=pytest.mark.slow),
         pytest.param("60", ["--processes", "2"], marks=pytest.mark.slow),
     ],

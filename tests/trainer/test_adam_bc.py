@@ -69,7 +69,8 @@ def test_the_trainer_takes_off_the_noise_that_it_adds(tmp_path):
 
 
 def test_its_variance_is_that_of_gradients(tmp_path):
-    """Measured on what the optimizer gets: 10,000 coordinates of mostly noise."""
+    """Measured on what the optimizer gets: 3,282 coordinates of mostly noise, whose mean square has a
+    relative standard deviation of 2.5 %."""
     trainer = tiny.trainer(tmp_path, adam_bc_floor=0.2, noise_multiplier=50.0, max_steps=1)
     seen, honest = [], DPAdamBC.step
 
@@ -82,7 +83,7 @@ def test_its_variance_is_that_of_gradients(tmp_path):
         patch.setattr(DPAdamBC, "step", watched)
         trainer.train()
     ((square, variance),) = seen
-    assert square == pytest.approx(variance, rel=0.1)
+    assert square == pytest.approx(variance, rel=0.15)
 
 
 def test_a_resumed_run_goes_on_with_its_moments(tmp_path):

@@ -80,7 +80,8 @@ def test_the_end_has_the_mean_of_all_and_it_may_stand_beside_a_released_loss(tmp
     trainer = made(tmp_path, logging_strategy="no", max_steps=2)
     trainer.train()
     assert logged(trainer) == [(2, pytest.approx(sum(watched.steps) / 2))]
-    trainer = made(tmp_path / "released", release=["training_loss"], max_steps=1)
+    all_rows = {"expected_batch_size": 40, "max_steps": 1}  # of none, a loss would be 0
+    trainer = made(tmp_path / "released", release=["training_loss"], **all_rows)
     trainer.train()
     (row,) = [row for row in trainer.state.log_history if "noised_loss" in row]
     assert row["loss"] > 0

@@ -125,7 +125,9 @@ def test_evaluate_predict_save_and_reload(observed, tmp_path):
 
 
 def test_a_released_loss_is_logged_and_the_statement_says_so(tmp_path):
-    trainer = tiny.trainer(tmp_path, release=["training_loss"], max_steps=1)
+    trainer = tiny.trainer(
+        tmp_path, release=["training_loss"], max_steps=1, expected_batch_size=40
+    )  # (of all rows: of none, it would be 0)
     output = trainer.train()
     assert trainer.state.log_history[0]["loss"] > 0
     assert output.training_loss > 0
