@@ -12,7 +12,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,7 @@ def outcomes(
 
     Args: env: more of the environment, by rank.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        port = _free_port()
+    with tempfile.TemporaryDirectory() as folder, held_port() as port:
         children = []
         sys.stdout.flush()
         sys.stderr.flush()
@@ -122,19 +122,23 @@ def _fsdp2(layer: str, state_dict: str) -> dict[str, str]:
     }  # fmt: skip
 
 
-def environment(rank: int, count: int) -> dict[str, str]:
+def environment(rank: int, count: int, port: int) -> dict[str, str]:
     """Return what torchrun sets for a process on this machine, and that it trains on the CPU."""
     return {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()), "ACCELERATE_USE_CPU": "true",
+        "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
     }  # fmt: skip
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A port that the system gives to nobody else meanwhile. As nobody listens here, whoever asks
+    to reuse addresses, as torch does, can listen on it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield int(held.getsockname()[1])
 
 
 def _run(
@@ -142,7 +146,7 @@ def _run(
 ) -> None:
     outcome = Outcome()
     try:
-        os.environ |= environment(rank, count) | {"MASTER_PORT": str(port)} | env
+        os.environ |= environment(rank, count, port) | env
         faulthandler.dump_traceback_later(0.9 * _LIMIT, file=sys.__stderr__)  # where it hangs
         PartialState._reset_state()
         AcceleratorState._reset_state(True)

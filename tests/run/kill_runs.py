@@ -36,7 +36,7 @@ from typing import Any
 import safetensors
 import tiny
 import torch
-from processes import environment
+from processes import environment, held_port
 from statements import comparison_by
 from transformers import BertForSequenceClassification, TrainerCallback
 
@@ -202,20 +202,20 @@ def attempt(
     if branch and resume and (found := checkpoints(folder)):
         resume = str(found[-1])
     own = [Shared() for _ in range(processes)]
-    launched = [environment(rank, processes) for rank in range(processes)]
-    children = []
-    for rank in range(processes):
-        pid = os.fork()
-        if not pid:
-            if processes > 1:
-                os.environ |= launched[rank] | {"MASTER_PORT": launched[0]["MASTER_PORT"]}
-            at = kill_at if rank == victim else None
-            os._exit(child(folder, config, own[rank], at, resume, rank))
-        children.append(pid)
-    if after is not None:
-        time.sleep(after)
-        os.kill(children[victim], signal.SIGKILL)
-    codes = _ended(children, victim)
+    with held_port() as port:
+        children = []
+        for rank in range(processes):
+            pid = os.fork()
+            if not pid:
+                if processes > 1:
+                    os.environ |= environment(rank, processes, port)
+                at = kill_at if rank == victim else None
+                os._exit(child(folder, config, own[rank], at, resume, rank))
+            children.append(pid)
+        if after is not None:
+            time.sleep(after)
+            os.kill(children[victim], signal.SIGKILL)
+        codes = _ended(children, victim)
     for name in ("let_out", "begun"):  # by whoever came farthest
         shared[name] += max(each[name] for each in own)
     shared["points"] = own[victim]["points"]
