@@ -115,5 +115,4 @@ def build_trainer(task: PretrainingArguments, args: TrainingArguments) -> Masked
         parts["train"],
         parts["test"],
         processing_class=tokenizer,
-        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
     )
