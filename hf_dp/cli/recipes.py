@@ -150,7 +150,6 @@ def trained_numbers(recipe: Recipe, peft: object) -> int:
     import transformers
 
     from hf_dp.tasks.models import architecture, freeze
-    from hf_dp.tuners.base import apply_peft
 
     task = recipe.get("task", DEFAULT_TASK)
     classes = {
@@ -168,5 +167,7 @@ def trained_numbers(recipe: Recipe, peft: object) -> int:
     freeze(model, recipe.get("freeze", ()))
     adapter = peft_config(peft)
     if adapter is not None:
+        from hf_dp.tuners.base import apply_peft
+
         model = apply_peft(model, adapter, torch.device("meta"))
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
