@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,20 +38,13 @@ from hf_dp.clipping.rounding import (
 # to keep a GPU busy.
 _BLOCK = {"cpu": 2**18, "cuda": 2**26}
 
+Part = TypeVar("Part")
 
-class MaskedEngine(ClippingEngine):
-    """A :class:`ClippingEngine` for the entries that a mask keeps.
 
-    Norms are taken over those entries alone, and sums are zero elsewhere. As there, an example is
-    removed if its gradient is not finite, even in an entry that does not train.
+class _PartialEngine(ClippingEngine, Generic[Part]):
+    """A :class:`ClippingEngine` that clips a part of some gradients, given by parameter name.
 
-    Args:
-        masks: by parameter name, of the parameter's shape, True where an entry trains; all entries
-            of a parameter without a mask train.
-
-    Raises:
-        InvalidArgumentError: a mask belongs to no trainable parameter or has another shape, or
-            clipping is neither ``"flat"`` nor ``"automatic"``.
+    Raises: InvalidArgumentError where clipping is neither ``"flat"`` nor ``"automatic"``.
     """
 
     clippings = ("flat", "automatic")
@@ -58,23 +52,37 @@ class MaskedEngine(ClippingEngine):
     def __init__(
         self,
         model: nn.Module,
-        masks: Mapping[str, Tensor],
+        parts: Mapping[str, Part],
         clipping_norm: float,
         clipping: str = "flat",
     ):
         super().__init__(model, clipping_norm, clipping)
-        self.masks = dict(masks)
+        self.parts = dict(parts)
+
+
+class MaskedEngine(_PartialEngine[Tensor]):
+    """A :class:`ClippingEngine` for the entries that a mask keeps.
+
+    Norms are taken over those entries alone, and sums are zero elsewhere. As there, an example is
+    removed if its gradient is not finite, even in an entry that does not train.
+
+    Args:
+        parts: masks of the parameters' shapes, True where an entry trains; all entries of a
+            parameter without a mask train.
+
+    Raises: InvalidArgumentError also for a mask of no trainable parameter or of another shape.
+    """
 
     def _begin(self) -> None:
-        for name, mask in self.masks.items():
+        for name, mask in self.parts.items():
             parameter = self._parameters.get(name)
             if parameter is None or parameter.shape != mask.shape:
-                raise invalid("masks", name, "to name a trainable parameter and to have its shape")
-        self._masked = {self._parameters[name]: mask for name, mask in self.masks.items()}
+                raise invalid("parts", name, "to name a trainable parameter and to have its shape")
+        self._masked = {self._parameters[name]: mask for name, mask in self.parts.items()}
 
     def collect(self) -> dict[str, Tensor]:
         sums = super().collect()
-        for name, mask in self.masks.items():
+        for name, mask in self.parts.items():
             # Not by a product: where nothing is clipped, a sum may be infinite.
             sums[name].masked_fill_(~mask, 0)
         return sums
@@ -154,42 +162,28 @@ class Carriers:
         return of_left @ self.right + self.left @ (of_right - self.left.mT @ of_left @ self.right)
 
 
-class LowRankEngine(ClippingEngine):
+class LowRankEngine(_PartialEngine[Carriers]):
     """A :class:`ClippingEngine` that clips and sums carriers' gradients in place of the weights'.
 
     ``collect()`` returns them as ``NAME.left_carrier`` (m, r) and ``NAME.right_carrier`` (r, n),
     and other parameters under their own names.
 
     Args:
-        carriers: by parameter name; each parameter must be a matrix.
+        parts: carriers of parameters that are matrices.
 
-    Raises:
-        InvalidArgumentError: carriers are given for something that is not a trainable matrix, or
-            clipping is neither ``"flat"`` nor ``"automatic"``.
+    Raises: InvalidArgumentError also for carriers of something that is not a trainable matrix.
     """
-
-    clippings = ("flat", "automatic")
-
-    def __init__(
-        self,
-        model: nn.Module,
-        carriers: Mapping[str, Carriers],
-        clipping_norm: float,
-        clipping: str = "flat",
-    ):
-        super().__init__(model, clipping_norm, clipping)
-        self.carriers = dict(carriers)
 
     def _begin(self) -> None:
         self._pairs: dict[nn.Parameter, tuple[nn.Parameter, nn.Parameter]] = {}
-        for name, each in self.carriers.items():
+        for name, each in self.parts.items():
             parameter = self._parameters.get(name)
             if parameter is None or parameter.shape != (len(each.left), each.right.shape[1]):
-                raise invalid("carriers", name, "to name a trainable matrix and to match its shape")
+                raise invalid("parts", name, "to name a trainable matrix and to match its shape")
             # These parameters hold no values. They are the keys under which the engine keeps the
             # carriers' norms and sums.
             dtype = accumulation_dtype(parameter.dtype)
-            each = self.carriers[name] = Carriers(each.left.to(dtype), each.right.to(dtype))
+            each = self.parts[name] = Carriers(each.left.to(dtype), each.right.to(dtype))
             pair = tuple(nn.Parameter(torch.empty_like(part)) for part in (each.left, each.right))
             self._pairs[parameter] = pair  # type: ignore[assignment]
             self._groups |= dict.fromkeys(pair, 0)
@@ -201,14 +195,14 @@ class LowRankEngine(ClippingEngine):
             for parameter, pair in self._pairs.items():
                 if parameter in uses:
                     projected = _project(
-                        uses.pop(parameter), self.carriers[names[parameter]], parameter.shape
+                        uses.pop(parameter), self.parts[names[parameter]], parameter.shape
                     )
                     uses |= {part: [use] for part, use in zip(pair, projected, strict=True)}
         return clip_and_add(clipped, uses, clipped.units(losses))
 
     def collect(self) -> dict[str, Tensor]:
         sums, found = self._sums, super().collect()
-        for name in self.carriers:
+        for name in self.parts:
             del found[name]
             for ending, part in zip(
                 (LEFT, RIGHT), self._pairs[self._parameters[name]], strict=True

@@ -283,9 +283,9 @@ def test_carriers_follow_the_historical_update():
 def test_bad_carriers_are_refused():
     _, model, by_name, _ = with_carriers("bert")
     name, each = next(iter(by_name.items()))
-    with pytest.raises(InvalidArgumentError, match="carriers.*nothing"):
+    with pytest.raises(InvalidArgumentError, match="parts.*nothing"):
         LowRankEngine(model, {"nothing": each}, 1.0).__enter__()
-    with pytest.raises(InvalidArgumentError, match="carriers"):
+    with pytest.raises(InvalidArgumentError, match="parts"):
         LowRankEngine(model, {name: Carriers(each.left[1:], each.right)}, 1.0).__enter__()
     with pytest.raises(InvalidArgumentError, match="rank.*at most"):
         RgpConfig(rank=1000, task_type="SEQ_CLS").weights(model)
