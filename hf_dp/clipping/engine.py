@@ -217,7 +217,28 @@ class ClippingEngine:
             "Call optimizer.zero_grad() after each step.",
             drop=False,
         )
-        clipped = ClippedSum(
+        clipped = self._clipped_sum(counted, rows_per_unit)
+        try:
+            # Products are float32 or better even if this call runs under autocast.
+            with torch.autocast(losses.device.type, enabled=False):
+                if unit_continues or self._large is not None:
+                    self._large = self._large or LargeUnit()
+                    clipped.backward(losses, self._large.add)
+                    if unit_continues:
+                        return losses.detach()[:0]
+                    clipped.given, self._large = self._large.uses(), None
+                norms = self._take(clipped, losses)
+        except BaseException:
+            self._spoiled = self._spoiled or clipped.adding or self._large is not None
+            raise
+        finally:
+            self._tape.forget_forward()
+        norms = norms.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
+        return norms if counted else norms[:0]
+
+    def _clipped_sum(self, counted: bool, rows_per_unit: int) -> ClippedSum:
+        """Return what one physical batch adds to the running sums."""
+        return ClippedSum(
             self._tape,
             self._groups,
             self.clipping,
@@ -236,23 +257,6 @@ class ClippingEngine:
             rows_per_unit=rows_per_unit,
             slack_cap=slack_cap(self.regrouped),
         )
-        try:
-            # Products are float32 or better even if this call runs under autocast.
-            with torch.autocast(losses.device.type, enabled=False):
-                if unit_continues or self._large is not None:
-                    self._large = self._large or LargeUnit()
-                    clipped.backward(losses, self._large.add)
-                    if unit_continues:
-                        return losses.detach()[:0]
-                    clipped.given, self._large = self._large.uses(), None
-                norms = self._take(clipped, losses)
-        except BaseException:
-            self._spoiled = self._spoiled or clipped.adding or self._large is not None
-            raise
-        finally:
-            self._tape.forget_forward()
-        norms = norms.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
-        return norms if counted else norms[:0]
 
     def _check_losses(self, losses: Tensor) -> None:
         if not self._restore:
