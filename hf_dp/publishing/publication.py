@@ -73,13 +73,7 @@ class Publication:
         scan = Scan(folder, base_model or _base_of_card(evidence), tokens)
         scan.refusals += refusals
         goes, stays = sort_files(folder)
-        files: dict[str, bytes | Path] = {}
-        for name in goes:
-            path = folder / name
-            try:
-                files[name] = path if path.suffix == ".safetensors" else path.read_bytes()
-            except OSError as error:
-                raise PublishError(f"A file of {folder} cannot be read ({error}).") from error
+        files = _contents(folder, goes)
         if not any(isinstance(each, Path) and name != _MASKS for name, each in files.items()):
             scan.refusals.append(
                 f"{folder} holds no model.safetensors and no adapter_model.safetensors. Name the "
@@ -156,6 +150,18 @@ class Publication:
                     "when nobody writes into the folder."
                 )
         return operations
+
+
+def _contents(folder: Path, names: Iterable[str]) -> dict[str, bytes | Path]:
+    """Read files by their names, except weights, whose paths stand for them."""
+    paths = {name: folder / name for name in names}
+    try:
+        return {
+            name: path if path.suffix == ".safetensors" else path.read_bytes()
+            for name, path in paths.items()
+        }
+    except OSError as error:
+        raise PublishError(f"A file of {folder} cannot be read ({error}).") from error
 
 
 def _base_of_card(evidence: Evidence | None) -> str | None:

@@ -59,23 +59,7 @@ def largest_physical_batch(
         missing, or the step fails; DataError for a longer row; DoesNotFitError.
     """
     _kept_free(run.device)
-    with untouched_generators():
-        made_up = run.engine_check.own_examples() or synthetic_examples(run.model)
-    example = max(map(own, made_up), key=numbers)
-    if (length is None) == bool(length_of(example)):
-        raise _validate.invalid(
-            LENGTH,
-            length,
-            "to be the number of tokens at which rows are truncated, or None for examples without",
-            "Set it: a length that was read from the rows would let the size tell of them.",
-        )
-    for name, leaf in run.training_data().looked_over.layout.leaves.items():
-        of_tokens = column(name).endswith("input_ids") or (name == "labels" and leaf.varying)
-        if length is not None and of_tokens and leaf.most[-1] > length:
-            raise DataError(
-                f"`{name}` of a row has {leaf.most[-1]} tokens, and the physical batch that fits "
-                f"is to be found for at most {length} ({LENGTH}). Truncate the rows, or raise it."
-            )
+    example = _made_up_example(run, length)
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
     expected = run.plan.expected_batch_size / run.processes.count
     most = min(math.ceil(expected + 6 * math.sqrt(expected)), run.plan.drawn_from)
@@ -123,6 +107,29 @@ def largest_physical_batch(
             ) from problem
 
     return -run.processes.largest(-run.processes.together(find))  # the smallest in any process
+
+
+def _made_up_example(run: PrivateRun, length: int | None) -> Example:
+    """Return an example to try steps with, after a look at whether all rows are of at most this
+    length. Raises: InvalidArgumentError when it is missing; DataError for a longer row."""
+    with untouched_generators():
+        made_up = run.engine_check.own_examples() or synthetic_examples(run.model)
+    example = max(map(own, made_up), key=numbers)
+    if (length is None) == bool(length_of(example)):
+        raise _validate.invalid(
+            LENGTH,
+            length,
+            "to be the number of tokens at which rows are truncated, or None for examples without",
+            "Set it: a length that was read from the rows would let the size tell of them.",
+        )
+    for name, leaf in run.training_data().looked_over.layout.leaves.items():
+        of_tokens = column(name).endswith("input_ids") or (name == "labels" and leaf.varying)
+        if length is not None and of_tokens and leaf.most[-1] > length:
+            raise DataError(
+                f"`{name}` of a row has {leaf.most[-1]} tokens, and the physical batch that fits "
+                f"is to be found for at most {length} ({LENGTH}). Truncate the rows, or raise it."
+            )
+    return example
 
 
 def _kept_free(device: torch.device) -> Tensor:
