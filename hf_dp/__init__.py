@@ -92,9 +92,8 @@ class _Waiting(MetaPathFinder):
         return spec
 
 
-# So that the Auto classes know hf_dp's models after ``import hf_dp``, which loads neither library.
+# So that PEFT knows hf_dp's adapters after ``import hf_dp``, which does not load it.
 _when_imported("peft", "hf_dp.tuners.adapter")
-_when_imported("transformers.models.auto.configuration_auto", "hf_dp.tasks.infilling_config")
 
 __all__ = ["__version__", *sorted(_HOMES)]  # noqa: PLE0604
 

@@ -70,6 +70,11 @@ _DECODER_ONLY = frozenset(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - fro
 )
 
 
+def is_decoder(config: object) -> bool:
+    """Return whether a configuration is that of a decoder without an encoder."""
+    return getattr(config, "model_type", None) in _DECODER_ONLY
+
+
 def base_model(model: nn.Module) -> nn.Module:
     """Return the transformers model inside a PEFT wrapper, or the model itself."""
     unwrap: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)
@@ -333,8 +338,9 @@ def with_position_ids(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, 
     base = base_model(model)
     if mask is None or mask.dim() != 2 or "position_ids" in inputs or bool(mask[:, 0].all()):
         return inputs
-    decoder_only = getattr(getattr(base, "config", None), "model_type", None) in _DECODER_ONLY
-    if not decoder_only or "position_ids" not in _forward_parameters(base):
+    if not is_decoder(getattr(base, "config", None)) or "position_ids" not in _forward_parameters(
+        base
+    ):
         raise UnsupportedModelError(
             f"Examples are padded on the left, and {type(base).__name__} would count padding, of "
             "which there is as much as the neighbors need. Set tokenizer.padding_side = 'right'."

@@ -60,6 +60,23 @@ def _bytes(special: list[str | AddedToken]) -> Tokenizer:
     return pieces
 
 
+_CHAT = (
+    "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+@cache
+def decoder() -> Any:
+    """A tokenizer as SmolLM2's: bytes, digits apart, a chat template, and padding that is the end
+    token."""
+    pieces = _bytes(["<|end|>", "<|start|>"])
+    splits = [pre_tokenizers.Digits(individual_digits=True), pieces.pre_tokenizer]
+    pieces.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    names = {"eos_token": "<|end|>", "pad_token": "<|end|>", "bos_token": "<|start|>"}
+    return hf.PreTrainedTokenizerFast(tokenizer_object=pieces, chat_template=_CHAT, **names)
+
+
 @cache
 def bert() -> Any:
     return hf.BertTokenizer(vocab=_word_pieces())

@@ -27,8 +27,8 @@ from hf_dp.clipping.gradients import PerExampleGradient
 from hf_dp.clipping.norms import ExampleNorms
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.losses import per_example_loss
-from hf_dp.tasks.infilling import InfillingForSequenceClassification
-from hf_dp.tasks.infilling_config import InfillingConfig
+from hf_dp.tasks.classification import labels_of
+from hf_dp.tasks.infilling import LabelWords, with_label_words
 
 Batch = dict[str, Tensor]
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -202,7 +202,8 @@ class Architecture:
                 labels = tokens.masked_fill(~chosen, IGNORED)
                 return {"input_ids": tokens.masked_fill(chosen, MASK), "labels": labels}
             case "infilling":  # where the text is long, label words stand beside the mask
-                tokens[:, length // 2] = MASK
+                masked = model.label_words.mask_token_id is not None
+                tokens[:, length // 2 if masked else -1] = MASK if masked else LAST_WORD
                 return {"input_ids": tokens, "labels": label}
             case "seq2seq":
                 start = torch.full((1, 1), model.config.decoder_start_token_id)
@@ -222,18 +223,25 @@ def _classifier(model_class: Any, config_class: Any, **fixed: Any) -> Architectu
     return Architecture(builder(model_class, config_class, **ENCODER | fixed), "classification")
 
 
-def _infilling_classifier(model_class: Any, config_class: Any, **fixed: Any) -> Architecture:
-    build = builder(model_class, config_class, **ENCODER | fixed)
+ONE_TOKEN, SEVERAL = [[7], [9], [11]], [[7], [9, 7], [9, 11, 7]]  # label words
+LAST_WORD = 8  # of a decoder's template
+
+
+def _by_words(base: Architecture, words: list[list[int]], mask: int | None) -> Architecture:
+    """The classifier, by these label words, of a language model."""
 
     def classifier(**options: Any) -> Any:
-        masked_lm = build(**options)
-        config = InfillingConfig(
-            base_config=masked_lm.config, label_word_ids=[7, 9, 11], mask_token_id=MASK, num_labels=LABELS,
-            attn_implementation=masked_lm.config._attn_implementation, pad_token_id=masked_lm.config.pad_token_id,
-        )  # fmt: skip
-        return InfillingForSequenceClassification(config, masked_lm).train()
+        model = base.build(**options)
+        model.config.update(labels_of(["a", "b", "c"]))
+        last = [] if mask is not None else [LAST_WORD]
+        return with_label_words(model, LabelWords("<S1> x", list("abc"), words, mask, last)).train()
 
-    return Architecture(classifier, "infilling")
+    return Architecture(classifier, "infilling", base.float32_inside)
+
+
+def _infilling_classifier(model_class: Any, config_class: Any, **fixed: Any) -> Architecture:
+    base = Architecture(builder(model_class, config_class, **ENCODER | fixed), "masked_lm")
+    return _by_words(base, ONE_TOKEN, MASK)
 
 
 def _language_model(model_class: Any, config_class: Any, **fixed: Any) -> Architecture:
@@ -317,6 +325,16 @@ INFILLING: dict[str, Architecture] = {
         float32_inside=True,
     ),
 }  # fmt: skip
+# Decoders that classify by a word of one token, or by words of several.
+DECODERS = ("gpt2_tied", "gpt2_untied", "opt", "llama", "qwen2", "qwen3_tied", "gemma2", "gpt_neox")
+INFILLING |= {
+    f"{name} one token": _by_words(ARCHITECTURES[name], ONE_TOKEN, None) for name in DECODERS
+}
+INFILLING |= {
+    f"{name} several": _by_words(ARCHITECTURES[name], SEVERAL, None)
+    for name in DECODERS
+    if name != "gemma2"  # which changes its logits after the head
+}
 
 
 def built(
@@ -334,7 +352,8 @@ def base_of(model: Any) -> nn.Module:
 
 
 def is_language_model(model: nn.Module) -> bool:
-    return type(model).__name__.endswith(("LMHeadModel", "ForCausalLM"))
+    writes = type(model).__name__.endswith(("LMHeadModel", "ForCausalLM"))
+    return writes and not hasattr(model, "label_words")  # with which it classifies
 
 
 # -- examples, and batches of them ---

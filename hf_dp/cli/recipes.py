@@ -149,6 +149,7 @@ def trained_numbers(recipe: Recipe, peft: object) -> int:
     import torch
     import transformers
 
+    from hf_dp.losses import is_decoder
     from hf_dp.tasks.models import architecture, freeze
 
     task = recipe.get("task", DEFAULT_TASK)
@@ -160,10 +161,15 @@ def trained_numbers(recipe: Recipe, peft: object) -> int:
     }
     if task not in classes:
         raise ConfigError(f"The task {task!r} trains without privacy: nothing to plan.")
-    kind = "AutoModelForMaskedLM" if recipe.get("infilling") else classes[task]
     advice = "Give --num-examples, --target-epsilon and --parameters instead of --config."
-    auto = getattr(transformers, kind)
-    model: nn.Module = architecture(recipe["model_name_or_path"], lambda config: auto, advice)
+
+    def auto(config: object) -> object:
+        kind = classes[task]
+        if recipe.get("infilling"):
+            kind = "AutoModelForCausalLM" if is_decoder(config) else "AutoModelForMaskedLM"
+        return getattr(transformers, kind)
+
+    model: nn.Module = architecture(recipe["model_name_or_path"], auto, advice)
     freeze(model, recipe.get("freeze", ()))
     adapter = peft_config(peft)
     if adapter is not None:

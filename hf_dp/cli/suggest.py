@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from hf_dp._arguments import argument
-from hf_dp.cli.config import LengthArguments, read_yaml
+from hf_dp.cli.config import DEFAULT_TASK, LengthArguments, read_yaml
 from hf_dp.cli.options import Parser, add_fields, taken
 from hf_dp.cli.recipes import (
     PlannedArguments,
@@ -29,7 +29,7 @@ from hf_dp.trainer.privacy_arguments import BudgetArguments
 from hf_dp.trainer.row_arguments import users_of
 
 if TYPE_CHECKING:
-    from hf_dp.planning import Forecast, Suggestion
+    from hf_dp.planning import Choice, Forecast, Suggestion
 
 EXAMPLES = """examples:
   hf-dp suggest --num_examples 67349 --target_epsilon 3
@@ -142,7 +142,41 @@ def _suggestion(
         found = dataclasses.replace(
             found, parameters=trained_numbers(recipe, found.settings["peft"])
         )
-    return found
+    return dataclasses.replace(found, choices=(*found.choices, *_label_words(recipe)))
+
+
+def _label_words(recipe: dict[str, Any]) -> list[Choice]:
+    """Return a template and label words for a recipe that classifies texts by a new head, whose
+    model and classes are named. They are made of these names; no row is read."""
+    names, model = recipe.get("class_names"), recipe.get("model_name_or_path")
+    of_texts = recipe.get("task", DEFAULT_TASK) == DEFAULT_TASK
+    if not (of_texts and names and model) or recipe.get("infilling"):
+        return []
+    from transformers import AutoConfig, AutoTokenizer
+
+    from hf_dp.losses import is_decoder
+    from hf_dp.planning import Choice
+    from hf_dp.tasks.sources import loading, resolve_model
+    from hf_dp.tasks.templates import propose
+
+    with loading(f"The tokenizer of {model!r}", "Give a Hub name, a folder or package:NAME."):
+        path = resolve_model(model)
+        tokenizer, causal = (
+            AutoTokenizer.from_pretrained(path),
+            is_decoder(AutoConfig.from_pretrained(path)),
+        )
+    if not causal and tokenizer.mask_token is None:
+        return []
+    texts = len(recipe.get("text_columns") or [""])
+    infilling = propose(tokenizer, names, texts, causal, recipe.get("label_column", "label"))
+    reason = (
+        "asking for a word that the base knows, here from the class names, needs no new weights; "
+        "see with `hf-dp eval --zero-shot` what it knows, and try other words (Li et al., section "
+        "3.2)"
+    )
+    if infilling.several_tokens:
+        reason += ". No single tokens were found: each text is read once for each class"
+    return [Choice("infilling", infilling.block, reason)]
 
 
 def _text(found: Suggestion, ahead: Forecast, recipe: dict[str, Any]) -> str:

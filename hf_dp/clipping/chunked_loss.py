@@ -225,17 +225,30 @@ def chunked_loss(head: nn.Linear, hidden: Tensor, labels: Tensor, ignored: int) 
         hidden: the head's inputs, (b, T, d).
         labels: (b, T); ``ignored`` where nothing is predicted.
     """
+    losses, labeled = token_losses(head, hidden, labels, ignored), labels != ignored
+    share = labeled.to(losses.dtype) / labeled.sum(1, keepdim=True).clamp_min(1)
+    return losses.mul(share).sum(1)
+
+
+def token_losses(head: nn.Linear, hidden: Tensor, labels: Tensor, ignored: int = -100) -> Tensor:
+    """Return each position's cross-entropy, (b, T); 0 where the label is ``ignored``.
+
+    Args: as of :func:`chunked_loss`.
+    """
     tape = tape_of(head)
     if tape is not None:
         tape.note_forward(head, "weight", "bias")
-    loss: Tensor = _ChunkedLoss.apply(hidden, head.weight, head.bias, labels, (head, tape, ignored))
-    return loss
+    losses: Tensor = _TokenLosses.apply(
+        hidden, head.weight, head.bias, labels, (head, tape, ignored)
+    )
+    return losses
 
 
 def _unsupported(why: str) -> UnsupportedLossError:
     return UnsupportedLossError(
-        f"`chunked_loss` needs a language model whose logits are a linear layer of its last hidden "
-        f"states, in one piece, but {why}. Set chunked_loss=False."
+        "`chunked_loss`, and label words of several tokens, need a language model whose logits are "
+        f"a linear layer of its last hidden states, in one piece, but {why}. Set "
+        "chunked_loss=False, or choose label words of one token."
     )
 
 
@@ -245,7 +258,7 @@ class _LossContext(Context, Protocol):
     dtype: torch.dtype
 
 
-class _ChunkedLoss(torch.autograd.Function):
+class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: _LossContext,
@@ -270,17 +283,15 @@ class _ChunkedLoss(torch.autograd.Function):
             lse = of_block if lse is None else torch.logaddexp(lse, of_block)
             target = picked if target is None else torch.where(block.inside, picked, target)
         assert lse is not None and target is not None
-        share = labeled.to(lse.dtype) / labeled.sum(1, keepdim=True).clamp_min(1)
-        losses = (lse - target[..., 0]).masked_fill_(~labeled, 0).mul_(share).sum(1)
-        ctx.save_for_backward(hidden, weight, bias, labels, lse, share)
-        return losses
+        ctx.save_for_backward(hidden, weight, bias, labels, lse, labeled)
+        return (lse - target[..., 0]).masked_fill_(~labeled, 0)
 
     @staticmethod
     def backward(ctx: _LossContext, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, lse, share = ctx.saved_tensors
+        hidden, weight, bias, labels, lse, labeled = ctx.saved_tensors
         tape = ctx.tape
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        scale, as_given = (grad_outputs[0][:, None] * share)[..., None], hidden.shape
+        scale, as_given = (grad_outputs[0] * labeled)[..., None], hidden.shape
         if tape is not None:  # every position is computed by itself: its unit's or example's
             unit = tape.rows_per_unit
             hidden, labels, lse, scale = (of_units(v, unit) for v in (hidden, labels, lse, scale))

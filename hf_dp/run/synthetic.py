@@ -68,13 +68,13 @@ def _texts(
     alone = []
     for length, target_length in zip(lengths, target_lengths, strict=True):
         ids = tokens[torch.randint(len(tokens), (1, length))]
-        if valid := getattr(base, "valid_input_ids", None):
-            ids = valid(ids)
         if isinstance(eos, int) and 0 <= eos < vocabulary:
             ids[:, :-1][ids[:, :-1] == eos] = ids[0, 0] if ids[0, 0] != eos else tokens[0]
             ids[:, -1] = eos  # some heads read its position
             if eos != pad and length == max(lengths):
                 ids[:, length // 2] = eos  # and some take rows with equal numbers of them only
+        if valid := getattr(base, "valid_input_ids", None):
+            ids = valid(ids)
         if task == "seq2seq_lm":
             labels = tokens[torch.randint(len(tokens), (1, target_length))]
         else:

@@ -147,6 +147,20 @@ def metrics(names: Sequence[str], classes: int) -> Callable[[EvalPrediction], di
     return compute
 
 
+def word_lines(prediction: EvalPrediction, names: Sequence[str]) -> list[str]:
+    """Return how the untrained words of the classes are calibrated: how often each is the most
+    probable and its mean probability, beside how many rows have its class."""
+    logits = np.asarray(prediction.predictions, np.float64)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    means = (weights / weights.sum(-1, keepdims=True)).mean(0)
+    chosen, there = logits.argmax(-1), np.asarray(prediction.label_ids)
+    return [
+        f"class {name}: its word is the likeliest in {np.mean(chosen == index):.1%} of the rows, "
+        f"with a mean probability of {means[index]:.3f}; {np.mean(there == index):.1%} have it"
+        for index, name in enumerate(names)
+    ]
+
+
 _MOST_ROWS, _MOST_NAMES = 10, 200  # that a message lists
 
 

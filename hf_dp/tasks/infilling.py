@@ -1,38 +1,56 @@
-"""Classify by filling in the missing word, with any masked language model (Li et al., section 3.2).
+"""Classify by filling in the missing word, with any language model (Li et al., section 3.2).
 
-The template and the mask come from the tokenizer (:mod:`hf_dp.tasks.templates`). The
-logits of the classes are those of their label words at the mask. No forward is copied: the
-masked-LM model of the base runs, its head gets the hidden state at the mask only, and its
-vocabulary projection is cut to the rows of the label words.
+The template and the mask come from the tokenizer (:mod:`hf_dp.tasks.templates`). A masked language
+model predicts the word in its mask's place, and a decoder after the last token. The logits of the
+classes are those of their label words there.
+
+The model stays the one of transformers, with the same names of parameters: it is saved, with an
+adapter or without one, as the checkpoint of a language model, which loads without hf_dp. Its
+configuration keeps the template and the words. No forward is copied: the language model runs, and
+only the hidden state in the missing word's place meets the output matrix, cut to the rows of the
+label words.
+
+Label words of several tokens (decoders only) have their whole probability: each text is read once
+for each class, followed by its word, and
+
+    score_k = sum_j log p(w_kj | text, w_k1 ... w_k,j-1)
+
+takes the place of a logit. For words of one token it differs from the logit by a constant of the
+text, which the softmax over classes does not see. The output matrix is met at the K words' tokens
+alone, by blocks of the vocabulary (:mod:`hf_dp.clipping.chunked_loss`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
+    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 
-from hf_dp._borrowed import attention_of
 from hf_dp.clipping import register_rule
+from hf_dp.clipping.chunked_loss import check_output, token_losses, without_logits
 from hf_dp.clipping.gradients import Lookups, positions
 from hf_dp.clipping.rounding import accumulation_dtype, outer_sums
 from hf_dp.clipping.rules.rule import Found, Use
 from hf_dp.errors import DataError, UnsupportedModelError
-from hf_dp.losses import register_model_class
+from hf_dp.losses import is_decoder, register_model_class, with_position_ids
 from hf_dp.tasks.classification import labels_of
-from hf_dp.tasks.infilling_config import InfillingConfig
-from hf_dp.tasks.templates import Infilling, label_word_ids, with_template
+from hf_dp.tasks.templates import Infilling, label_word_ids, last_words, with_template
 
 
 class LabelWordProjection(nn.Module):
@@ -76,55 +94,78 @@ def _gradients(use: Use, kept: Sequence[Tensor], output_grad: Tensor) -> Found:
     return found
 
 
-class InfillingForSequenceClassification(PreTrainedModel):
-    """A masked language model as a classifier: logits (b, K) of the label words at the mask.
+@dataclass(frozen=True)
+class LabelWords:
+    """What the configuration of an infilling classifier says (``config.label_words``).
 
-    Args: masked_lm: the base with its weights; newly initialized when not given.
+    Args:
+        template: as its tokenizer applies it.
+        words: the word of each class, in the order of their ids.
+        ids: the tokens of each word.
+        mask_token_id: the token in whose place the word is predicted; None for a decoder.
+        last_words: the tokens after the texts with which a decoder's template ends.
     """
 
-    config_class = InfillingConfig
-    base_model_prefix = "masked_lm"
-    main_input_name = "input_ids"
-    supports_gradient_checkpointing = True
-    _supports_sdpa = True
-    _supports_flash_attn = True
+    template: str
+    words: Sequence[str]
+    ids: Sequence[Sequence[int]]
+    mask_token_id: int | None = None
+    last_words: Sequence[int] = ()
 
-    def __init__(self, config: InfillingConfig, masked_lm: PreTrainedModel | None = None):
-        super().__init__(config)
-        self.masked_lm = (
-            AutoModelForMaskedLM.from_config(config.base_config) if masked_lm is None else masked_lm
-        )
-        head = self.masked_lm.get_output_embeddings()
-        if type(head) is not nn.Linear or self.masked_lm.base_model is self.masked_lm:
-            raise UnsupportedModelError(
-                f"The output embeddings of {type(self.masked_lm).__name__} are "
-                f"{type(head).__name__}, but nn.Linear was expected. Train a classification head "
-                "instead."
-            )
-        own = dict(head.named_parameters())
-        rows = LabelWordProjection(own["weight"], own.get("bias"), config.label_word_ids)
-        _replace(self.masked_lm, head, rows)
-        self.supports_gradient_checkpointing = self.masked_lm.supports_gradient_checkpointing
-        self.post_init()
+    @property
+    def one_token_each(self) -> bool:
+        """Return whether each word is one token."""
+        return all(len(each) == 1 for each in self.ids)
 
-    def forward(
+
+class LabelWordClassifier(PreTrainedModel):
+    """What :func:`with_label_words` adds to the class of a language model."""
+
+    label_words: LabelWords
+
+    def classify(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         **inputs: object,
     ) -> SequenceClassifierOutput:
-        """Return the logits, and a mean loss if labels, (b,), are given.
+        """Return the logits, (b, K), and a mean loss if labels, (b,), are given.
 
-        Each example of ``input_ids``, (b, T), has the mask token exactly once.
+        Raises: DataError for examples, of ``input_ids`` (b, T), without the template.
         """
-        if input_ids is None:
+        words = self.label_words
+        if input_ids is None and not (words.mask_token_id is None and words.one_token_each):
             raise DataError(
-                "Infilling needs `input_ids`, in which it finds the mask; prompt tuning replaces "
-                "them."
+                "Infilling with a mask, or with label words of several tokens, needs `input_ids`, "
+                "in which it finds its place; prompt tuning replaces them."
             )
-        self.check_tokens(input_ids)
-        where = (input_ids == self.config.mask_token_id).int().argmax(1)
+        if input_ids is not None:
+            self._check_batch(input_ids, attention_mask)
+        given = {"input_ids": input_ids, "attention_mask": attention_mask, **inputs}
+        given = {name: value for name, value in given.items() if value is not None}
+        given["return_dict"] = True
+        if not words.one_token_each:
+            logits = self._scores(cast("dict[str, Tensor]", given))
+        elif words.mask_token_id is None:
+            with self._last_alone(attention_mask):
+                logits = self._run(given).logits[:, 0]
+        else:
+            assert input_ids is not None
+            with self._mask_alone(input_ids == words.mask_token_id):
+                logits = self._run(given).logits[:, 0]
+        loss = None if labels is None else F.cross_entropy(logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+    def _run(self, inputs: Mapping[str, object]) -> Any:
+        """Run the language model itself."""
+        inputs = with_position_ids(self, cast("dict[str, Tensor]", dict(inputs)))
+        return super().forward(**inputs)
+
+    @contextmanager
+    def _mask_alone(self, masks: Tensor) -> Iterator[None]:
+        """Let the head of a masked language model get the hidden state at the mask alone."""
+        where = masks.int().argmax(1)
 
         def only_mask(module: nn.Module, args: object, output: BaseModelOutput) -> BaseModelOutput:
             hidden = output.last_hidden_state
@@ -133,35 +174,151 @@ class InfillingForSequenceClassification(PreTrainedModel):
             output.last_hidden_state = hidden.gather(1, index)
             return output
 
-        inputs["return_dict"] = True
-        with self.masked_lm.base_model.register_forward_hook(only_mask):
-            output = self.masked_lm(input_ids=input_ids, attention_mask=attention_mask, **inputs)
-        logits = output.logits[:, 0]
-        loss = None if labels is None else F.cross_entropy(logits, labels)
-        return SequenceClassifierOutput(
-            loss=loss,
-            logits=logits,
-            hidden_states=output.hidden_states,
-            attentions=output.attentions,
-        )
+        with self.base_model.register_forward_hook(only_mask):
+            yield
+
+    @contextmanager
+    def _last_alone(self, attention_mask: Tensor | None, count: int = 1) -> Iterator[None]:
+        """Let a decoder's head get the hidden states at the last ``count`` attended tokens alone.
+
+        They are counted from the right: virtual tokens may stand on the left."""
+
+        def only_last(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            hidden = args[0]
+            end = torch.full((len(hidden),), hidden.shape[1], device=hidden.device)
+            if attention_mask is not None:
+                end = end - attention_mask.flip(1).int().argmax(1)
+            index = end[:, None] - count + torch.arange(count, device=hidden.device)
+            return (hidden.gather(1, index[..., None].expand(-1, -1, hidden.shape[2])),)
+
+        with cast(nn.Module, self.get_output_embeddings()).register_forward_pre_hook(only_last):
+            yield
+
+    def _scores(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the log-probability of each class's word after each text, (b, K)."""
+        ids = [
+            torch.tensor(each, device=inputs["input_ids"].device) for each in self.label_words.ids
+        ]
+        head = cast(nn.Linear, self.get_output_embeddings())
+        at_words = []
+        for word in ids:
+            more = _continued(inputs, word[:-1])
+            with self._last_alone(more["attention_mask"], len(word)), without_logits(head) as found:
+                output = self._run(more)
+            at_words.append(check_output(self, found, output.logits))
+        hidden, tokens = torch.cat(at_words, 1), torch.cat(ids)
+        losses = token_losses(head, hidden, tokens.expand(len(hidden), -1))
+        parts = losses.split([len(word) for word in ids], 1)
+        return -torch.stack([part.sum(1) for part in parts], 1)
+
+    def _check_batch(self, input_ids: Tensor, attention_mask: Tensor | None) -> None:
+        """Raise DataError for token ids (b, T) without the template."""
+        words = self.label_words
+        if words.mask_token_id is not None:
+            self.check_tokens(input_ids)
+            return
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if mask.shape != input_ids.shape:  # with a prefix
+            mask = mask[:, -input_ids.shape[1] :]
+        count = len(words.last_words)
+        end = input_ids.shape[1] - mask.flip(1).int().argmax(1)
+        index = end[:, None] - count + torch.arange(count, device=end.device)
+        if bool((index < 0).any()):
+            self._refuse()
+        self.check_tokens(input_ids.gather(1, index))
 
     def check_tokens(self, input_ids: Tensor) -> None:
-        """Raise DataError for token ids (..., T) with other than one mask token."""
-        counts = (input_ids == self.config.mask_token_id).sum(-1)
-        if not bool((counts == 1).all()):
-            raise DataError(
-                f"Expected the mask token exactly once in each example, got {counts.tolist()} of "
-                "them. Encode texts with the tokenizer saved beside this model, which puts them "
-                f"into its template {self.config.template!r}, as one text or as a pair, and leave "
-                "out texts that hold the mask token themselves."
-            )
+        """Raise DataError for attended token ids (..., T) with other than one mask token, or, of a
+        decoder, with other last tokens than those of the template."""
+        words = self.label_words
+        if words.mask_token_id is not None:
+            right = (input_ids == words.mask_token_id).sum(-1) == 1
+        else:
+            last = torch.tensor(list(words.last_words), dtype=input_ids.dtype).to(input_ids.device)
+            there = input_ids[..., input_ids.shape[-1] - len(last) :]
+            right = torch.tensor(there.shape[-1] == len(last)) and (there == last).all(-1)
+        if not bool(right.all()):
+            self._refuse()
+
+    def _refuse(self) -> None:
+        words = self.label_words
+        expected = (
+            f"to end with {words.template!r}, whose last tokens are {list(words.last_words)}"
+            if words.mask_token_id is None
+            else "to have the mask token exactly once"
+        )
+        raise DataError(
+            f"Expected each example {expected}. The place of the missing word is lost otherwise. "
+            "Encode texts with the tokenizer saved beside this model, which puts them into its "
+            f"template {words.template!r}, as one text or as a pair, cuts the texts alone, and "
+            "leave out texts that hold the mask token themselves."
+        )
 
     def valid_input_ids(self, input_ids: Tensor) -> Tensor:
         """Make random token ids (b, T) acceptable. Each example gets the mask token at a random
-        place and nowhere else."""
-        mask = self.config.mask_token_id
-        input_ids = torch.where(input_ids == mask, self.config.label_word_ids[0], input_ids)
+        place and nowhere else, or the last words of a decoder's template."""
+        words = self.label_words
+        mask, last = words.mask_token_id, torch.tensor(list(words.last_words), dtype=torch.long)
+        if mask is None:
+            kept = input_ids[..., : max(0, input_ids.shape[-1] - len(last))]
+            return torch.cat([kept, last.expand(*kept.shape[:-1], -1)], -1)
+        input_ids = torch.where(input_ids == mask, words.ids[0][0], input_ids)
         return input_ids.scatter(1, torch.randint(input_ids.shape[1], (len(input_ids), 1)), mask)
+
+
+def _continued(inputs: dict[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
+    """Return inputs of a decoder with some tokens after the last attended one of each example."""
+    ids = inputs["input_ids"]
+    mask = inputs.get("attention_mask", torch.ones_like(ids))
+    more, count = dict(inputs, attention_mask=mask), len(tokens)
+    end = ids.shape[1] - mask.flip(1).int().argmax(1, keepdim=True)
+    index = end + torch.arange(count, device=ids.device)
+    new = {"input_ids": tokens.expand(len(ids), -1), "attention_mask": torch.ones_like(index)}
+    if (places := inputs.get("position_ids")) is not None:
+        new["position_ids"] = places.gather(1, end - 1) + 1 + torch.arange(count).to(ids.device)
+    for name, values in new.items():
+        more[name] = F.pad(more[name], (0, count)).scatter(1, index, values.to(more[name].dtype))
+    return more
+
+
+def _class_of(base: type[PreTrainedModel]) -> type[LabelWordClassifier]:
+    """Return a class of the same name, so that a saved configuration names a class of transformers.
+
+    It has the signature of ``base``, from which Trainer knows the columns that a model takes."""
+
+    @functools.wraps(base.forward)
+    def forward(self: LabelWordClassifier, *args: Any, **inputs: Any) -> SequenceClassifierOutput:
+        return self.classify(*args, **inputs)
+
+    names = {
+        "forward": forward,
+        "config_class": base.config_class,
+        "__module__": base.__module__,
+        "__doc__": LabelWordClassifier.__doc__,
+    }
+    return type(base.__name__, (LabelWordClassifier, base), names)
+
+
+def with_label_words(model: PreTrainedModel, words: LabelWords) -> LabelWordClassifier:
+    """Make a classifier of a language model, in place, and return it. Its logits are (b, K).
+
+    Raises: UnsupportedModelError for a head that is no linear layer.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear or model.base_model is model:
+        raise UnsupportedModelError(
+            f"The output embeddings of {type(model).__name__} are {type(head).__name__}, but "
+            "nn.Linear was expected. Train a classification head instead."
+        )
+    if words.one_token_each:
+        own = dict(head.named_parameters())
+        ids = [token for (token,) in words.ids]
+        _replace(model, head, LabelWordProjection(own["weight"], own.get("bias"), ids))
+    model.__class__ = _class_of(type(model))
+    made = cast(LabelWordClassifier, model)
+    made.label_words = words
+    made.config.label_words = asdict(words)
+    return made
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
@@ -175,39 +332,43 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 def load_infilling(
     name: str, tokenizer: PreTrainedTokenizerBase, infilling: Infilling, class_names: Sequence[str]
-) -> tuple[InfillingForSequenceClassification, PreTrainedTokenizerFast]:
-    """Return a masked language model as a classifier, and its tokenizer with the template."""
+) -> tuple[LabelWordClassifier, PreTrainedTokenizerFast]:
+    """Return a language model as a classifier, and its tokenizer with the template."""
+    causal = is_decoder(AutoConfig.from_pretrained(name))
+    infilling = infilling.for_base(tokenizer, causal)
     ids = label_word_ids(tokenizer, infilling, class_names)
-    masked_lm, info = AutoModelForMaskedLM.from_pretrained(name, output_loading_info=True)
+    auto = AutoModelForCausalLM if causal else AutoModelForMaskedLM
+    loaded: Any = auto.from_pretrained(name, output_loading_info=True)
+    model, info = loaded
     if info["missing_keys"]:
         raise DataError(
-            f"The checkpoint {name!r} has no trained masked-LM head, so no word can be read off "
-            "it. Use a masked language model, continue this one's pretraining "
+            f"The checkpoint {name!r} has no trained head of a language model, so no word can be "
+            "read off it. Use a language model, continue this one's pretraining "
             "(recipes/pretraining/masked_lm.py), or leave `infilling` out to train a "
             "classification head."
         )
-    # It may be a path, and would be published with the configuration.
-    masked_lm.config.name_or_path = ""
-    config_class: Any = InfillingConfig
-    config = config_class(
-        base_config=masked_lm.config,
-        label_word_ids=ids,
-        label_words=[infilling.label_words[name] for name in class_names],
-        mask_token_id=tokenizer.mask_token_id,
-        template=infilling.template.text,
-        pad_token_id=tokenizer.pad_token_id,
-        **labels_of(class_names),
-        pretraining_sources=getattr(masked_lm.config, "pretraining_sources", None),
-        # Unset, it would also be reset in the configuration of the base.
-        attn_implementation=attention_of(masked_lm.config),
+    model.config.update(labels_of(class_names))
+    template = infilling.template
+    words = LabelWords(
+        template.text,
+        [infilling.label_words[name] for name in class_names],
+        ids,
+        None if causal else tokenizer.mask_token_id,
+        last_words(tokenizer, template) if causal else (),
     )
-    config.name_or_path = name
-    return InfillingForSequenceClassification(config, masked_lm), with_template(
-        tokenizer, infilling.template
-    )
+    return with_label_words(model, words), with_template(tokenizer, template, causal)
 
 
-register_model_class(InfillingForSequenceClassification, "sequence_classification")
-AutoModelForSequenceClassification.register(
-    InfillingConfig, InfillingForSequenceClassification, exist_ok=True
-)
+def load_trained(folder: str) -> tuple[LabelWordClassifier, PreTrainedTokenizerBase] | None:
+    """Return a saved infilling classifier and its tokenizer; None where ``folder`` has another
+    model."""
+    config = AutoConfig.from_pretrained(folder)
+    kept = getattr(config, "label_words", None)
+    if kept is None:
+        return None
+    auto = AutoModelForCausalLM if is_decoder(config) else AutoModelForMaskedLM
+    model = auto.from_pretrained(folder)
+    return with_label_words(model, LabelWords(**kept)), AutoTokenizer.from_pretrained(folder)
+
+
+register_model_class(LabelWordClassifier, "sequence_classification")

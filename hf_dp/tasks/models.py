@@ -62,7 +62,8 @@ class ModelArguments(StartArguments):
         None,
         "Classify by filling in a word: sst2, mnli, qnli or qqp for the papers' "
         "templates; in YAML also {template: '<S1> It was [MASK] .', label_words: {negative: "
-        "terrible, positive: great}}. Default: a new head.",
+        "terrible, positive: great}}. A decoder's template ends where the word is missing; for it "
+        "there are also chat_template: true and several_tokens: true. Default: a new head.",
     )
 
 

@@ -2,19 +2,23 @@
 
 A template becomes part of a tokenizer, which adds its words and mask as it adds ``[CLS]``: after
 truncation, which therefore shortens the texts and never the template, and the mask is there exactly
-once whatever the texts say. A stock ``pipeline`` on raw text gives what training saw.
+once whatever the texts say. Raw text given to the saved tokenizer becomes what training saw.
+
+A decoder has no mask. Its template ends where the word is missing.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hf_dp._validate import invalid, one_of
-from hf_dp.errors import DataError
+from hf_dp.errors import DataError, InvalidArgumentError
 
 if TYPE_CHECKING:
     from tokenizers.processors import TemplateProcessing
@@ -27,22 +31,44 @@ _MARKERS = re.compile("|".join(map(re.escape, (MASK, *TEXTS))))
 
 @dataclass(frozen=True)
 class Template:
-    """A sentence with places for one or two texts and a missing word: ``<S1> It was [MASK] .``."""
+    """A sentence with places for one or two texts and a missing word: ``<S1> It was [MASK] .``.
+
+    Without ``[MASK]`` the word is missing at the end, after a space unless white space is there.
+    """
 
     text: str
     pieces: tuple[str, ...] = field(init=False)  # markers and the words between them, spaces kept
 
     def __post_init__(self) -> None:
-        markers = sorted(_MARKERS.findall(str(self.text)))
-        if markers not in ([TEXTS[0], MASK], [*TEXTS, MASK]):
-            expected = f"to hold {MASK} and <S1> exactly once, and <S2> at most once"
+        text = str(self.text)
+        if not self.names_its_place:
+            text += MASK if text[-1:].isspace() else f" {MASK}"
+        if sorted(_MARKERS.findall(text)) not in ([TEXTS[0], MASK], [*TEXTS, MASK]):
+            expected = f"to hold <S1> exactly once, and {MASK} and <S2> at most once"
             advice = (
-                f"Write it like '<S1> It was {MASK} .': {MASK} becomes the tokenizer's own mask "
-                "token, <S1> is the first text column and <S2> the second."
+                f"Write it like '<S1> It was {MASK} .' for a masked language model or "
+                "'Review: <S1>\\nSentiment:' for a decoder: the word is missing at the mask or the "
+                "end, <S1> is the first text column and <S2> the second."
             )
             raise invalid("template", self.text, expected, advice)
-        pieces = [piece for piece in re.split(f"({_MARKERS.pattern})", self.text) if piece]
+        pieces = [piece for piece in re.split(f"({_MARKERS.pattern})", text) if piece]
         object.__setattr__(self, "pieces", tuple(pieces))
+
+    @property
+    def names_its_place(self) -> bool:
+        """Return whether ``[MASK]`` says where the word is missing."""
+        return MASK in str(self.text)
+
+    def check(self, causal: bool) -> None:
+        """Raise InvalidArgumentError if a decoder (``causal``), or a masked language model, cannot
+        predict a word where it is missing."""
+        if causal and self.pieces[-1] != MASK:
+            expected = "to end where the word is missing: a decoder has read nothing after it"
+            advice = f"Leave out {self.pieces[-1]!r}, or use a masked language model."
+            raise invalid("template", self.text, expected, advice)
+        if not causal and not self.names_its_place:
+            expected = f"to hold {MASK}, where a masked language model fills in the word"
+            raise invalid("template", self.text, expected, f"Write it like '<S1> It was {MASK} .'.")
 
     @property
     def texts(self) -> int:
@@ -50,12 +76,23 @@ class Template:
         return sum(piece in TEXTS for piece in self.pieces)
 
 
+_OPTIONS = ("chat_template", "several_tokens")
+
+
 @dataclass(frozen=True)
 class Infilling:
-    """A template and, for each class by name, the word that stands for it."""
+    """A template and, for each class by name, the word that stands for it.
+
+    Args:
+        chat_template: put the template into the tokenizer's chat template, as the user's message;
+            the word is the beginning of the answer.
+        several_tokens: allow a decoder words of several tokens.
+    """
 
     template: Template
     label_words: Mapping[str, str]
+    chat_template: bool = False
+    several_tokens: bool = False
 
     def __post_init__(self) -> None:
         words = self.label_words
@@ -74,6 +111,9 @@ class Infilling:
         object.__setattr__(
             self, "label_words", {str(name): word.strip() for name, word in words.items()}
         )
+        for name in _OPTIONS:
+            if not isinstance(value := getattr(self, name), bool):
+                raise invalid(name, value, "to be true or false", "Leave it out for false.")
 
     @classmethod
     def of(cls, value: object) -> Infilling:
@@ -81,15 +121,46 @@ class Infilling:
         (``"sst2"``), or ``{template: ..., label_words: {...}}``."""
         if isinstance(value, str):
             return GLUE[one_of("infilling", value, GLUE)]
-        if not isinstance(value, Mapping) or set(value) != {"template", "label_words"}:
+        required = {"template", "label_words"}
+        if not isinstance(value, Mapping) or set(value) - set(_OPTIONS) != required:
             raise invalid(
                 "infilling",
                 value,
-                f"to be one of {sorted(GLUE)}, or to have the keys `template` and `label_words`",
+                f"to be one of {sorted(GLUE)}, or to have the keys `template` and `label_words`, "
+                f"and of {', '.join(_OPTIONS)} those that you want",
                 "For example {template: '<S1> It was [MASK] .', label_words: {negative: terrible, "
                 "positive: great}}.",
             )
-        return cls(Template(value["template"]), value["label_words"])
+        options = {name: value[name] for name in _OPTIONS if name in value}
+        return cls(Template(value["template"]), value["label_words"], **options)
+
+    @property
+    def block(self) -> dict[str, object]:
+        """Return this as a recipe has it."""
+        options = {name: True for name in _OPTIONS if getattr(self, name)}
+        words = dict(self.label_words)
+        return {"template": self.template.text, "label_words": words, **options}
+
+    def for_base(self, tokenizer: PreTrainedTokenizerBase, causal: bool) -> Infilling:
+        """Return the template as a base reads it: checked, and in its chat template if so asked.
+
+        Raises: InvalidArgumentError, DataError.
+        """
+        require_template_tokenizer(tokenizer, causal)
+        self.template.check(causal)
+        if not causal:
+            for name in _OPTIONS:
+                if getattr(self, name):
+                    raise invalid(name, True, "to be left out: it is for decoders", "Remove it.")
+        if not self.chat_template:
+            return self
+        if not tokenizer.chat_template:
+            expected = "to be left out for a tokenizer that has no chat template"
+            raise invalid("chat_template", True, expected, "Remove it, or choose a chat model.")
+        asked = "".join(self.template.pieces[:-1]).rstrip(" ")
+        message = [{"role": "user", "content": asked}]
+        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        return dataclasses.replace(self, template=Template(str(text)), chat_template=False)
 
 
 # Li et al., Table 10 (after Gao et al., 2020), by GLUE's names of tasks and classes.
@@ -110,11 +181,17 @@ GLUE: dict[str, Infilling] = {
 
 def label_word_ids(
     tokenizer: PreTrainedTokenizerBase, infilling: Infilling, class_names: Sequence[str]
-) -> list[int]:
-    """Return, for each class, the token of its label word as it reads in place of the mask. In
-    byte-level vocabularies that is ``" great"``, with its space. ``tokenizer`` is that of the base,
-    without the template."""
-    require_mask_token(tokenizer)
+) -> list[list[int]]:
+    """Return, for each class, the tokens of its label word as it reads in the missing place. In
+    byte-level vocabularies that is ``" great"``, with its space.
+
+    Args:
+        tokenizer: that of the base, without the template.
+        infilling: as :meth:`Infilling.for_base` returns it.
+
+    Raises: DataError for classes without a word; InvalidArgumentError for words of several tokens
+        where one is expected, and for classes with the same word.
+    """
     words = infilling.label_words
     if set(words) != set(class_names):
         missing = [name for name in class_names if name not in words]
@@ -124,45 +201,101 @@ def label_word_ids(
             f"{others}. Write one word for each class, by the names that `class_names` or the file "
             "declare."
         )
-    ids = [_one_token(tokenizer, infilling.template, words[name]) for name in class_names]
-    if len(set(ids)) < len(ids):
+    several = infilling.several_tokens
+    ids = [_word_tokens(tokenizer, infilling.template, words[n], several) for n in class_names]
+    if len({tuple(each) for each in ids}) < len(ids):
         expected = "to have words that this tokenizer reads as different tokens"
         raise invalid("label_words", dict(words), expected, "Choose another word.")
     return ids
 
 
-def _one_token(tokenizer: PreTrainedTokenizerBase, template: Template, word: str) -> int:
-    """Return the token of the word in the sentence that it completes, its space included.
+def _word_tokens(
+    tokenizer: PreTrainedTokenizerBase, template: Template, word: str, several: bool = False
+) -> list[int]:
+    """Return the tokens of the word in the sentence that it completes, its space included.
 
     Placeholder words stand for the texts. Reading the word alone, or after some other word, would
     not do: "no" after a quotation mark is the token "no", and after a letter the end of another
     word.
     """
-    place = template.pieces.index(MASK)
-    filled = ["a" if piece in TEXTS else piece for piece in template.pieces]
+    pieces = template.pieces
+    place = pieces.index(MASK)
+    filled = ["a" if piece in TEXTS else piece for piece in pieces]
     before, after = "".join(filled[:place]), "".join(filled[place + 1 :])
     first, end = len(before.rstrip(" ")), len(before) + len(word)
     found = _tokens(tokenizer, before + word + after, len(before), end)
+    ids = [token for token, *_ in found]
     grown = any(start < first or stop > end for _, start, stop in found)
-    if grown or len(found) != 1 or found[0][0] == tokenizer.unk_token_id:
-        tokens = tokenizer.convert_ids_to_tokens([token for token, *_ in found])
-        expected = f"to be one token where the mask stands, where it is {tokens}"
-        raise invalid("label_words", word, expected, "Choose another word.")
-    return found[0][0]
+    if grown or (len(ids) > 1 and not several) or not ids or tokenizer.unk_token_id in ids:
+        tokens = tokenizer.convert_ids_to_tokens(ids)
+        expected = f"to be one token where the word is missing, where it is {tokens}"
+        advice = "Choose another word."
+        if place == len(pieces) - 1:
+            advice += (
+                " Or, with a decoder, set several_tokens: true, which reads each text once for "
+                "each class."
+            )
+        raise invalid("label_words", word, expected, advice)
+    return ids
 
 
-def require_mask_token(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise DataError if a tokenizer has no mask token, or no fast implementation."""
+def propose(
+    tokenizer: PreTrainedTokenizerBase,
+    class_names: Sequence[str],
+    texts: int,
+    causal: bool,
+    column: str = "label",
+) -> Infilling:
+    """Return a template and label words made of the names of the classes, to begin with.
+
+    Classes of Table 10 get its words, for a masked language model. Others are called by their name
+    or, where that is no single token, by the longest word of it that is.
+
+    Args: texts: 1 or 2. column: what the classes are, in a word, for the template.
+    Raises: DataError naming the classes without a word.
+    """
+    known = [each for each in GLUE.values() if set(each.label_words) == set(class_names)]
+    if known and not causal and known[0].template.texts == texts:
+        return known[0]
+    feelings = {"negative", "positive"} <= {name.lower() for name in class_names}
+    kind = "Sentiment" if feelings else column.replace("_", " ").capitalize()
+    template = Template(
+        ("Text: <S1>\n" if texts == 1 else "First: <S1>\nSecond: <S2>\n") + f"{kind}:"
+        if causal
+        else f"{'<S1>' if texts == 1 else '<S1> <S2>'} {kind}: {MASK} ."
+    )
+    whole = {name: re.sub(r"[\W_]+", " ", name).strip() for name in class_names}
+    found: dict[str, tuple[str, list[int]]] = {}
+    for name, words in whole.items():
+        for word in [words, *sorted(words.split(), key=len, reverse=True)]:
+            with suppress(InvalidArgumentError):
+                ids = _word_tokens(tokenizer, template, word)
+                if ids not in [others for _, others in found.values()]:
+                    found[name] = word, ids
+                    break
+    if lost := [name for name in class_names if name not in found]:
+        if causal:
+            return Infilling(template, whole, several_tokens=True)
+        raise DataError(
+            f"No word of the class names {lost} is one token of {type(tokenizer).__name__} that "
+            "stands for no other class. Write `infilling` by hand, with a word for each class."
+        )
+    return Infilling(template, {name: word for name, (word, _) in found.items()})
+
+
+def require_template_tokenizer(tokenizer: PreTrainedTokenizerBase, causal: bool) -> None:
+    """Raise DataError if a tokenizer has no fast implementation, or, unless it is that of a decoder
+    (``causal``), no mask token."""
     missing = (
         "fast implementation, which infilling needs to keep the template in the tokenizer"
         if not tokenizer.is_fast
         else "mask token, so no word can be missing from a template"
     )
-    if not tokenizer.is_fast or tokenizer.mask_token_id is None:
+    if not tokenizer.is_fast or (not causal and tokenizer.mask_token_id is None):
         raise DataError(
             f"{type(tokenizer).__name__} has no {missing}. Use a masked language model (BERT, "
-            "RoBERTa, DeBERTa, ELECTRA, ModernBERT), or leave `infilling` out to train a "
-            "classification head."
+            "RoBERTa, DeBERTa, ELECTRA, ModernBERT) or a decoder (GPT-2, Llama, Qwen, OPT), or "
+            "leave `infilling` out to train a classification head."
         )
 
 
@@ -171,34 +304,37 @@ _COPIED = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls"
 
 
 def with_template(
-    tokenizer: PreTrainedTokenizerBase, template: Template
+    tokenizer: PreTrainedTokenizerBase, template: Template, causal: bool = False
 ) -> PreTrainedTokenizerFast:
     """Return a tokenizer that puts one text (or a pair) into ``template``.
 
-    It still does so when it is saved and loaded by ``AutoTokenizer``. All tokens are of type 0,
-    since the template makes one sentence of them. Given the other number of texts, the tokenizer
-    adds no mask, which the model refuses.
+    It still does so when it is saved and loaded by ``AutoTokenizer``. White space around a text is
+    left out. All tokens are of type 0, since the template makes one sentence of them. Given the
+    other number of texts, the tokenizer leaves the template out, which the model refuses.
     """
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    require_mask_token(tokenizer)
-    if any(tokenizer.mask_token in piece for piece in template.pieces if piece not in _SLOTS):
+    require_template_tokenizer(tokenizer, causal)
+    words = [piece for piece in template.pieces if piece not in _SLOTS]
+    if not causal and any(tokenizer.mask_token in piece for piece in words):
         own = tokenizer.mask_token
         expected = f"to hold the mask as {MASK} alone, and it holds this tokenizer's {own} as well"
         raise invalid("template", template.text, expected, "Leave that out.")
-    backend = Tokenizer.from_str(json.dumps(_prepared(tokenizer, template)))
-    backend.post_processor = _post_processor(tokenizer, template)
-    return PreTrainedTokenizerFast(
+    backend = Tokenizer.from_str(json.dumps(_prepared(tokenizer, template, causal)))
+    backend.post_processor = _post_processor(tokenizer, template, causal)
+    made = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         split_special_tokens=True,
-        add_prefix_space=_needs_prefix(template),
         model_max_length=tokenizer.model_max_length,
         padding_side=tokenizer.padding_side,
         truncation_side=tokenizer.truncation_side,
         model_input_names=list(tokenizer.model_input_names),
         **{name: token for name in _COPIED if (token := getattr(tokenizer, name)) is not None},
     )
+    if made.pad_token is None:  # nothing attends to padding
+        made.pad_token = made.eos_token
+    return made
 
 
 def template_words(tokenizer: PreTrainedTokenizerBase, words: str, after: str | None) -> list[int]:
@@ -207,20 +343,27 @@ def template_words(tokenizer: PreTrainedTokenizerBase, words: str, after: str | 
     A space at their end belongs to what follows, a text or the missing word: tokens of byte-level
     and SentencePiece vocabularies carry the space before them. After a text they read as after any
     word ("?" as in "a?"). Words that would merge with it ("s" to "as") stay apart from it, as after
-    the mask.
+    the mask, or at the start where there is no mask.
 
     Args: after: what stands before the words: the mask, a text, or None at the start.
     """
     words = words.rstrip(" ")
     if not words:
         return []
-    mask = str(tokenizer.mask_token)
-    before = {None: [""], MASK: [mask]}.get(after, ["a", mask])
+    apart = tokenizer.mask_token or ""
+    before = {None: [""], MASK: [apart]}.get(after, ["a", apart])
     for each in before:
         found = _tokens(tokenizer, each + words, len(each), len(each + words))
         if all(begin >= len(each) for _, begin, _ in found):  # no token lies on both sides
             return [token for token, _, _ in found]
     return []
+
+
+def last_words(tokenizer: PreTrainedTokenizerBase, template: Template) -> list[int]:
+    """Return token ids of the words with which a decoder's template ends; none after a text."""
+    *_, before, last, mask = (None, None, *template.pieces)
+    assert mask == MASK
+    return [] if last in TEXTS or last is None else template_words(tokenizer, last, before)
 
 
 def _tokens(
@@ -232,13 +375,12 @@ def _tokens(
     return [(token, begin, end) for token, (begin, end) in pairs if end > start and begin < stop]
 
 
-def _post_processor(tokenizer: PreTrainedTokenizerBase, template: Template) -> TemplateProcessing:
+def _post_processor(
+    tokenizer: PreTrainedTokenizerBase, template: Template, causal: bool
+) -> TemplateProcessing:
     from tokenizers.processors import TemplateProcessing
 
-    special = {"mask": [tokenizer.mask_token_id]}
-    for name, attribute in (("start", "cls_token_id"), ("end", "sep_token_id")):
-        if (token := getattr(tokenizer, attribute)) is not None:
-            special[name] = [token]
+    special: dict[str, list[int]] = {} if causal else {"mask": [tokenizer.mask_token_id]}
     filled = []
     for place, piece in enumerate(template.pieces):
         if piece in _SLOTS:
@@ -246,6 +388,7 @@ def _post_processor(tokenizer: PreTrainedTokenizerBase, template: Template) -> T
         elif ids := template_words(tokenizer, piece, template.pieces[place - 1] if place else None):
             filled.append(f"words{place}")
             special[f"words{place}"] = ids
+    special |= _around(tokenizer, causal, special.get(filled[0], []))
     plain = ["$A"] if template.texts == 2 else ["$A", "end", "$B"]
     layouts = {template.texts: filled, 3 - template.texts: plain}
     single, pair = (
@@ -259,28 +402,47 @@ def _post_processor(tokenizer: PreTrainedTokenizerBase, template: Template) -> T
     return TemplateProcessing(single=single, pair=pair, special_tokens=listed)
 
 
+def _around(
+    tokenizer: PreTrainedTokenizerBase, causal: bool, first_words: Sequence[int]
+) -> dict[str, list[int]]:
+    """Return the special tokens before and after a sentence. For a decoder, that is the first token
+    alone, where the tokenizer adds one and the template, from a chat, does not begin with it."""
+    if causal:
+        bos = tokenizer.bos_token_id
+        adds = bos is not None and tokenizer("a").input_ids[:1] == [bos] != [*first_words[:1]]
+        return {"start": [bos]} if adds else {}
+    pairs = {"start": tokenizer.cls_token_id, "end": tokenizer.sep_token_id}
+    return {name: [token] for name, token in pairs.items() if token is not None}
+
+
 def _needs_prefix(template: Template) -> bool:
     """Return whether a text stands after a space."""
     pairs = zip(template.pieces, template.pieces[1:], strict=False)
     return any(piece in TEXTS and before.endswith(" ") for before, piece in pairs)
 
 
-def _prepared(tokenizer: PreTrainedTokenizerBase, template: Template) -> dict[str, Any]:
+def _prepared(
+    tokenizer: PreTrainedTokenizerBase, template: Template, causal: bool
+) -> dict[str, Any]:
     """Return the tokenizer as JSON, changed so that a text reads in the template as in a sentence.
 
     Byte-level tokenizers give a text its leading space, which "<S1> ? [MASK] , <S2>" writes before
-    the second text. The setting applies to both texts, so the first text gets one as well. A text's
-    own "[MASK]" loses its brackets, after any other normalization: SentencePiece vocabularies hold
-    it as an ordinary piece.
+    the second text. That applies to both texts, so the first text gets one as well. (Their own
+    setting for it puts a space before each digit where digits are split first.) A text's own
+    "[MASK]" loses its brackets, after any other normalization: SentencePiece vocabularies hold it
+    as an ordinary piece.
     """
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     splitting = state["pre_tokenizer"] or {}
-    for step in splitting.get("pretokenizers", [splitting]):
-        if step.get("type") == "ByteLevel":
-            step["add_prefix_space"] = step["add_prefix_space"] or _needs_prefix(template)
-    mask = tokenizer.mask_token
-    unmask = {"type": "Replace", "pattern": {"String": mask}, "content": f" {mask[1:-1]} "}
-    steps = [state["normalizer"], unmask] if state["normalizer"] else [unmask]
+    kinds = {step.get("type") for step in splitting.get("pretokenizers", [splitting])}
+    steps = [state["normalizer"]] if state["normalizer"] else []
+    if not causal:
+        mask = tokenizer.mask_token
+        content = f" {mask[1:-1]} "
+        steps.append({"type": "Replace", "pattern": {"String": mask}, "content": content})
+    steps.append({"type": "Strip", "strip_left": True, "strip_right": True})
+    if "ByteLevel" in kinds and _needs_prefix(template):
+        steps.append({"type": "Prepend", "prepend": " "})
     state["normalizer"] = {"type": "Sequence", "normalizers": steps}
     state["truncation"] = state["padding"] = None
     return state

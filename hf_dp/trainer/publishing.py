@@ -4,7 +4,7 @@ the folder that a loop of one's own saves, and what a trainer knows for its card
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -29,7 +29,6 @@ from hf_dp.run.ledger_file import LEDGER
 from hf_dp.run.witnesses import read_run, refuse_foreign
 from hf_dp.statement.evidence import FILE_NAME, read
 from hf_dp.statement.statement import PrivacyStatement
-from hf_dp.tasks.infilling_config import InfillingConfig
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.checkpointing import Checkpointing
 from hf_dp.trainer.launch import without_tied_copies
@@ -346,13 +345,13 @@ def usage(model: nn.Module, task_tag: str | None) -> str | None:
     config: Any = getattr(base_model(model), "config", None)
     adapters = getattr(model, "peft_config", {})
     ours = any(isinstance(each, AdapterConfig) for each in adapters.values())
-    infills, kind = isinstance(config, InfillingConfig), type(base_model(model)).__name__
+    kind = type(base_model(model)).__name__
     classifies = kind.endswith("Classification")
-    if infills and adapters:
-        return _infilling_adapter(config, merges=not ours)
+    first = "import hf_dp  # makes the adapter known\n" if ours else ""
+    if getattr(config, "label_words", None) is not None:
+        return first + _infilling_usage(config, bool(adapters))
     if task_tag is None:
         return None
-    first = "import hf_dp  # makes the adapter known\n" if ours else ""
     if task_tag == "question-answering":  # for which transformers has no pipeline
         return f"""{first}from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
@@ -372,24 +371,63 @@ from transformers import {reads}, {kind}, pipeline
 base = {kind}.from_pretrained({BASE_MODEL!r}{options})
 model = PeftModel.from_pretrained(base, {REPOSITORY!r})
 model = pipeline({task_tag!r}, model=model, {reader}={reads}.from_pretrained({REPOSITORY!r}))"""
-    first = "import hf_dp  # makes the class known\n" if infills else ""
-    return f"""{first}from transformers import pipeline
+    return f"""from transformers import pipeline
 
 model = pipeline({task_tag!r}, model={REPOSITORY!r})"""
 
 
-def _infilling_adapter(config: InfillingConfig, merges: bool) -> str:
-    names = [label for _, label in sorted((config.id2label or {}).items())]
-    words = dict(zip(names, config.label_words, strict=True))
-    block = json.dumps({"template": config.template, "label_words": words})
-    return f"""from peft import PeftModel
-from transformers import AutoTokenizer, pipeline
+def _infilling_usage(config: Any, adapters: bool) -> str:
+    """Return lines that make ``classify(text)``. What was saved is a language model; only words of
+    several tokens need hf_dp to put their probabilities together."""
+    kept, names = config.label_words, [label for _, label in sorted(config.id2label.items())]
+    if any(len(tokens) != 1 for tokens in kept["ids"]):
+        return _with_several_tokens(kept, names, adapters)
+    if kept["mask_token_id"] is None:
+        auto, place = "AutoModelForCausalLM", "logits[0, -1]"
+    else:
+        auto, place = (
+            "AutoModelForMaskedLM",
+            "logits[inputs.input_ids == tokenizer.mask_token_id][0]",
+        )
+    tokens = {name: token for name, (token,) in zip(names, kept["ids"], strict=True)}
+    first, name, last = "", REPOSITORY, ""
+    if adapters:
+        first, name = "from peft import PeftModel\n", BASE_MODEL
+        last = f"\nmodel = PeftModel.from_pretrained(model, {REPOSITORY!r})"
+    return f"""{first}from transformers import {auto}, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained({REPOSITORY!r})  # puts a text into the template
+model = {auto}.from_pretrained({name!r}){last}
+words = {json.dumps(tokens)}  # their tokens
+
+
+def classify(*texts):
+    inputs = tokenizer(*texts, return_tensors="pt")
+    logits = model.eval()(**inputs).{place}
+    return dict(zip(words, logits[[*words.values()]].softmax(0).tolist()))"""
+
+
+def _with_several_tokens(kept: Mapping[str, Any], names: Sequence[str], adapters: bool) -> str:
+    if adapters:
+        words = dict(zip(names, kept["words"], strict=True))
+        block = {"template": kept["template"], "label_words": words, "several_tokens": True}
+        load = f"""tokenizer = AutoTokenizer.from_pretrained({BASE_MODEL!r})
+infilling = Infilling.of({json.dumps(block).replace(": true", ": True")})
+model, tokenizer = load_infilling({BASE_MODEL!r}, tokenizer, infilling, {names!r})
+model = PeftModel.from_pretrained(model, {REPOSITORY!r})"""
+        imports = """from peft import PeftModel
+from transformers import AutoTokenizer
 
 from hf_dp.tasks.infilling import load_infilling
-from hf_dp.tasks.templates import Infilling
+from hf_dp.tasks.templates import Infilling"""
+    else:
+        imports = "from hf_dp.tasks.infilling import load_trained"
+        load = f"model, tokenizer = load_trained({REPOSITORY!r})"
+    return f"""{imports}
 
-infilling = Infilling.of({block})
-tokenizer = AutoTokenizer.from_pretrained({BASE_MODEL!r})
-base, tokenizer = load_infilling({BASE_MODEL!r}, tokenizer, infilling, {names!r})
-model = PeftModel.from_pretrained(base, {REPOSITORY!r}){".merge_and_unload()" * merges}
-model = pipeline("text-classification", model=model, tokenizer=tokenizer)"""
+{load}
+
+
+def classify(*texts):
+    logits = model.eval()(**tokenizer(*texts, return_tensors="pt")).logits[0]
+    return dict(zip({names!r}, logits.softmax(0).tolist()))"""

