@@ -67,6 +67,7 @@ class Isolated(pickle.Pickler):
         self.data, self._root, self._rows, self._steps = list[object](), root, has_rows, _steps
         self._made_of, self._named = (root, has_rows), set[str]()
         self._shared, self._spaces = dict[int, object](), dict[int, Space]()
+        self._words, self._classes = set[str](), dict[type, None]()
         self._objects, self._generators = list[object](), list[object]()
         self._seeds, self._tokenizers = list[tuple[Space, str]](), list[_Words]()
         self._todo = list[tuple[Space, str, bool, bool]]()
@@ -219,15 +220,19 @@ class Isolated(pickle.Pickler):
         return made
 
     def _look_up(self, code: type | types.FunctionType) -> None:
-        """Look up what the code of a function or class of the user's own names."""
+        """Look up what the code of a function or class of the user's own names. What it names may
+        be an attribute of any class whose objects it is given."""
         own = [each for each in getattr(code, "__mro__", [code]) if _is_own(each, each)]
         names = set[str]().union(*map(_names, own))
+        self._words |= names
+        self._classes |= dict.fromkeys(each for each in own if isinstance(each, type))
         imported: Space = {name: sys.modules[name] for name in names & sys.modules.keys()}
         spaces: list[Space] = [*(getattr(each, "__globals__", each) for each in own), imported]
+        spaces += [each for each in self._classes if each not in own]
         for space in spaces:  # grows
             if space is not imported:
                 self._spaces[id(space)] = space
-            for name in names & _vars(space).keys():
+            for name in (self._words if isinstance(space, type) else names) & _vars(space).keys():
                 each = _vars(space)[name]
                 known = isinstance(each, (types.ModuleType, type, _CACHED, *_FUNCTIONS))
                 if known and not _is_own(each, code):

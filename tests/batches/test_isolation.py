@@ -240,6 +240,16 @@ class InACacheOfItsOwn:
         return self.held()
 
 
+class ReadByAFunction:
+    kept: list = []
+
+    def __init__(self):
+        self.read = lambda collator, rows: count(collator.kept)
+
+    def __call__(self, rows):
+        return self.read(self, rows)
+
+
 STATEFUL = {
     "attribute of a tokenizer": lambda: on_a_tokenizer,
     "data set of one's own": lambda: OwnData().collate,
@@ -271,6 +281,7 @@ SHARED = {
     "TABLE": in_a_global_dictionary,
     "COUNTER": by_an_iterator,
     "kept": OnTheClass(),
+    "kept, by a function it has": ReadByAFunction(),
     "SEEN, by a method": InAMethodsGlobal(),
     "SEEN, by a helper": by_a_helper,
     "SEEN, by a nested function": in_a_nested_function,
