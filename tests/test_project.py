@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from pages import PAGES, README, ROOT, blocks, calls_in_prose, commands, languages
 from tiny_text import gpt2, saved
 from warm import OFFLINE, run_program
@@ -173,7 +174,9 @@ def test_the_programs_of_a_page_run(page, tmp_path):
     AFTER.get(page, lambda folder: None)(tmp_path)
 
 
-def trained_gpt2(folder: Path) -> None:
+def trained_gpt2_and_dialogs(folder: Path) -> None:
+    dialogs = [{"history": ["hi there"], "candidates": ["no", "i like to ski"]}] * 3
+    Dataset.from_list(dialogs).to_parquet(str(folder / "DEV.parquet"))
     model = gpt2()
     model.generation_config.max_new_tokens = 4
     saved(folder / "outputs" / "e2e" / "gpt2_full_eps8", model)
@@ -189,7 +192,7 @@ def the_saved_run_is_verified(folder: Path) -> None:
 
 
 # What a program needs that a recipe would have made, and what it must have done.
-BEFORE = {"recipes/e2e/README.md": trained_gpt2}
+BEFORE = {"recipes/e2e/README.md": trained_gpt2_and_dialogs}
 AFTER = {"hf_dp/run/README.md": the_saved_run_is_verified}
 
 

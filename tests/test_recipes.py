@@ -9,7 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -210,7 +210,7 @@ def test_a_recipes_first_lines_name_the_table_and_its_scores(name):
 
 
 PRIVACY = re.compile(
-    r"epsilon (\S+) \(rdp, bound\), (\S+) \(pld, bound\) at delta (\S+) = 1/\(2 N\), N = (\d+)"
+    r"epsilon (\S+) \(rdp, bound\), (\S+) \(pld, bound\) at delta (\S+?)(?: = 1/\(2 N\))?, N = (\d+)"
 )
 
 
@@ -223,6 +223,7 @@ def plan_of(
     selection: SelectionPlan | None = None,
     accountant: str = "rdp",
     clipping_norm: float = 0.1,
+    target_delta: float | None = None,
 ) -> PrivacyPlan:
     """The plan that an accountant calibrates; many recipes have the same."""
     return PrivacyPlan.create(
@@ -231,6 +232,7 @@ def plan_of(
         clipping_norm=clipping_norm,
         num_train_epochs=epochs,
         target_epsilon=target,
+        target_delta=target_delta,
         accountant=accountant,
         selection=selection,
     )
@@ -278,7 +280,7 @@ def test_a_private_recipe_spends_what_its_header_says(name):
     clipping_norm = args.per_example_max_grad_norm
     length = args.expected_batch_size, args.num_train_epochs, args.target_epsilon
     selection = tuner.plan(clipping_norm)
-    plan = plan_of(int(rows), *length, selection, args.accountant, clipping_norm)
+    plan = plan_of(int(rows), *length, selection, args.accountant, clipping_norm, args.target_delta)
     assert plan.delta == pytest.approx(float(delta), rel=1e-5)
     assert (spent(plan, "rdp"), spent(plan, "pld")) == (float(by_rdp), float(by_pld))
     assert args.target_epsilon - 0.01 < spent(plan, args.accountant) <= args.target_epsilon
@@ -365,6 +367,36 @@ def test_batch_and_epochs_fit_the_epsilons_that_the_paper_prints(experiment):
                 assert found == pytest.approx(stated, abs=printed["within"][kind]), recipe.name
                 checked.add((kind, target))
     assert len(checked) == 4
+
+
+@pytest.mark.parametrize(
+    ("batch", "fitting"), [(1024, {"pld": (2.41, 6.69)}), (2048, {"gdp_clt": (1.73, 4.33)})]
+)
+def test_the_two_lines_of_sst_2_below_table_1_are_of_two_batch_sizes(batch, fitting):
+    page = (ROOT / "recipes/glue/README.md").read_text()
+    cells = [f"B = {batch}"]
+    for name in ("pld", "gdp_clt"):
+        plans = [plan_of(67_349, batch, 3, target) for target in (3, 8)]
+        found = [epsilon(plan.events(), plan.delta, name).value for plan in plans]
+        if name in fitting:
+            assert found == pytest.approx(fitting[name], abs=0.012)
+        cells.append(" / ".join(f"{value:.2f}" for value in found))
+    assert f"| {' | '.join(cells)} |" in page
+
+
+@pytest.mark.parametrize("task", ["sst2", "qnli", "qqp", "mnli"])
+def test_the_noise_of_rgp_by_both_deltas_is_on_the_page(task):
+    page = (ROOT / "recipes/glue/README.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| delta 1")]
+    place = ["sst2", "qnli", "qqp", "mnli"].index(task)
+    stated = [float(row.strip("|").split("|")[1 + place]) for row in rows]
+    recipe = REPRODUCTIONS[f"recipes/glue/{task}/roberta_base_rgp_eps8.yaml"]
+    length = recipe.values["expected_batch_size"], recipe.values["num_train_epochs"]
+    plan = plan_of(recipe.rows, *length, 8)
+    assert plan.noise_multiplier == pytest.approx(stated[1], abs=6e-4)
+    (event,) = plan.events()
+    at = replace(event, noise_multiplier=stated[0])
+    assert epsilon(at, 1e-5, "rdp").value == pytest.approx(8, abs=0.02)
 
 
 def test_the_rule_of_appendix_i_does_not_fit_table_1():

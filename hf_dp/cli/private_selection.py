@@ -39,6 +39,8 @@ MAY_VARY = frozenset(
 )
 # What a recipe must leave unset: why, and what then.
 _UNSET = {
+    "drop_long_rows": "how many rows are left may differ from run to run, and so what one costs. "
+    "Write the rows that are short enough to a file.",
     "release": "what is released without noise could decide which run is the best. Remove it.",
     "push_to_hub": "a private selection releases one run. Publish OUTPUT_DIR/best afterwards.",
     "report_to": "a private selection releases one run. Publish OUTPUT_DIR/best afterwards.",

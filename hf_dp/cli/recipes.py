@@ -95,10 +95,10 @@ def rows_of(
     units = None
     if num_examples is None:
         if users is not None:
-            if not recipe.get("train_file"):
+            if not recipe.get("train_file") or recipe.get("drop_long_rows"):
                 raise ConfigError(
-                    "The recipe's training rows are not available here, so the number of their "
-                    "users is not known. Give --num-examples USERS."
+                    "The rows that the recipe trains on are not known here, nor the number of "
+                    "their users. Give --num-examples USERS."
                 )
             split = recipe.get("train_split", "train")
             units = _whose(recipe["train_file"], split, recipe.get("max_train_rows"), users.column)

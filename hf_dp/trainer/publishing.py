@@ -260,7 +260,7 @@ def details_of(trainer: Any, given: Mapping[str, object]) -> CardDetails:
         trainer.model,
         args.hub_model_id or str(args.output_dir),
         trainer.evaluation_metrics(),
-        {**_public_settings(args), **trainer.training.words()},
+        {**_public_settings(args), **trainer.data_settings, **trainer.training.words()},
     )
     return known.with_given(**given)
 

@@ -79,6 +79,7 @@ class DPTrainer(Publishing):
         self.training = training_of(args, train_dataset, peft_config)
         self.tuner = self.training.tuner
         self.card, self._evaluation = {}, dict[str, float]()
+        self.data_settings: dict[str, object] = {}  # how rows were made, for the card's settings
         rows = (train_dataset, eval_dataset)
         given = Given(
             type(self), DPTrainer, model, *rows, model_init, compute_loss_func, peft_config

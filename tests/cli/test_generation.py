@@ -155,6 +155,18 @@ def test_a_row_with_several_references_is_not_the_unit(several, task):
     assert plan["num_examples"] == (40 if several else 20)
 
 
+def test_rows_left_out_are_said_and_do_not_hide_that_a_row_is_not_the_unit(task):
+    """As many examples are left as there were rows, though two of them are of one row."""
+    rows = [{"q": f"a {i}", "r": ["b", "c"] if i % 2 else ["b " * 50]} for i in range(20)]
+    pairs(task, rows, THAI, max_length=40, drop_long_rows=True)
+    assert task.run("plan").startswith("20 examples")
+    task.run()
+    plan = task.saved()["plan"]
+    assert (plan["num_examples"], plan["rows_are_chunks"]) == (20, True)
+    card = (task.out / "README.md").read_text()
+    assert "drop_long_rows 10 of 30 examples, those longer than 40 tokens" in card
+
+
 def test_several_references_train_without_privacy(task):
     """There a row need not be the unit, and the argument that says so is not the user's."""
     row = {"q": "a", "r": ["b", "c"]}

@@ -236,6 +236,7 @@ def test_an_unknown_score(tmp_path, runs, monkeypatch):
         ({"words": ("train_file=a,b",)}, "cannot vary 'train_file'"),
         ({"privacy_mode": "dp_fp"}, "needs privacy_mode dp_sgd"),
         ({"push_to_hub": True}, "push_to_hub"),
+        ({"drop_long_rows": True}, "drop_long_rows"),
         ({"report_to": "wandb"}, "report_to"),
         ({"release": ["clipped_gradient_norm"]}, "`release` to be unset in a private selection"),
     ],

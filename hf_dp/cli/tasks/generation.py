@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from hf_dp.cli.config import Recipe
     from hf_dp.trainer.arguments import DPTrainingArguments
     from hf_dp.trainer.trainer import DPTrainer
+
+logger = logging.getLogger(__name__)
 
 
 class Writing(tasks.PrivateTask):
@@ -43,7 +46,7 @@ class Writing(tasks.PrivateTask):
         from transformers import DataCollatorForSeq2Seq, set_seed
 
         from hf_dp.plans.units import USER
-        from hf_dp.tasks.generation.encoding import encode, encoding_of
+        from hf_dp.tasks.generation.encoding import encode_training, encoding_of
         from hf_dp.tasks.generation.evaluation import check_prompts, evaluate_texts, evaluation_sets
         from hf_dp.tasks.models import load_language_model
         from hf_dp.trainer.trainer import DPTrainer
@@ -63,7 +66,7 @@ class Writing(tasks.PrivateTask):
         if change_rows is not None:
             rows = change_rows(rows, tokenizer, encoding)
         with args.main_process_first(desc="encoding the rows"):
-            train_dataset = encode(rows, data, encoding, args.privacy_unit_column)
+            train_dataset, before = encode_training(rows, data, encoding, args.privacy_unit_column)
             sets = evaluation_sets(
                 evaluation_rows, data, decoding, encoding, args.privacy_unit_column
             )
@@ -73,7 +76,7 @@ class Writing(tasks.PrivateTask):
             virtual = getattr(adapter, "num_virtual_tokens", None) or 0
             for one in sets:
                 check_prompts(model, one.prompts, decoding, virtual)
-        if args.is_private and args.privacy_unit != USER and len(train_dataset) > len(rows):
+        if args.is_private and args.privacy_unit != USER and before > len(rows):
             # Several references of a row are examples of their own, so a row is not the unit.
             args.rows_are_chunks = True
         multiple = tasks.multiple_of(args, data.max_length)
@@ -92,6 +95,13 @@ class Writing(tasks.PrivateTask):
                 "Set metrics: [] and score the saved checkpoint in one process: hf-dp eval."
             )
         tasks.describe_sources(trainer, model_args, data)
+        if data.drop_long_rows:
+            dropped = (
+                f"{before - len(train_dataset):,} of {before:,} examples, those longer than "
+                f"{data.max_length} tokens, before any was counted"
+            )
+            logger.warning("Left out by drop_long_rows: %s.", dropped)
+            trainer.data_settings["drop_long_rows"] = dropped
 
         def evaluate() -> list[str]:
             if trainer.is_fsdp_enabled:  # its processes must all make the same forwards

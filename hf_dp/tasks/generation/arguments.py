@@ -232,6 +232,12 @@ class TextArguments(SourceArguments):
     )
     max_target_length: int = argument(100, "Longest target of an encoder-decoder, in tokens.")
     cut_prompts: bool = argument(False, "Cut prompts that are too long, rather than refuse them.")
+    drop_long_rows: bool = argument(
+        False,
+        "Leave what is longer than max_length (or its target than max_target_length) out of "
+        "training, rather than cut it. N, sample rate and delta then refer to what is left. "
+        "Evaluation rows stay.",
+    )
     metrics: list[str] = argument(
         ["bleu", "rougeL"], "Scores of what the model writes; none: decode nothing."
     )
@@ -271,6 +277,7 @@ class DecodingArguments:
     temperature: float = argument(1.0, "Of sampling, with nucleus.")
     max_new_tokens: int = argument(100, "Longest text, in tokens.")
     stop: list[str] = argument([], "Texts that end the writing, beside the model's end token.")
+    one_line: bool = argument(False, "Write no line break: no token that has one is chosen.")
     decoding_batch_size: int = argument(16, "Prompts at a time.")
     decoding_seed: int = argument(0, "Seed of sampling.")
     max_decoded: int | None = argument(None, "Decode and score the first prompts only.")

@@ -6,15 +6,15 @@ Labels stand on the target alone, in a conversation on the assistant's turns alo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.losses import IGNORED_LABEL
 from hf_dp.tasks.generation.arguments import FORMATS, MESSAGES, TextArguments, read_row
 from hf_dp.tasks.models import SEQ2SEQ
-from hf_dp.tasks.sources import load_train, require_columns
+from hf_dp.tasks.sources import load_train, loading, require_columns, resolve_model
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -306,11 +306,59 @@ def encode(
     )
 
 
+class TrainingExamples(NamedTuple):
+    """What a model trains on."""
+
+    kept: Dataset
+    before: int  # examples before long ones were dropped
+
+
+_NO_LIMIT = 2**31 - 1  # tokens
+
+
+def encode_training(
+    rows: Dataset, data: TextArguments, encoding: Encoding, keep: str | None = None
+) -> TrainingExamples:
+    """Return the examples to train on, as :func:`encode` makes them; with ``drop_long_rows``
+    without those that would be cut.
+
+    Whether an example stays depends on it alone, so data sets that differ in one row still do.
+    """
+    if not data.drop_long_rows:
+        every = encode(rows, data, encoding, keep)
+        return TrainingExamples(every, len(every))
+    longest, longest_target = encoding.max_length, encoding.max_length
+    whole: Encoding = replace(encoding, max_length=_NO_LIMIT)
+    if isinstance(encoding, Seq2SeqEncoding):
+        longest_target = encoding.max_target_length
+        whole = replace(encoding, max_length=_NO_LIMIT, max_target_length=_NO_LIMIT)
+    every = encode(rows, data, whole, keep)
+    kept = every.filter(
+        lambda ids, labels: len(ids) <= longest and len(labels) <= longest_target,
+        input_columns=["input_ids", "labels"],
+        desc="Dropping long rows",
+    )
+    if not len(kept):
+        raise DataError(
+            f"Expected a row of at most {longest} tokens, and all {len(every)} are longer. Raise "
+            "`max_length`, or set drop_long_rows: false, which cuts them."
+        )
+    return TrainingExamples(kept, len(every))
+
+
 def count_examples(recipe: Mapping[str, Any]) -> int:
-    """Return how many examples the training rows of a recipe are: one for each reference."""
+    """Return how many examples the training rows of a recipe are: one for each reference, without
+    those that it drops."""
     known = {item.name for item in fields(TextArguments)}
     data = TextArguments(**{name: value for name, value in recipe.items() if name in known})
     rows = load_train(data)
+    if data.drop_long_rows:
+        from transformers import AutoTokenizer
+
+        model = resolve_model(recipe["model_name_or_path"])
+        with loading(f"The tokenizer of {model!r}", "Without it, give --num-examples N."):
+            tokenizer = AutoTokenizer.from_pretrained(model)
+        return len(encode_training(rows, data, encoding_of(recipe["task"], tokenizer, data)).kept)
     if data.data_format == MESSAGES:
         return len(rows)
     columns = [rows[name] for name in _columns(rows, data)]

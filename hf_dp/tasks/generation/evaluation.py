@@ -124,11 +124,23 @@ def _options(
     }
     if settings.decoding == NUCLEUS:
         options |= {"top_p": settings.top_p, "top_k": 0, "temperature": settings.temperature}
+    if settings.one_line:
+        options["suppress_tokens"] = _with_line_breaks(tokenizer)
     if settings.stop:
         options |= {"stop_strings": list(settings.stop), "tokenizer": tokenizer}
     if getattr(base_model(model).generation_config, "eos_token_id", None) is None:
         options["eos_token_id"] = tokenizer.eos_token_id
     return options
+
+
+def _with_line_breaks(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens whose text has a line break, but for the end token."""
+    texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
+    return [
+        token
+        for token, text in enumerate(texts)
+        if ("\n" in text or "\r" in text) and token != tokenizer.eos_token_id
+    ]
 
 
 def check_prompts(

@@ -108,6 +108,24 @@ def test_a_text_ends_at_a_stop():
     assert model.training  # as before
 
 
+@pytest.mark.parametrize("decoding", ["beam", "nucleus", "greedy"])
+def test_a_text_of_one_line_has_no_line_break_and_is_else_the_most_likely(decoding):
+    """A model that would always break the line writes its second choice."""
+    model, tokenizer = tiny_text.gpt2(), words()
+    (broken,) = tokenizer("\n", add_special_tokens=False)["input_ids"]
+    (second,) = tokenizer("a", add_special_tokens=False)["input_ids"]
+
+    class Always(torch.nn.Module):
+        def forward(self, hidden):
+            scores = torch.zeros(*hidden.shape[:-1], len(tokenizer))
+            scores[..., broken], scores[..., second] = 60.0, 30.0
+            return scores
+
+    model.lm_head = Always()
+    assert written(model, ids(["food"]), decoding=decoding) == [""]  # stripped
+    assert written(model, ids(["food"]), decoding=decoding, one_line=True) == ["a" * 8]
+
+
 def test_prompts_that_cannot_be_written_after_are_named():
     with pytest.raises(DataError, match="Prompt 1 has no token"):
         written(tiny_text.gpt2(), [[1], []])

@@ -1,6 +1,8 @@
 """Rows to prompts and targets, as Li et al. write them; their token ids and labels; questions with
 their references."""
 
+from dataclasses import replace
+
 import datasets
 import pytest
 import tiny_text
@@ -20,7 +22,9 @@ from hf_dp.tasks.generation.encoding import (
     CausalEncoding,
     Seq2SeqEncoding,
     columns_read,
+    count_examples,
     encode,
+    encode_training,
     encoding_of,
     questions,
 )
@@ -179,6 +183,51 @@ def test_a_target_is_cut_and_a_prompt_is_refused():
     assert len(row["input_ids"]) == 12 and row["labels"][-1] != words.eos_token_id
     with pytest.raises(DataError, match=r"Row 5 has a prompt of .* `max_length` 12"):
         short.example("The Golden Fern is a cheap pub " * 3, "x", 5)
+
+
+@pytest.mark.parametrize("kind", [CAUSAL, SEQ2SEQ])
+def test_rows_that_would_be_cut_can_be_left_out_of_training_whole(kind):
+    """What is kept is what is encoded without a limit; each row alone decides."""
+    words = tiny_text.tokenizer()
+    long = "The Golden Fern is a cheap pub " * 3
+    given = rows(q=["food", "food", long, "a"], a=[["Thai", long], ["pub"], ["x"], ["a b c"]])
+    data = replace(PAIRS, max_length=12, max_target_length=12, drop_long_rows=True)
+    encoding = encoding_of(kind, words, data)
+    kept, before = encode_training(given, data, encoding)
+    whole = encode(given, PAIRS, encoding_of(kind, words, replace(PAIRS, max_target_length=100)))
+    assert before == len(whole) == 5
+    assert list(kept) == [whole[i] for i in (0, 2, 4)]
+    alone = [encode_training(given.select([i]), data, encoding).kept for i in (0, 1, 3)]
+    assert [row for each in alone for row in each] == list(kept)
+    with pytest.raises(DataError, match="all 1 are longer"):
+        encode_training(given.select([2]), data, encoding)
+    cut = replace(data, drop_long_rows=False, cut_prompts=True)
+    assert encode_training(given, cut, encoding_of(kind, words, cut)).before == 5
+
+
+def test_the_longest_example_that_is_kept_has_max_length_tokens():
+    words = tiny_text.tokenizer()
+    given = rows(q=["food"] * 3, a=["a", "a a", "a a a"])
+    lengths = [
+        len(row["input_ids"]) for row in encode(given, PAIRS, encoding_of(CAUSAL, words, PAIRS))
+    ]
+    data = replace(PAIRS, max_length=lengths[1], drop_long_rows=True)
+    kept = encode_training(given, data, encoding_of(CAUSAL, words, data)).kept
+    assert [len(row["input_ids"]) for row in kept] == lengths[:2]
+
+
+def test_a_plan_counts_the_rows_that_are_left(tmp_path):
+    base = tiny_text.saved(tmp_path / "base", tiny_text.gpt2())
+    file = tmp_path / "rows.parquet"
+    rows(q=["food"] * 3, a=["a", "Thai " * 30, "b"]).to_parquet(str(file))
+    recipe = {
+        "task": CAUSAL, "model_name_or_path": base, "train_file": str(file), "data_format": "pairs",
+        "prompt_column": "q", "target_column": "a", "max_length": 12,
+    }  # fmt: skip
+    assert count_examples(recipe) == 3
+    assert count_examples({**recipe, "drop_long_rows": True}) == 2
+    with pytest.raises(DataError, match=r"tokenizer of .*--num-examples"):
+        count_examples({**recipe, "drop_long_rows": True, "model_name_or_path": "not/here"})
 
 
 def test_a_prompt_can_be_cut_at_its_front():
