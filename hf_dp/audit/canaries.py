@@ -20,7 +20,7 @@ import torch
 
 from hf_dp._validate import integer
 from hf_dp.errors import ConfigError, DataError
-from hf_dp.tasks.generation.arguments import TextArguments, read_row
+from hf_dp.tasks.generation.arguments import FORMATS, TextArguments, read_row
 from hf_dp.tasks.generation.encoding import CausalEncoding, columns_read
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _e2e(canary: Canary) -> tuple[str, str]:
 
 
 def _pairs(canary: Canary) -> tuple[str, str]:
-    prompt = read_row("e2e", _e2e(canary), 0).prompt
+    prompt = read_row(FORMATS["e2e"], _e2e(canary), 0).prompt
     return prompt, " " + " ".join(canary.suffix)
 
 
@@ -178,7 +178,7 @@ def check_encoding(canaries: Canaries, data: TextArguments, encoding: CausalEnco
     """Raise DataError unless a row of each canary is its prefix, its words, a token each, and the
     end."""
     for canary in canaries.canaries:
-        written = read_row(data.data_format, _ROWS[data.data_format](canary), 0)
+        written = read_row(data.layout, _ROWS[data.data_format](canary), 0)
         ids = encoding.example(written.prompt, written.targets[0], 0)["input_ids"]
         suffix = tokens(canary.suffix, encoding.tokenizer)
         whole = [*prefix(canary, data, encoding), *suffix, encoding.tokenizer.eos_token_id]
@@ -193,7 +193,7 @@ def check_encoding(canaries: Canaries, data: TextArguments, encoding: CausalEnco
 
 def prefix(canary: Canary, data: TextArguments, encoding: CausalEncoding) -> list[int]:
     """Return the token ids that stand before a canary's suffix."""
-    written = read_row(data.data_format, _ROWS[data.data_format](canary), 0)
+    written = read_row(data.layout, _ROWS[data.data_format](canary), 0)
     return encoding.prompt(written.prompt, 0, LENGTH)
 
 

@@ -9,7 +9,7 @@ from hf_dp.cards.verify import CARD, NOT_CHECKED, card_files, verify
 from hf_dp.statement.evidence import FILE_NAME
 
 CARDS_OF = {
-    "sst2": "full_eps8 frost_eps2 infilling_eps8 dp_fp_published dp_fp_private_encoder_eps8",
+    "sst2": "full_eps8 frost_eps2 dp_fp_published dp_fp_private_encoder_eps8",
     "cifar10": "full_eps0.5",
 }
 

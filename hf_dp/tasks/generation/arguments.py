@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hf_dp._arguments import argument
-from hf_dp._validate import in_unit_interval, integer, one_of, positive
+from hf_dp._validate import in_unit_interval, integer, invalid, one_of, positive
 from hf_dp.errors import DataError
 from hf_dp.tasks.sources import SourceArguments
 
@@ -39,6 +39,20 @@ class Format:
     columns: tuple[str, ...]
     read: Callable[..., Written]  # takes the values of these columns
     write: Callable[[str], object] = str  # makes the value of the last column from one text
+
+
+@dataclass(frozen=True)
+class Table(Format):
+    """Rows of several columns, each a line of a text: ``age: 31``. The model writes all of them."""
+
+    def columns_of(self, text: str) -> dict[str, object] | None:
+        """Return the columns that a text makes; None for one that has not all of them."""
+        lines = text.strip().split("\n")
+        named = [line.startswith(f"{name}:") for name, line in zip(self.columns, lines)]
+        if not all(named) or len(lines) != len(self.columns):
+            return None
+        pairs = zip(self.columns, lines, strict=True)
+        return {name: line.removeprefix(f"{name}:").strip() for name, line in pairs}
 
 
 _CELL = re.compile(r"\s*([^\[\],]+?)\s*\[([^\]]*)\]\s*(?:,|$)")
@@ -133,16 +147,30 @@ FORMATS: Mapping[str, Format] = {
     ),
 }
 MESSAGES = "messages"  # turns, which a chat template writes
-NAMES = (*FORMATS, MESSAGES)
+TABLE = "table"  # rows of the columns that the user names
+NAMES = (*FORMATS, TABLE, MESSAGES)
 
 
-def read_row(name: str, values: Sequence[object], row: int) -> Written:
+def _table(names: Sequence[str]) -> Table:
+    """Return the layout of rows of these columns. White space in a value is one space."""
+
+    def read(*values: object) -> Written:
+        if any(isinstance(value, (list, dict, bytes)) for value in values):
+            raise TypeError
+        cells = ["" if value is None else " ".join(str(value).split()) for value in values]
+        lines = [f"{name}: {cell}" for name, cell in zip(names, cells, strict=True)]
+        return Written("", ("\n".join(lines),))
+
+    return Table("rows of `columns`, texts or numbers: the model writes freely", tuple(names), read)
+
+
+def read_row(layout: Format, values: Sequence[object], row: int) -> Written:
     """Return what the values of a row's columns say.
 
     Raises: DataError, naming the row, for a value of another kind, or without any target.
     """
     try:
-        written = FORMATS[name].read(*values)
+        written = layout.read(*values)
         fits = isinstance(written.prompt, str) and all(isinstance(t, str) for t in written.targets)
     except DataError as problem:
         raise DataError(f"Row {row}: {problem}") from problem
@@ -151,8 +179,8 @@ def read_row(name: str, values: Sequence[object], row: int) -> Written:
     if not fits:
         kinds = [type(value).__name__ for value in values]
         raise DataError(
-            f"Row {row} does not have the values of data_format {name!r} "
-            f"({FORMATS[name].help}): they are {kinds}. Drop or correct such rows."
+            f"Row {row} does not have the values of its data_format ({layout.help}): they are "
+            f"{kinds}. Drop or correct such rows."
         )
     if not written.targets:
         raise DataError(
@@ -217,6 +245,7 @@ class TextArguments(SourceArguments):
     prompt_column: str | None = argument(None, "With pairs: the column that the model is given.")
     target_column: str | None = argument(None, "With pairs: the column that it should write.")
     text_column: str | None = argument(None, "With text: the column that it should write.")
+    columns: list[str] = argument([], "With table: the columns that it should write.")
     messages_column: str = argument(
         "messages", "With messages: the column of turns, each with role and content."
     )
@@ -253,6 +282,16 @@ class TextArguments(SourceArguments):
         one_of("data_format", self.data_format, NAMES)
         integer("max_length", self.max_length, 2)
         integer("max_target_length", self.max_target_length, 1)
+
+    @property
+    def layout(self) -> Format:
+        """Return the layout of the rows, other than of messages."""
+        if self.data_format != TABLE:
+            return FORMATS[self.data_format]
+        if not self.columns or len(set(self.columns)) < len(self.columns):
+            expected = "to name at least one column, each once, with data_format: table"
+            raise invalid("columns", self.columns, expected, "List them in the order of the text.")
+        return _table(self.columns)
 
     def demo(self) -> DatasetDict:
         """Return the demonstration tables."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.losses import IGNORED_LABEL
-from hf_dp.tasks.generation.arguments import FORMATS, MESSAGES, TextArguments, read_row
+from hf_dp.tasks.generation.arguments import MESSAGES, TABLE, TextArguments, read_row
 from hf_dp.tasks.models import SEQ2SEQ
 from hf_dp.tasks.sources import load_train, loading, require_columns, resolve_model
 
@@ -282,7 +282,7 @@ def encode(
     def examples(values: Sequence[Any], row: int) -> list[Example]:
         if isinstance(encoding, ChatEncoding):
             return [encoding.example(values[0], row)]
-        written = read_row(data.data_format, values, row)
+        written = read_row(data.layout, values, row)
         return [encoding.example(written.prompt, target, row) for target in written.targets]
 
     def encode_rows(
@@ -362,7 +362,7 @@ def count_examples(recipe: Mapping[str, Any]) -> int:
     if data.data_format == MESSAGES:
         return len(rows)
     columns = [rows[name] for name in _columns(rows, data)]
-    read = (read_row(data.data_format, values, row) for row, values in enumerate(zip(*columns)))
+    read = (read_row(data.layout, values, row) for row, values in enumerate(zip(*columns)))
     return sum(len(written.targets) for written in read)
 
 
@@ -370,7 +370,9 @@ def columns_read(data: TextArguments) -> list[str]:
     """Return the columns that a row needs, that of the text last."""
     if data.data_format == MESSAGES:
         return [data.messages_column]
-    layout = FORMATS[data.data_format]
+    if data.data_format == TABLE:
+        return list(data.layout.columns)
+    layout = data.layout
     columns = []
     for name in layout.columns:
         column = getattr(data, name) if name.endswith("_column") else name
@@ -399,7 +401,7 @@ def questions(
             prompt = encoding.prompt(values[0], row, 1)
             texts: Sequence[str] = [encoding.reference(values[0], row)]
         else:
-            written = read_row(data.data_format, values, row)
+            written = read_row(data.layout, values, row)
             prompt, texts = encoding.prompt(written.prompt, row, 1), written.targets
         found.setdefault(tuple(prompt), []).extend(text.strip() for text in texts)
     return [list(prompt) for prompt in found], list(found.values())

@@ -9,7 +9,9 @@ seeded for the call and restored after it.
 from __future__ import annotations
 
 import json
+import logging
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,10 +33,11 @@ from hf_dp.losses import (
 )
 from hf_dp.tasks.generation.arguments import (
     BEAM,
-    FORMATS,
     MESSAGES,
     NUCLEUS,
+    TABLE,
     DecodingArguments,
+    Table,
     TextArguments,
 )
 from hf_dp.tasks.generation.encoding import (
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
 
 Collate = Callable[[list[dict[str, list[int]]]], Mapping[str, Tensor]]
 
@@ -338,7 +342,8 @@ def write_rows(
     """Return ``count`` rows in the layout of ``data``, each with a text of the model's own.
 
     Args: prompts: rows with the columns of the prompt, taken in turn; None where the model writes
-    freely (data_format text). count: how many rows.
+    freely (data_format text or table). count: how many rows. Of a table, texts without all columns
+    are left out, and a column of whole numbers holds numbers.
     """
     import datasets
 
@@ -351,15 +356,26 @@ def write_rows(
     ids = [_prompt(row, place, data, encoding) for place, row in enumerate(given)]
     turns = [place % len(given) for place in range(count)]
     texts = decode(model, tokenizer, [ids[i] for i in turns], decoding, progress=progress)
-    return datasets.Dataset.from_list(
-        [_row(given[i], text, data) for i, text in zip(turns, texts, strict=True)]
-    )
+    made = [_row(given[i], text, data) for i, text in zip(turns, texts, strict=True)]
+    rows = [row for row in made if row is not None]
+    if len(rows) < count:
+        said = f"{count - len(rows)} of {count} texts have not the columns {columns_read(data)}"
+        if not rows:
+            advice = "Train longer, or raise max_new_tokens."
+            raise DataError(f"{said}, each on its line, so there is no row. {advice}")
+        logger.warning("%s, each on its line, and are left out.", said)
+    if data.data_format == TABLE:
+        for name in data.columns:
+            if all(re.fullmatch(r"-?\d+", str(row[name])) for row in rows):
+                rows = [{**row, name: int(str(row[name]))} for row in rows]
+    return datasets.Dataset.from_list(rows)
 
 
 def _given(data: TextArguments, prompts: Dataset | None) -> list[Row]:
     """Return the columns of the prompts; one empty row where the model writes freely."""
     names = columns_read(data)
-    needed = names if data.data_format == MESSAGES else names[:-1]
+    writes = data.columns if data.data_format == TABLE else names[-1:]
+    needed = names if data.data_format == MESSAGES else names[: len(names) - len(writes)]
     if not needed:
         if prompts is not None:
             raise ConfigError(
@@ -383,17 +399,22 @@ def _prompt(row: Row, place: int, data: TextArguments, encoding: Encoding) -> li
         if turns and turns[-1]["role"] != ASSISTANT:
             turns = [*turns, {"role": ASSISTANT, "content": ""}]  # what is to be written
         return encoding.prompt(turns, place, room=1)
-    layout = FORMATS[data.data_format]
+    layout = data.layout
+    if isinstance(layout, Table):
+        return encoding.prompt("", place, room=1)
     written = layout.read(*row.values(), layout.write(""))
     return encoding.prompt(written.prompt, place, room=1)
 
 
-def _row(row: Row, text: str, data: TextArguments) -> Row:
+def _row(row: Row, text: str, data: TextArguments) -> Row | None:
     if data.data_format == MESSAGES:
         turns = list(row[data.messages_column])
         turns = turns[:-1] if turns[-1]["role"] == ASSISTANT else turns
         return {data.messages_column: [*turns, {"role": ASSISTANT, "content": text}]}
-    return {**row, columns_read(data)[-1]: FORMATS[data.data_format].write(text)}
+    layout = data.layout
+    if isinstance(layout, Table):
+        return layout.columns_of(text)
+    return {**row, columns_read(data)[-1]: layout.write(text)}
 
 
 def check_out(path: Path) -> None:

@@ -12,6 +12,7 @@ from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast
 
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.tasks.generation.arguments import (
+    FORMATS,
     TextArguments,
     dart_triples,
     e2e_table,
@@ -89,11 +90,14 @@ def test_every_layout_reads_its_columns():
     assert columns_read(TextArguments(data_format="text", **named)) == ["note"]
     e2e = ["meaning_representation", "human_reference"]
     assert columns_read(TextArguments(data_format="e2e")) == e2e
-    assert read_row("pairs", ["q", "a"], 0).targets == ("a",)
-    assert read_row("pairs", ["q", ["a", "b"]], 0).targets == ("a", "b")
-    assert read_row("text", ["free"], 0).prompt == ""
-    assert read_row("dart", [[["a", "B", "c"]], {"text": ["x", "y"]}], 0).targets == (" x", " y")
-    assert read_row("persona_chat", [["p"], ["h"], ["no", "yes"]], 0).targets == (" yes",)
+    assert read_row(FORMATS["pairs"], ["q", "a"], 0).targets == ("a",)
+    assert read_row(FORMATS["pairs"], ["q", ["a", "b"]], 0).targets == ("a", "b")
+    assert read_row(FORMATS["text"], ["free"], 0).prompt == ""
+    assert read_row(FORMATS["dart"], [[["a", "B", "c"]], {"text": ["x", "y"]}], 0).targets == (
+        " x",
+        " y",
+    )
+    assert read_row(FORMATS["persona_chat"], [["p"], ["h"], ["no", "yes"]], 0).targets == (" yes",)
 
 
 @pytest.mark.parametrize("name", ["pairs", "text"])
@@ -112,7 +116,7 @@ UNFIT = [
 @pytest.mark.parametrize(("name", "values"), UNFIT)
 def test_a_row_that_does_not_fit_is_named(name, values):
     with pytest.raises(DataError, match="Row 17"):
-        read_row(name, values, 17)
+        read_row(FORMATS[name], values, 17)
 
 
 E2E = TextArguments(data_format="e2e", max_length=160)

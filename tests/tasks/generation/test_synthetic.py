@@ -6,9 +6,10 @@ import datasets
 import pytest
 import tiny_text
 
-from hf_dp.errors import ConfigError, DataError
+from hf_dp.errors import ConfigError, DataError, InvalidArgumentError
+from hf_dp.tasks.generation import evaluation
 from hf_dp.tasks.generation.arguments import DecodingArguments, TextArguments
-from hf_dp.tasks.generation.encoding import encode, encoding_of
+from hf_dp.tasks.generation.encoding import columns_read, encode, encoding_of
 from hf_dp.tasks.generation.evaluation import write_rows
 from hf_dp.tasks.models import CAUSAL
 
@@ -49,6 +50,25 @@ def test_rows_have_the_columns_that_training_reads(name):
     rows, data, words = written(name)
     assert len(rows) == 3
     assert len(encode(rows, data, encoding_of(CAUSAL, words, data))) == 3
+
+
+def test_rows_of_several_columns(monkeypatch, caplog):
+    """Written without prompts; texts that are no rows go, and whole numbers are numbers again."""
+    LAYOUTS["table"] = {"columns": ["name", "age", "note"]}, None
+    texts = ["name: Ann\nage: 31\nnote: a: b\n", "name: Ben\nage: 40", "name: C\nage: -7\nnote: "]
+    monkeypatch.setattr(evaluation, "decode", lambda *args, **options: texts)
+    rows, data, words = written("table")
+    kept = [("Ann", 31, "a: b"), ("C", -7, "")]
+    assert [tuple(row.values()) for row in rows] == kept
+    assert "1 of 3 texts have not the columns ['name', 'age', 'note']" in caplog.text
+    example = encode(rows, data, encoding_of(CAUSAL, words, data))[0]
+    learned = words.decode([token for token in example["labels"] if token != -100])
+    assert learned.startswith("name: Ann\nage: 31\nnote: a: b")
+    monkeypatch.setattr(evaluation, "decode", lambda *args, **options: ["nonsense"] * 3)
+    with pytest.raises(DataError, match="so there is no row. Train longer"):
+        written("table")
+    with pytest.raises(InvalidArgumentError, match="at least one column"):
+        columns_read(TextArguments(data_format="table"))
 
 
 def test_prompts_are_taken_in_turn():
