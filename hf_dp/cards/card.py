@@ -18,6 +18,7 @@ from hf_dp.accounting import LOSS, SUM, VECTORS
 from hf_dp.accounting.accountants import Answer
 from hf_dp.cards.details import (
     BASE_MODEL,
+    BASE_WEIGHTS,
     FRONT_MATTER,
     REPOSITORY,
     CardDetails,
@@ -46,9 +47,12 @@ def render_card(
     """
     released = statement.facts.released
     _refuse_unnoised(details, released)
-    settings = "; ".join(f"{name} {value}" for name, value in _rows(details.training))
+    training = dict(details.training)
+    base_weights = training.pop(BASE_WEIGHTS, None)
+    settings = "; ".join(f"{name} {value}" for name, value in _rows(training))
     about = {
         "Base model": details.base_model,
+        "Weights of the base": base_weights,
         "Pretraining data, as far as listed": details.pretraining_sources or None,
         "Training data": details.dataset,
         "What was trained": statement.facts.trained,

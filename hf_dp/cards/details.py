@@ -26,6 +26,7 @@ from hf_dp.statement.statement import PrivacyStatement
 # Where the names go in `usage`, once they are known.
 REPOSITORY = "@repository@"
 BASE_MODEL = "@base_model@"
+BASE_WEIGHTS = "base_weights"  # among the settings, but shown below the base
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +122,11 @@ class CardDetails(Kept):
         """Return these details with what the user says instead. Raises: InvalidArgumentError."""
         _refuse_unknown(given)
         return replace(self, **given, given=tuple(dict.fromkeys((*self.given, *given))))
+
+
+def dequantized_from(gguf_file: str) -> str:
+    """Return what a card says of the weights of a base that were read from a GGUF file."""
+    return f"dequantized from {gguf_file}, to which all that was measured applies"
 
 
 def _refuse_unknown(names: Iterable[str]) -> None:

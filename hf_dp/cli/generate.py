@@ -16,7 +16,7 @@ from hf_dp.cli.launch import refuse_several
 from hf_dp.cli.tasks import parse_evaluation
 from hf_dp.errors import ConfigError
 from hf_dp.tasks.generation.arguments import NUCLEUS, DecodingArguments, TextArguments
-from hf_dp.tasks.models import CAUSAL, StartArguments
+from hf_dp.tasks.models import CAUSAL, TextModelArguments
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -52,7 +52,7 @@ class GenerateArguments:
         integer("num", self.num, 1)
 
 
-ARGUMENTS = (GenerateArguments, StartArguments, TextArguments, DecodingArguments)
+ARGUMENTS = (GenerateArguments, TextModelArguments, TextArguments, DecodingArguments)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -83,7 +83,7 @@ def _written(
     name: str,
     kind: str,
     asked: GenerateArguments,
-    model_args: StartArguments,
+    model_args: TextModelArguments,
     data: TextArguments,
     decoding: DecodingArguments,
 ) -> tuple[Dataset, dict[str, object]]:
@@ -106,7 +106,7 @@ def _written(
     folder = fetched(name)
     facts = claim_of(folder)
     if "differential_privacy" in facts:
-        _refuse_another_base(folder, model_args.model_name_or_path)
+        _refuse_another_base(folder, model_args)
     model, tokenizer = load_trained(str(folder), model_args, kind)
     if torch.cuda.is_available() and not asked.use_cpu:
         model = model.to("cuda")
@@ -121,7 +121,7 @@ def _written(
     return rows, facts
 
 
-def _refuse_another_base(folder: Path, base: str) -> None:
+def _refuse_another_base(folder: Path, model_args: TextModelArguments) -> None:
     """Raise ConfigError for an adapter on another base than it was trained on, of which its claim
     says nothing. Where it was trained, the same base may lie in another folder."""
     from hf_dp.tasks.sources import resolve_model
@@ -130,7 +130,8 @@ def _refuse_another_base(folder: Path, base: str) -> None:
     if not file.is_file():
         return
     own = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    given = Path(resolve_model(base))
+    base = model_args.model_name_or_path
+    given = Path(resolve_model(base, model_args.gguf_file))
     same = own and Path(own).resolve() == given.resolve()
     if not same and not (own and not Path(own).exists() and Path(own).name == given.name):
         raise ConfigError(

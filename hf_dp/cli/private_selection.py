@@ -32,9 +32,9 @@ DRAWN, BEST = "search.json", "best"
 # Settings that change no event: all runs of a search must cost the same.
 MAY_VARY = frozenset(
     """
-    adam_bc_floor adam_beta1 adam_beta2 adam_epsilon clipping freeze infilling learning_rate
-    lr_scheduler_kwargs lr_scheduler_type max_length model_name_or_path optim optim_args peft
-    per_example_max_grad_norm warmup_steps weight_decay
+    adam_bc_floor adam_beta1 adam_beta2 adam_epsilon clipping freeze gguf_file infilling
+    learning_rate lr_scheduler_kwargs lr_scheduler_type max_length model_name_or_path optim
+    optim_args peft per_example_max_grad_norm warmup_steps weight_decay
     """.split()
 )
 # What a recipe must leave unset: why, and what then.

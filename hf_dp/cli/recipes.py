@@ -169,7 +169,8 @@ def trained_numbers(recipe: Recipe, peft: object) -> int:
             kind = "AutoModelForCausalLM" if is_decoder(config) else "AutoModelForMaskedLM"
         return getattr(transformers, kind)
 
-    model: nn.Module = architecture(recipe["model_name_or_path"], auto, advice)
+    name, file = recipe["model_name_or_path"], recipe.get("gguf_file")
+    model: nn.Module = architecture(name, auto, advice, gguf_file=file)
     freeze(model, recipe.get("freeze", ()))
     adapter = peft_config(peft)
     if adapter is not None:

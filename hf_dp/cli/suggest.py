@@ -156,15 +156,15 @@ def _label_words(recipe: dict[str, Any]) -> list[Choice]:
 
     from hf_dp.losses import is_decoder
     from hf_dp.planning import Choice
+    from hf_dp.run.gguf import reading
     from hf_dp.tasks.sources import loading, resolve_model
     from hf_dp.tasks.templates import propose
 
     with loading(f"The tokenizer of {model!r}", "Give a Hub name, a folder or package:NAME."):
-        path = resolve_model(model)
-        tokenizer, causal = (
-            AutoTokenizer.from_pretrained(path),
-            is_decoder(AutoConfig.from_pretrained(path)),
-        )
+        file = recipe.get("gguf_file")
+        path = resolve_model(model, file)
+        tokenizer = AutoTokenizer.from_pretrained(path, **reading(file))
+        causal = is_decoder(AutoConfig.from_pretrained(path, **reading(file)))
     if not causal and tokenizer.mask_token is None:
         return []
     texts = len(recipe.get("text_columns") or [""])

@@ -38,6 +38,7 @@ from hf_dp.run.clock import Clock
 from hf_dp.run.earlier import earlier_evidence, same_users
 from hf_dp.run.engine_check import EngineCheck
 from hf_dp.run.gate import Gate, IndependentNoise, NothingReleased, Observer, Release
+from hf_dp.run.gguf import dequantized
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.options import RunOptions
 from hf_dp.run.other_training import OtherTraining, note_training, pay_for_step
@@ -113,7 +114,8 @@ class PrivateRun:
                 "which releases nothing before the steps and nothing in them. Plan what it lets "
                 "out."
             )
-        self.model, self.plan, self.options = model, plan, options or RunOptions()
+        self.model, self.plan = dequantized(model), plan
+        self.options = options or RunOptions()
         self.clock, self.engine_check = Clock(), EngineCheck(self, synthetic_batches)
         self.units, self._rows_of_units = units, train_dataset
         self.train_dataset, self.data_collator = train_dataset, data_collator

@@ -49,6 +49,7 @@ from hf_dp.clipping.rounding import accumulation_dtype, outer_sums
 from hf_dp.clipping.rules.rule import Found, Use
 from hf_dp.errors import DataError, UnsupportedModelError
 from hf_dp.losses import is_decoder, register_model_class, with_position_ids
+from hf_dp.run.gguf import reading, with_weights
 from hf_dp.tasks.classification import labels_of
 from hf_dp.tasks.templates import Infilling, label_word_ids, last_words, with_template
 
@@ -331,15 +332,18 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def load_infilling(
-    name: str, tokenizer: PreTrainedTokenizerBase, infilling: Infilling, class_names: Sequence[str]
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    infilling: Infilling,
+    class_names: Sequence[str],
+    gguf_file: str | None = None,
 ) -> tuple[LabelWordClassifier, PreTrainedTokenizerFast]:
     """Return a language model as a classifier, and its tokenizer with the template."""
-    causal = is_decoder(AutoConfig.from_pretrained(name))
+    causal = is_decoder(AutoConfig.from_pretrained(name, **reading(gguf_file)))
     infilling = infilling.for_base(tokenizer, causal)
     ids = label_word_ids(tokenizer, infilling, class_names)
     auto = AutoModelForCausalLM if causal else AutoModelForMaskedLM
-    loaded: Any = auto.from_pretrained(name, output_loading_info=True)
-    model, info = loaded
+    model, info = with_weights(auto, name, gguf_file)
     if info["missing_keys"]:
         raise DataError(
             f"The checkpoint {name!r} has no trained head of a language model, so no word can be "

@@ -6,13 +6,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dp._arguments import argument
 from hf_dp._validate import invalid
 from hf_dp.errors import ConfigError, UnsupportedModelError
+from hf_dp.run.gguf import reading, with_weights
 from hf_dp.tasks.classification import labels_of
 from hf_dp.tasks.sources import loading, resolve_model
 from hf_dp.tasks.templates import Infilling
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CAUSAL, SEQ2SEQ = "causal_lm", "seq2seq"
+_FOLDER = "a folder with config.json, weights and tokenizer (or with a GGUF file: gguf_file)"
 
 
 @dataclass
@@ -55,7 +57,18 @@ class StartArguments:
 
 
 @dataclass
-class ModelArguments(StartArguments):
+class TextModelArguments(StartArguments):
+    """Which model of texts starts."""
+
+    gguf_file: str | None = argument(
+        None,
+        "The GGUF file in model_name_or_path to read configuration, tokenizer and weights from. "
+        "The weights are dequantized, and what is saved is an ordinary checkpoint.",
+    )
+
+
+@dataclass
+class ModelArguments(TextModelArguments):
     """Which model starts, and how it classifies texts."""
 
     infilling: dict | str | None = argument(
@@ -113,7 +126,12 @@ def without_weights(auto: Any, path: str, **options: Any) -> PreTrainedModel:
 
 
 def architecture(
-    name: str, auto: Callable[[PretrainedConfig], Any], advice: str = "", **options: object
+    name: str,
+    auto: Callable[[PretrainedConfig], Any],
+    advice: str = "",
+    *,
+    gguf_file: str | None = None,
+    **options: object,
 ) -> PreTrainedModel:
     """Return a model by its name as it would be built, on the meta device: it has no weights.
     ``auto`` says by its configuration which class of transformers makes it."""
@@ -121,7 +139,8 @@ def architecture(
     from transformers import AutoConfig
 
     with loading(f"The model {name!r}", advice):
-        config = AutoConfig.from_pretrained(resolve_model(name), **options)
+        path = resolve_model(name, gguf_file)
+        config = AutoConfig.from_pretrained(path, **reading(gguf_file), **options)
         with torch.device("meta"):
             model = auto(config).from_config(config)
     model.tie_weights()
@@ -224,18 +243,19 @@ def load_classifier(
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     infilling = _infilling(arguments, text_columns)
-    path = resolve_model(arguments.model_name_or_path)
-    advice = "Give a Hub name, a folder with config.json, weights and tokenizer, or package:NAME."
+    file = arguments.gguf_file
+    path = resolve_model(arguments.model_name_or_path, file)
+    advice = f"Give a Hub name, {_FOLDER}, or package:NAME."
     with loading(f"The model {arguments.model_name_or_path!r}", advice):
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, **reading(file))
         if infilling is not None:
             from hf_dp.tasks.infilling import load_infilling
 
-            return load_infilling(path, tokenizer, infilling, names)
+            return load_infilling(path, tokenizer, infilling, names, file)
         auto, labels = AutoModelForSequenceClassification, labels_of(names)
         if arguments.from_scratch:
-            return without_weights(auto, path, **labels), tokenizer
-        model, info = auto.from_pretrained(path, output_loading_info=True, **labels)
+            return without_weights(auto, path, **reading(file), **labels), tokenizer
+        model, info = with_weights(auto, path, file, **labels)
     model.newly_initialized = sorted(info["missing_keys"])
     return model, tokenizer
 
@@ -262,35 +282,41 @@ def _infilling(arguments: ModelArguments, text_columns: Sequence[str]) -> Infill
 
 
 def load_language_model(
-    arguments: StartArguments, kind: str
+    arguments: TextModelArguments, kind: str
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     """Return model and tokenizer of a decoder (``causal_lm``) or encoder-decoder (``seq2seq``)."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
     auto: Any = {CAUSAL: AutoModelForCausalLM, SEQ2SEQ: AutoModelForSeq2SeqLM}[kind]
-    path = resolve_model(arguments.model_name_or_path)
+    file = arguments.gguf_file
+    path = resolve_model(arguments.model_name_or_path, file)
     advice = (
-        f"Give a Hub name, a folder with config.json, weights and tokenizer (task {kind}), or "
-        "package:NAME. To start from random weights of its architecture, set from_scratch: true."
+        f"Give a Hub name, {_FOLDER} (task {kind}), or package:NAME. To start from random weights "
+        "of its architecture, set from_scratch: true."
     )
     with loading(f"The model {arguments.model_name_or_path!r}", advice):
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        fresh = arguments.from_scratch
-        model = without_weights(auto, path) if fresh else auto.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, **reading(file))
+        if arguments.from_scratch:
+            model = without_weights(auto, path, **reading(file))
+        else:
+            model, _ = with_weights(auto, path, file)
     fit_tokens(model, tokenizer)
     return model, tokenizer
 
 
 def load_trained(
-    path: str, arguments: StartArguments, kind: str
+    path: str | None, arguments: TextModelArguments, kind: str
 ) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Return model and tokenizer that ``hf-dp train`` wrote; an adapter on its base.
+    """Return model and tokenizer that ``hf-dp train`` wrote; an adapter on its base. None for the
+    base that the arguments name.
 
     Raises: as :func:`load_language_model`.
     """
+    if path is None:
+        return load_language_model(replace(arguments, from_scratch=False), kind)
     folder = resolve_model(path)
     if not Path(folder, "adapter_config.json").exists():
-        return load_language_model(StartArguments(path), kind)
+        return load_language_model(TextModelArguments(path), kind)
     from peft import PeftModel
 
     base, tokenizer = load_language_model(arguments, kind)

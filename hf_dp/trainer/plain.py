@@ -21,6 +21,7 @@ from hf_dp.losses import means_over_rows
 from hf_dp.plans.dp_fp import DP_FP
 from hf_dp.run.clock import TRAINING as TRAINING_TIME
 from hf_dp.run.clock import Clock
+from hf_dp.run.gguf import dequantized
 from hf_dp.run.other_training import WITHOUT_PRIVACY, note_training, stamp_without_privacy
 from hf_dp.run.witnesses import refuse_foreign
 from hf_dp.trainer.arguments import DPTrainingArguments
@@ -193,8 +194,8 @@ class Training:
 
 
 def loaded(model: str | nn.Module | None) -> nn.Module | None:
-    """Return a model that may be given by its name."""
-    return load_model(model) if isinstance(model, str) else model
+    """Return a model that may be given by its name, and may be read from a GGUF file."""
+    return dequantized(load_model(model) if isinstance(model, str) else model)
 
 
 def no_plan() -> UnsupportedArgumentError:

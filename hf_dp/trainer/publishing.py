@@ -16,7 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from transformers.utils import logging
 
 from hf_dp._validate import invalid
-from hf_dp.cards.details import BASE_MODEL, REPOSITORY, CardDetails
+from hf_dp.cards.details import BASE_MODEL, BASE_WEIGHTS, REPOSITORY, CardDetails, dequantized_from
 from hf_dp.cards.verify import write_card
 from hf_dp.clipping.sharding import is_sharded
 from hf_dp.distributed.processes import Processes
@@ -25,6 +25,7 @@ from hf_dp.losses import base_model, known_task
 from hf_dp.mechanisms.base import Mechanism
 from hf_dp.publishing.hub import Hub
 from hf_dp.publishing.publication import Publication, refuse_claims
+from hf_dp.run.gguf import gguf_file_of
 from hf_dp.run.ledger_file import LEDGER
 from hf_dp.run.witnesses import read_run, refuse_foreign
 from hf_dp.statement.evidence import FILE_NAME, read
@@ -282,7 +283,7 @@ def details_of_model(
 ) -> CardDetails:
     """Return what a card says of a model. Args: name: its folder or repository."""
     base = base_model(model)
-    tag = _PIPELINES.get(known_task(base))
+    tag, file = _PIPELINES.get(known_task(base)), gguf_file_of(model)
     return CardDetails(
         model_name=name.rstrip("/\\").replace("\\", "/").split("/")[-1],
         base_model=getattr(getattr(base, "config", None), "name_or_path", None) or None,
@@ -291,7 +292,7 @@ def details_of_model(
         pretraining_sources=tuple(pretraining_sources(base)),
         usage=usage(model, tag),
         metrics=metrics,
-        training=training,
+        training={**({} if file is None else {BASE_WEIGHTS: dequantized_from(file)}), **training},
     )
 
 
@@ -347,9 +348,10 @@ def usage(model: nn.Module, task_tag: str | None) -> str | None:
     ours = any(isinstance(each, AdapterConfig) for each in adapters.values())
     kind = type(base_model(model)).__name__
     classifies = kind.endswith("Classification")
+    file = gguf_file_of(model)
     first = "import hf_dp  # makes the adapter known\n" if ours else ""
     if getattr(config, "label_words", None) is not None:
-        return first + _infilling_usage(config, bool(adapters))
+        return first + _infilling_usage(config, file, bool(adapters))
     if task_tag is None:
         return None
     if task_tag == "question-answering":  # for which transformers has no pipeline
@@ -358,15 +360,17 @@ def usage(model: nn.Module, task_tag: str | None) -> str | None:
 model = AutoModelForQuestionAnswering.from_pretrained({REPOSITORY!r})
 tokenizer = AutoTokenizer.from_pretrained({REPOSITORY!r})"""
     # transformers by itself loads only the adapters that PEFT knows
-    if ours or (adapters and classifies):
+    if ours or (adapters and (classifies or file)):
         reader, reads = "tokenizer", "AutoTokenizer"
         if task_tag == "image-classification":
             reader, reads = "image_processor", "AutoImageProcessor"
         options = ""
         if classifies:
             options = f", id2label={config.id2label!r}, ignore_mismatched_sizes=True"
+        of_file, names = _from_file(file)
+        options += of_file
         return f"""{first}from peft import PeftModel
-from transformers import {reads}, {kind}, pipeline
+from transformers import {", ".join(sorted([reads, kind, *names]))}, pipeline
 
 base = {kind}.from_pretrained({BASE_MODEL!r}{options})
 model = PeftModel.from_pretrained(base, {REPOSITORY!r})
@@ -376,12 +380,21 @@ model = pipeline({task_tag!r}, model=model, {reader}={reads}.from_pretrained({RE
 model = pipeline({task_tag!r}, model={REPOSITORY!r})"""
 
 
-def _infilling_usage(config: Any, adapters: bool) -> str:
+def _from_file(gguf_file: str | None) -> tuple[str, list[str]]:
+    """Return what reads a base from a GGUF file, and what it needs of transformers. Without it the
+    weights would stay packed where kernels for them are installed."""
+    if gguf_file is None:
+        return "", []
+    option = f", gguf_file={gguf_file!r}, quantization_config=GgufConfig(dequantize=True)"
+    return option, ["GgufConfig"]
+
+
+def _infilling_usage(config: Any, gguf_file: str | None, adapters: bool) -> str:
     """Return lines that make ``classify(text)``. What was saved is a language model; only words of
     several tokens need hf_dp to put their probabilities together."""
     kept, names = config.label_words, [label for _, label in sorted(config.id2label.items())]
     if any(len(tokens) != 1 for tokens in kept["ids"]):
-        return _with_several_tokens(kept, names, adapters)
+        return _with_several_tokens(kept, names, gguf_file, adapters)
     if kept["mask_token_id"] is None:
         auto, place = "AutoModelForCausalLM", "logits[0, -1]"
     else:
@@ -390,14 +403,17 @@ def _infilling_usage(config: Any, adapters: bool) -> str:
             "logits[inputs.input_ids == tokenizer.mask_token_id][0]",
         )
     tokens = {name: token for name, (token,) in zip(names, kept["ids"], strict=True)}
-    first, name, last = "", REPOSITORY, ""
+    first, name, last, options = "", REPOSITORY, "", ""
+    imports = [auto, "AutoTokenizer"]
     if adapters:
         first, name = "from peft import PeftModel\n", BASE_MODEL
+        options, of_file = _from_file(gguf_file)
+        imports = [*imports, *of_file]
         last = f"\nmodel = PeftModel.from_pretrained(model, {REPOSITORY!r})"
-    return f"""{first}from transformers import {auto}, AutoTokenizer
+    return f"""{first}from transformers import {", ".join(imports)}
 
 tokenizer = AutoTokenizer.from_pretrained({REPOSITORY!r})  # puts a text into the template
-model = {auto}.from_pretrained({name!r}){last}
+model = {auto}.from_pretrained({name!r}{options}){last}
 words = {json.dumps(tokens)}  # their tokens
 
 
@@ -407,13 +423,16 @@ def classify(*texts):
     return dict(zip(words, logits[[*words.values()]].softmax(0).tolist()))"""
 
 
-def _with_several_tokens(kept: Mapping[str, Any], names: Sequence[str], adapters: bool) -> str:
+def _with_several_tokens(
+    kept: Mapping[str, Any], names: Sequence[str], gguf_file: str | None, adapters: bool
+) -> str:
     if adapters:
+        file = "" if gguf_file is None else f", gguf_file={gguf_file!r}"
         words = dict(zip(names, kept["words"], strict=True))
         block = {"template": kept["template"], "label_words": words, "several_tokens": True}
-        load = f"""tokenizer = AutoTokenizer.from_pretrained({BASE_MODEL!r})
+        load = f"""tokenizer = AutoTokenizer.from_pretrained({BASE_MODEL!r}{file})
 infilling = Infilling.of({json.dumps(block).replace(": true", ": True")})
-model, tokenizer = load_infilling({BASE_MODEL!r}, tokenizer, infilling, {names!r})
+model, tokenizer = load_infilling({BASE_MODEL!r}, tokenizer, infilling, {names!r}{file})
 model = PeftModel.from_pretrained(model, {REPOSITORY!r})"""
         imports = """from peft import PeftModel
 from transformers import AutoTokenizer

@@ -24,6 +24,7 @@ from hf_dp.accounting import Epsilon, Ledger
 from hf_dp.batches.structure import Batch, DataSet, Example
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.losses import any_number_of_end_tokens, per_example_loss, with_labels_read
+from hf_dp.run.gguf import dequantized
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.trainer.arguments import DPTrainingArguments
@@ -137,6 +138,10 @@ class DPTrainer(Publishing):
         same.
         """
         return self.training.statement()
+
+    def call_model_init(self, trial: object = None) -> nn.Module:
+        """Return what ``model_init`` makes, as Trainer does; it may be read from a GGUF file."""
+        return dequantized(super().call_model_init(trial))
 
     # -- the steps --
 

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from hf_dp.cli.config import read_yaml
-from hf_dp.tasks.models import StartArguments, load_language_model
+from hf_dp.tasks.models import TextModelArguments, load_language_model
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -102,7 +102,7 @@ def test_a_model_stops_at_the_end_token_that_it_is_trained_to_write(task):
     base = tiny_text.gpt2()
     base.config.eos_token_id = base.generation_config.eos_token_id = 7
     name = tiny_text.saved(task.folder / "other_end", base)
-    arguments = StartArguments(name)
+    arguments = TextModelArguments(name)
     model, words = load_language_model(arguments, "causal_lm")
     assert set(model.generation_config.eos_token_id) == {7, words.eos_token_id}
 

@@ -11,7 +11,7 @@ from hf_dp.cli import tasks
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.tasks.classification import one_or_all
 from hf_dp.tasks.generation.arguments import DecodingArguments, TextArguments
-from hf_dp.tasks.models import StartArguments, check_positions
+from hf_dp.tasks.models import TextModelArguments, check_positions
 from hf_dp.tasks.sources import load_evaluation, load_train
 
 if TYPE_CHECKING:
@@ -28,14 +28,14 @@ logger = logging.getLogger(__name__)
 class Writing(tasks.PrivateTask):
     """The task of a decoder, or of an encoder-decoder: ``kind`` is causal_lm or seq2seq."""
 
-    ARGUMENTS = (StartArguments, TextArguments, DecodingArguments)
+    ARGUMENTS = (TextModelArguments, TextArguments, DecodingArguments)
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
     def build_trainer(
         self,
-        model_args: StartArguments,
+        model_args: TextModelArguments,
         data: TextArguments,
         decoding: DecodingArguments,
         args: DPTrainingArguments,
@@ -144,9 +144,7 @@ class Writing(tasks.PrivateTask):
         if zero_shot:
             model, tokenizer = load_language_model(model_args, self.kind)
         else:
-            model, tokenizer = load_trained(
-                path or model_args.model_name_or_path, model_args, self.kind
-            )
+            model, tokenizer = load_trained(path, model_args, self.kind)
         if torch.cuda.is_available() and not args.use_cpu:
             model = model.to("cuda")
         found = evaluate_texts(
