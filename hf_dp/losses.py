@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -65,6 +66,12 @@ _READ_AT_THE_END = frozenset(
     f"{name}ForSequenceClassification"
     for name in "Bart BigBirdPegasus MBart MT5 Mvp PLBart T5 UMT5".split()
 )
+# Classifiers that read at the last token that is not padding, which they tell by its id.
+_READ_BEFORE_PADDING = frozenset(
+    f"{name}ForSequenceClassification"
+    for name in "BioGpt Bloom CTRL Falcon GPT2 GPTBigCode GPTJ GPTNeo GPTNeoX ModernBertDecoder "
+    "Mpt OPT OpenAIGPT Zamba Zamba2".split()
+) | {"GenericForSequenceClassification"}
 _DECODER_ONLY = frozenset(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - frozenset(
     modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
 )
@@ -162,6 +169,8 @@ def targets_of(model: nn.Module) -> tuple[str, ...]:
 def token_check(model: nn.Module) -> Callable[[Tensor], None] | None:
     """Return what raises DataError for attended token ids, (T,), that the forward would refuse."""
     base = base_model(model)
+    if reads_before_padding(model):
+        return partial(_refuse_padding_at_the_end, type(base).__name__, _padding_token(model))
     if _READ_AT_THE_END.isdisjoint(_names(model)):
         return getattr(base, "check_tokens", None)
     end = _config(model).eos_token_id
@@ -177,30 +186,90 @@ def token_check(model: nn.Module) -> Callable[[Tensor], None] | None:
     return check
 
 
+def reads_before_padding(model: nn.Module) -> bool:
+    """Return whether a classifier reads at the last token that is not padding, by its id."""
+    return not _READ_BEFORE_PADDING.isdisjoint(_names(model))
+
+
+def _padding_token(model: nn.Module) -> int | None:
+    return _config(model).get_text_config().pad_token_id
+
+
+def _refuse_padding_at_the_end(class_name: str, padding: int | None, tokens: Tensor) -> None:
+    """Raise DataError for attended token ids, (T,), that end with the token that pads."""
+    if len(tokens) and int(tokens[-1]) == padding:
+        raise DataError(
+            f"`input_ids` ends with the token that pads ({padding}). What is trained here reads "
+            f"the class there, and everyone who loads the {class_name} with transformers would "
+            "read it before. Leave that token out of the text, or give padding a token of its own: "
+            "set tokenizer.pad_token to one that no text holds, and model.config.pad_token_id to "
+            "its id."
+        )
+
+
+def _up_to_the_end(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the ids that lead BART's classifier and its like to the last end token, and the ids of
+    the decoder: other end tokens are hidden."""
+    base, end, ids, mask = base_model(model), _config(model).eos_token_id, *_ids_and_mask(inputs)
+    places = torch.arange(ids.shape[1], device=ids.device)
+    last = torch.where((ids == end) & mask, places, -1).amax(1, keepdim=True)
+    shown = {"input_ids": ids.masked_fill((ids == end) & (places != last), int(end == 0))}
+    no_decoder = inputs.get("decoder_input_ids") is None
+    if no_decoder and (shifted := shift_right(base, ids)) is not None:
+        shown["decoder_input_ids"] = shifted
+    return shown
+
+
+def _up_to_the_padding(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the ids that lead a decoder's classifier to the last token that is attended to: all
+    others are shown as padding, and it is not."""
+    padding, ids, mask = _padding_token(model), *_ids_and_mask(inputs)
+    if padding is None:
+        if len(ids) == 1 and bool(mask.all()):
+            return {}
+        raise UnsupportedModelError(
+            f"{type(base_model(model)).__name__} reads the class before the padding, and its "
+            "configuration names no padding token. Set model.config.pad_token_id = "
+            "tokenizer.pad_token_id."
+        )
+    places = torch.arange(ids.shape[1], device=ids.device)
+    last = torch.where(mask, places, 0).amax(1, keepdim=True)
+    return {"input_ids": torch.full_like(ids, padding).scatter(1, last, int(padding == 0))}
+
+
+def _ids_and_mask(inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the token ids, (b, T), and which of them are attended to."""
+    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+    # An adapter of prefixes adds its own to the front of the mask.
+    return ids, torch.ones_like(ids) != 0 if mask is None else mask[:, -ids.shape[1] :] != 0
+
+
 @contextmanager
-def any_number_of_end_tokens(model: nn.Module) -> Iterator[None]:
-    """Let classifiers like BART's and T5's take rows with unequal numbers of end tokens. They read
-    the state at the last one, and raise where the numbers differ. Inside, a classifier is shown the
-    last one of each row alone, and its backbone is shown all."""
-    if _READ_AT_THE_END.isdisjoint(_names(model)):
+def each_row_read_as_alone(model: nn.Module) -> Iterator[None]:
+    """Let a classifier read each row of a batch where it reads the row alone, without padding.
+
+    BART's, T5's and the like read at the last end token, and raise where rows have other numbers of
+    them. Those of decoders read at the last token that has not the id of padding, which may be the
+    end token of the text, too. Inside, such a classifier is shown ids that lead it to the right
+    place, and its backbone is shown all. Positions do not count padding on the left.
+    """
+    names = _names(model)
+    if not _READ_BEFORE_PADDING.isdisjoint(names):
+        ids_to_show = _up_to_the_padding
+    elif not _READ_AT_THE_END.isdisjoint(names):
+        ids_to_show = _up_to_the_end
+    else:
         yield
         return
-    base, end = base_model(model), _config(model).eos_token_id
+    base = base_model(model)
     all_tokens: list[Tensor] = []
 
     def hide(module: nn.Module, args: Args, inputs: dict[str, Tensor]) -> Given | None:
-        ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
-        if ids is None:
+        if inputs.get("input_ids") is None:
             return None
-        at_end = ids == end if mask is None else (ids == end) & (mask != 0)
-        places = torch.arange(ids.shape[1], device=ids.device)
-        last = torch.where(at_end, places, -1).amax(1, keepdim=True)
-        all_tokens[:] = [ids]
-        shown = {"input_ids": ids.masked_fill((ids == end) & (places != last), int(end == 0))}
-        no_decoder = inputs.get("decoder_input_ids") is None
-        if no_decoder and (shifted := shift_right(base, ids)) is not None:
-            shown["decoder_input_ids"] = shifted
-        return args, {**inputs, **shown}
+        inputs = with_position_ids(model, inputs)
+        all_tokens[:] = [inputs["input_ids"]]
+        return args, {**inputs, **ids_to_show(model, inputs)}
 
     def show(module: nn.Module, args: Args, inputs: dict[str, Tensor]) -> Given | None:
         if not all_tokens:  # not called by the classifier
@@ -210,7 +279,7 @@ def any_number_of_end_tokens(model: nn.Module) -> Iterator[None]:
 
     backbone: nn.Module = getattr(base, str(base.base_model_prefix))
     hooks = [
-        model.register_forward_pre_hook(hide, with_kwargs=True),
+        base.register_forward_pre_hook(hide, with_kwargs=True),
         # The first shows last, if another one is inside.
         backbone.register_forward_pre_hook(show, with_kwargs=True, prepend=True),
     ]
@@ -263,7 +332,7 @@ def per_example_loss(model: nn.Module, inputs: Inputs, chunked: bool = False) ->
         )
     head = check_head(base) if chunked else None
     blocks = nullcontext() if head is None else without_logits(head)
-    with any_number_of_end_tokens(model), blocks as found:
+    with each_row_read_as_alone(model), blocks as found:
         output = model(**with_position_ids(model, inputs))
     logits = getattr(output, "logits", None)
     if logits is None:

@@ -112,8 +112,21 @@ def warn_of_users(table: UnitTable, users: Users) -> None:
 
 
 def check_collator(collator: object) -> None:
-    """Raise DataError for the collator that joins many examples into one."""
+    """Raise DataError for the collator that joins many examples into one, and warn of one that
+    takes the end of a text for padding."""
     inner = getattr(collator, "data_collator", collator)  # transformers wraps one to remove columns
+    tokenizer = getattr(inner, "tokenizer", None)
+    end: object = getattr(tokenizer, "eos_token_id", None)
+    masks_by_id = type(inner).__name__ == "DataCollatorForLanguageModeling"
+    if masks_by_id and not getattr(inner, "mlm", True) and end is not None:
+        if end == getattr(tokenizer, "pad_token_id", None):
+            logger.warning(
+                "DataCollatorForLanguageModeling takes every token with the id of padding (%s) for "
+                "padding, and the end token has it, too: the model would not learn where a text "
+                "ends. Put `labels` into the rows and use DataCollatorForSeq2Seq(tokenizer), or "
+                "set tokenizer.pad_token to a token that no text holds.",
+                end,
+            )
     if type(inner).__name__ == "DataCollatorWithFlattening":
         raise DataError(
             "DataCollatorWithFlattening joins many examples into one, so no single example could "

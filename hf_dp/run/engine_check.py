@@ -205,7 +205,8 @@ def _labels(model: nn.Module, example: Example) -> Iterator[Tensor]:
 
 def _own(model: nn.Module, example: Example) -> float | None:
     try:
-        output = model(**losses.with_position_ids(model, dict(example)))
+        with losses.each_row_read_as_alone(model):  # as in evaluate()
+            output = model(**losses.with_position_ids(model, dict(example)))
     except Exception as problem:
         raise UnsupportedLossError(
             f"{type(losses.base_model(model)).__name__}'s own loss fails on a made-up example with "

@@ -26,7 +26,7 @@ from hf_dp.clipping import ClippingEngine, refuse_coupling
 from hf_dp.clipping.sharding import is_sharded
 from hf_dp.distributed.processes import Processes, others_present
 from hf_dp.errors import ConfigError, DataError, LedgerError, UnsupportedArgumentError
-from hf_dp.losses import any_number_of_end_tokens, per_example_loss
+from hf_dp.losses import each_row_read_as_alone, per_example_loss
 from hf_dp.noise import SecretRandomness
 from hf_dp.overlap import TrainingRows, TrainingUsers
 from hf_dp.planning import of_repeated_rows
@@ -389,7 +389,7 @@ class PrivateRun:
 
     def loss_of(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the per-example losses, (b,), by a model, of a batch that is on its device."""
-        with any_number_of_end_tokens(model):
+        with each_row_read_as_alone(model):
             return self._of_model(model, batch)
 
     def placed(self, batch: Batch) -> Batch:

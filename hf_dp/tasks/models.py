@@ -254,10 +254,23 @@ def load_classifier(
             return load_infilling(path, tokenizer, infilling, names, file)
         auto, labels = AutoModelForSequenceClassification, labels_of(names)
         if arguments.from_scratch:
-            return without_weights(auto, path, **reading(file), **labels), tokenizer
-        model, info = with_weights(auto, path, file, **labels)
-    model.newly_initialized = sorted(info["missing_keys"])
+            model = without_weights(auto, path, **reading(file), **labels)
+        else:
+            loaded, info = with_weights(auto, path, file, **labels)
+            loaded.newly_initialized = sorted(info["missing_keys"])
+            model = loaded
+    fit_padding_of_classifier(model, tokenizer)
     return model, tokenizer
+
+
+def fit_padding_of_classifier(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let a decoder's classifier, which reads before the padding, know which token pads: that of
+    the tokenizer, which gets one where it has none."""
+    from hf_dp.losses import reads_before_padding
+
+    if reads_before_padding(model):
+        give_padding_token(tokenizer)
+        model.config.pad_token_id = tokenizer.pad_token_id
 
 
 def _infilling(arguments: ModelArguments, text_columns: Sequence[str]) -> Infilling | None:
@@ -326,9 +339,7 @@ def load_trained(
 
 
 def fit_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give the tokenizer a padding token, and let the model stop at its end token. A missing
-    padding token becomes the end token. Nothing attends to padding and no label stands on it, so no
-    embedding is needed for it."""
+    """Give the tokenizer a padding token, and let the model stop at its end token."""
     if tokenizer.eos_token is None:
         raise UnsupportedModelError(
             "The tokenizer has no end token (eos_token), so the model could not learn where a text "
@@ -341,10 +352,7 @@ def fit_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> No
             "Call model.resize_token_embeddings(len(tokenizer)) once, without private data, and "
             "save both."
         )
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-        said = "The tokenizer has no padding token: it is the end token %r. No embedding changes."
-        logger.warning(said, tokenizer.eos_token)
+    give_padding_token(tokenizer)
     for config in (model.config, model.generation_config):
         if config.pad_token_id is None:
             config.pad_token_id = tokenizer.pad_token_id
@@ -353,3 +361,18 @@ def fit_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> No
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if tokenizer.eos_token_id not in ends:
         model.generation_config.eos_token_id = [*ends, tokenizer.eos_token_id]
+
+
+def give_padding_token(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let the end token pad where a tokenizer has no padding token. Nothing attends to padding and
+    no label stands on it, so no embedding is needed for it."""
+    if tokenizer.pad_token is not None:
+        return
+    if tokenizer.eos_token is None:
+        raise UnsupportedModelError(
+            "The tokenizer has neither a padding token nor an end token. Set tokenizer.pad_token "
+            "to one of its tokens and save it beside the model."
+        )
+    tokenizer.pad_token = tokenizer.eos_token
+    said = "The tokenizer has no padding token: it is the end token %r. No embedding changes."
+    logger.warning(said, tokenizer.eos_token)

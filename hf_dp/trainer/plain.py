@@ -17,7 +17,7 @@ from hf_dp._validate import invalid
 from hf_dp.batches.structure import Batch, DataSet
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import UnsupportedArgumentError
-from hf_dp.losses import means_over_rows
+from hf_dp.losses import each_row_read_as_alone, means_over_rows
 from hf_dp.plans.dp_fp import DP_FP
 from hf_dp.run.clock import TRAINING as TRAINING_TIME
 from hf_dp.run.clock import Clock
@@ -142,7 +142,8 @@ class Training:
         """Make the gradient of one optimizer step."""
         if self._run is not None:
             self.tuner.before_step(self._run, self._trainer.state.global_step)
-        return stock()
+        with each_row_read_as_alone(self._trainer.model):
+            return stock()
 
     def prepare(self, max_steps: int, stock: Callable[[], Prepared]) -> Prepared:
         """Prepare model, loader and optimizer for the steps up to ``max_steps``."""

@@ -21,7 +21,7 @@ from hf_dp.cards.verify import write_card
 from hf_dp.clipping.sharding import is_sharded
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import HfDpError, PublishError, UnsupportedArgumentError
-from hf_dp.losses import base_model, known_task
+from hf_dp.losses import base_model, known_task, reads_before_padding
 from hf_dp.mechanisms.base import Mechanism
 from hf_dp.publishing.hub import Hub
 from hf_dp.publishing.publication import Publication, refuse_claims
@@ -367,6 +367,8 @@ tokenizer = AutoTokenizer.from_pretrained({REPOSITORY!r})"""
         options = ""
         if classifies:
             options = f", id2label={config.id2label!r}, ignore_mismatched_sizes=True"
+            if reads_before_padding(model):
+                options += f", pad_token_id={config.pad_token_id}"
         of_file, names = _from_file(file)
         options += of_file
         return f"""{first}from peft import PeftModel

@@ -23,7 +23,7 @@ from hf_dp._validate import invalid
 from hf_dp.accounting import Epsilon, Ledger
 from hf_dp.batches.structure import Batch, DataSet, Example
 from hf_dp.errors import UnsupportedArgumentError
-from hf_dp.losses import any_number_of_end_tokens, per_example_loss, with_labels_read
+from hf_dp.losses import each_row_read_as_alone, per_example_loss, with_labels_read
 from hf_dp.run.gguf import dequantized
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.statement.statement import PrivacyStatement
@@ -235,7 +235,7 @@ class DPTrainer(Publishing):
         known: DataSet = self.eval_dataset
         effective = known if eval_dataset is None else eval_dataset
         self.training.evaluates(known[effective] if isinstance(effective, str) else effective)
-        with any_number_of_end_tokens(self.model):
+        with each_row_read_as_alone(self.model):
             metrics = super().evaluate(eval_dataset, *args, **kwargs)
         self._evaluation.update(metrics)
         return metrics
@@ -262,7 +262,7 @@ class DPTrainer(Publishing):
         Raises: as :meth:`evaluate`.
         """
         self.training.evaluates(test_dataset)
-        with any_number_of_end_tokens(self.model):
+        with each_row_read_as_alone(self.model):
             return super().predict(test_dataset, *args, **kwargs)
 
     def evaluation_metrics(self) -> dict[str, float]:

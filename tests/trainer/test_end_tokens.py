@@ -10,7 +10,7 @@ from transformers import DataCollatorWithPadding
 
 from hf_dp import losses
 from hf_dp.errors import DataError, SelfCheckError
-from hf_dp.losses import any_number_of_end_tokens, per_example_loss
+from hf_dp.losses import each_row_read_as_alone, per_example_loss
 
 END = 3
 BART = {
@@ -50,7 +50,7 @@ def padded(some: list[dict]) -> dict:
 def test_each_loss_and_gradient_is_that_of_the_row_alone(name):
     model = model_of(name).double().eval()
     some = rows(3)
-    with any_number_of_end_tokens(model):  # as around a loss of the user's own, which may call ours
+    with each_row_read_as_alone(model):  # as around a loss of the user's own, which may call ours
         found = per_example_loss(model, padded(some))
     of_head = list(model.classification_head.parameters())
     for place, row in enumerate(some):

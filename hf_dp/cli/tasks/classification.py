@@ -254,6 +254,8 @@ class Classification(tasks.PrivateTask):
         """Return the metrics of a classifier that was trained, or of its untrained base."""
         from transformers import Trainer, TrainingArguments
 
+        from hf_dp.losses import each_row_read_as_alone
+
         args, start, data = tasks.parse_evaluation(
             (tasks.EvalArguments, *self.ARGUMENTS), values, words
         )
@@ -288,7 +290,8 @@ class Classification(tasks.PrivateTask):
             processing_class=made.reader,
             compute_metrics=compute if zero_shot else measure,
         )
-        found = trainer.evaluate()
+        with each_row_read_as_alone(made.model):
+            found = trainer.evaluate()
         kept = {k: v for k, v in found.items() if k != "epoch" and not k.endswith(_TIMINGS)}
         return kept, [*tasks.metric_lines(found, trainer.eval_dataset), *words]
 

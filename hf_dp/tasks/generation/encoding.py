@@ -75,11 +75,14 @@ class Seq2SeqEncoding:
     cut_prompts: bool = False  # at their end, rather than refuse them
 
     def example(self, prompt: str, target: str, row: int) -> Example:
-        """Return ``input_ids`` and ``attention_mask`` of the prompt, and ``labels``: the target,
-        cut where it is too long."""
+        """Return ``input_ids`` and ``attention_mask`` of the prompt, and ``labels``: the target and
+        its end token, cut where they are too long."""
         ids = self.prompt(prompt, row, 0)
         limit = self.max_target_length
         labels = self.tokenizer(text_target=target, truncation=True, max_length=limit)["input_ids"]
+        end = self.tokenizer.eos_token_id
+        if end not in labels:  # nothing but a label teaches the model to stop
+            labels = [*labels, end][:limit]
         return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels}
 
     def prompt(self, prompt: str, row: int, room: int) -> list[int]:
