@@ -23,7 +23,7 @@ from hf_dp.cli.recipes import (
     tuner_of,
 )
 from hf_dp.cli.tasks import check_recipe
-from hf_dp.errors import ConfigError
+from hf_dp.errors import ConfigError, DataError
 from hf_dp.planning import forecast
 from hf_dp.trainer.privacy_arguments import BudgetArguments
 from hf_dp.trainer.row_arguments import users_of
@@ -168,7 +168,10 @@ def _label_words(recipe: dict[str, Any]) -> list[Choice]:
     if not causal and tokenizer.mask_token is None:
         return []
     texts = len(recipe.get("text_columns") or [""])
-    infilling = propose(tokenizer, names, texts, causal, recipe.get("label_column", "label"))
+    try:
+        infilling = propose(tokenizer, names, texts, causal, recipe.get("label_column", "label"))
+    except DataError:  # the names are no words; a head needs none
+        return []
     reason = (
         "asking for a word that the base knows, here from the class names, needs no new weights; "
         "see with `hf-dp eval --zero-shot` what it knows, and try other words (Li et al., section "

@@ -43,7 +43,7 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 
 from hf_dp.clipping import register_rule
-from hf_dp.clipping.chunked_loss import check_output, token_losses, without_logits
+from hf_dp.clipping.chunked_loss import check_head, check_output, token_losses, without_logits
 from hf_dp.clipping.gradients import Lookups, positions
 from hf_dp.clipping.rounding import accumulation_dtype, outer_sums
 from hf_dp.clipping.rules.rule import Found, Use
@@ -141,6 +141,11 @@ class LabelWordClassifier(PreTrainedModel):
                 "Infilling with a mask, or with label words of several tokens, needs `input_ids`, "
                 "in which it finds its place; prompt tuning replaces them."
             )
+        if not words.one_token_each and inputs.get("past_key_values") is not None:
+            raise UnsupportedModelError(
+                "Prefix tuning does not go with label words of several tokens: one prefix would be "
+                "read by several forwards. Choose words of one token, or LoRA."
+            )
         if input_ids is not None:
             self._check_batch(input_ids, attention_mask)
         given = {"input_ids": input_ids, "attention_mask": attention_mask, **inputs}
@@ -200,8 +205,7 @@ class LabelWordClassifier(PreTrainedModel):
         ids = [
             torch.tensor(each, device=inputs["input_ids"].device) for each in self.label_words.ids
         ]
-        head = cast(nn.Linear, self.get_output_embeddings())
-        at_words = []
+        head, at_words = check_head(self), []
         for word in ids:
             more = _continued(inputs, word[:-1])
             with self._last_alone(more["attention_mask"], len(word)), without_logits(head) as found:
@@ -277,6 +281,8 @@ def _continued(inputs: dict[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
     new = {"input_ids": tokens.expand(len(ids), -1), "attention_mask": torch.ones_like(index)}
     if (places := inputs.get("position_ids")) is not None:
         new["position_ids"] = places.gather(1, end - 1) + 1 + torch.arange(count).to(ids.device)
+    if (kinds := inputs.get("token_type_ids")) is not None:
+        new["token_type_ids"] = kinds.gather(1, end - 1).expand(-1, count)
     for name, values in new.items():
         more[name] = F.pad(more[name], (0, count)).scatter(1, index, values.to(more[name].dtype))
     return more
@@ -293,6 +299,7 @@ def _class_of(base: type[PreTrainedModel]) -> type[LabelWordClassifier]:
 
     names = {
         "forward": forward,
+        "accepts_loss_kwargs": False,  # its loss is a mean
         "config_class": base.config_class,
         "__module__": base.__module__,
         "__doc__": LabelWordClassifier.__doc__,
@@ -367,8 +374,8 @@ def load_trained(folder: str) -> tuple[LabelWordClassifier, PreTrainedTokenizerB
     """Return a saved infilling classifier and its tokenizer; None where ``folder`` has another
     model."""
     config = AutoConfig.from_pretrained(folder)
-    kept = getattr(config, "label_words", None)
-    if kept is None:
+    kept, names = getattr(config, "label_words", None), config.architectures or [""]
+    if kept is None or names[0].endswith("Classification"):  # a new head on what filled in words
         return None
     auto = AutoModelForCausalLM if is_decoder(config) else AutoModelForMaskedLM
     model = auto.from_pretrained(folder)

@@ -203,8 +203,12 @@ def label_word_ids(
         )
     several = infilling.several_tokens
     ids = [_word_tokens(tokenizer, infilling.template, words[n], several) for n in class_names]
-    if len({tuple(each) for each in ids}) < len(ids):
+    pairs = [(one, other) for one in ids for other in ids if one is not other]
+    if any(one == other for one, other in pairs):
         expected = "to have words that this tokenizer reads as different tokens"
+        raise invalid("label_words", dict(words), expected, "Choose another word.")
+    if any(one == other[: len(one)] for one, other in pairs):
+        expected = "to have no word that another one begins with, and is therefore always likelier"
         raise invalid("label_words", dict(words), expected, "Choose another word.")
     return ids
 
@@ -267,14 +271,14 @@ def propose(
     whole = {name: re.sub(r"[\W_]+", " ", name).strip() for name in class_names}
     found: dict[str, tuple[str, list[int]]] = {}
     for name, words in whole.items():
-        for word in [words, *sorted(words.split(), key=len, reverse=True)]:
+        for word in filter(None, [words, *sorted(words.split(), key=len, reverse=True)]):
             with suppress(InvalidArgumentError):
                 ids = _word_tokens(tokenizer, template, word)
                 if ids not in [others for _, others in found.values()]:
                     found[name] = word, ids
                     break
     if lost := [name for name in class_names if name not in found]:
-        if causal:
+        if causal and all(whole.values()) and len({*whole.values()}) == len(whole):
             return Infilling(template, whole, several_tokens=True)
         raise DataError(
             f"No word of the class names {lost} is one token of {type(tokenizer).__name__} that "
@@ -291,6 +295,11 @@ def require_template_tokenizer(tokenizer: PreTrainedTokenizerBase, causal: bool)
         if not tokenizer.is_fast
         else "mask token, so no word can be missing from a template"
     )
+    if (own := tokenizer.init_kwargs.get(_KEPT)) is not None:
+        raise DataError(
+            f"{type(tokenizer).__name__} puts texts into the template {own!r} already. Load the "
+            "tokenizer of the base, not the one that was saved with a classifier."
+        )
     if not tokenizer.is_fast or (not causal and tokenizer.mask_token_id is None):
         raise DataError(
             f"{type(tokenizer).__name__} has no {missing}. Use a masked language model (BERT, "
@@ -299,6 +308,7 @@ def require_template_tokenizer(tokenizer: PreTrainedTokenizerBase, causal: bool)
         )
 
 
+_KEPT = "template"  # the key under which a tokenizer that applies one is saved
 _SLOTS = {MASK: "mask", TEXTS[0]: "$A", TEXTS[1]: "$B"}
 _COPIED = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 
@@ -332,6 +342,7 @@ def with_template(
         model_input_names=list(tokenizer.model_input_names),
         **{name: token for name in _COPIED if (token := getattr(tokenizer, name)) is not None},
     )
+    made.init_kwargs[_KEPT] = template.text
     if made.pad_token is None:  # nothing attends to padding
         made.pad_token = made.eos_token
     return made
@@ -435,12 +446,12 @@ def _prepared(
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     splitting = state["pre_tokenizer"] or {}
     kinds = {step.get("type") for step in splitting.get("pretokenizers", [splitting])}
-    steps = [state["normalizer"]] if state["normalizer"] else []
+    steps: list[dict[str, Any]] = [{"type": "Strip", "strip_left": True, "strip_right": True}]
+    steps += [state["normalizer"]] if state["normalizer"] else []
     if not causal:
         mask = tokenizer.mask_token
         content = f" {mask[1:-1]} "
         steps.append({"type": "Replace", "pattern": {"String": mask}, "content": content})
-    steps.append({"type": "Strip", "strip_left": True, "strip_right": True})
     if "ByteLevel" in kinds and _needs_prefix(template):
         steps.append({"type": "Prepend", "prepend": " "})
     state["normalizer"] = {"type": "Sequence", "normalizers": steps}

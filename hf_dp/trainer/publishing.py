@@ -30,6 +30,7 @@ from hf_dp.run.ledger_file import LEDGER
 from hf_dp.run.witnesses import read_run, refuse_foreign
 from hf_dp.statement.evidence import FILE_NAME, read
 from hf_dp.statement.statement import PrivacyStatement
+from hf_dp.tasks.infilling import LabelWordClassifier
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.checkpointing import Checkpointing
 from hf_dp.trainer.launch import without_tied_copies
@@ -350,7 +351,7 @@ def usage(model: nn.Module, task_tag: str | None) -> str | None:
     classifies = kind.endswith("Classification")
     file = gguf_file_of(model)
     first = "import hf_dp  # makes the adapter known\n" if ours else ""
-    if getattr(config, "label_words", None) is not None:
+    if isinstance(base_model(model), LabelWordClassifier):
         return first + _infilling_usage(config, file, bool(adapters))
     if task_tag is None:
         return None
@@ -433,7 +434,7 @@ def _with_several_tokens(
         words = dict(zip(names, kept["words"], strict=True))
         block = {"template": kept["template"], "label_words": words, "several_tokens": True}
         load = f"""tokenizer = AutoTokenizer.from_pretrained({BASE_MODEL!r}{file})
-infilling = Infilling.of({json.dumps(block).replace(": true", ": True")})
+infilling = Infilling.of({block!r})
 model, tokenizer = load_infilling({BASE_MODEL!r}, tokenizer, infilling, {names!r}{file})
 model = PeftModel.from_pretrained(model, {REPOSITORY!r})"""
         imports = """from peft import PeftModel

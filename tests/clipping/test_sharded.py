@@ -430,8 +430,8 @@ def test_steps_with_other_forwards_between(strategy, monkeypatch):
 
 
 def test_one_sum_of_full_size_at_a_time(monkeypatch):
-    """What travels, a piece of at most 256 numbers, is a copy."""
-    monkeypatch.setattr(distributed_sums, "BUCKET", 4 * 256)  # a quarter of it between CPUs
+    """What travels, a piece of at most 64 numbers, is a copy."""
+    monkeypatch.setattr(distributed_sums, "BUCKET", 4 * 64)  # a quarter of it between CPUs
     monkeypatch.setattr(sharding, "_WHOLE", VECTORS)
     architecture, alive, scatter = small("bert"), [], sharding.scattered
 

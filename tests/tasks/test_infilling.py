@@ -17,14 +17,14 @@ import torch
 import transformers as hf
 from families import bert
 from models import INFILLING, MASK, ONE_TOKEN, SEVERAL, assert_exact, collate
-from peft import LoraConfig
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from warm import run_program
 
 from hf_dp.clipping import rules
 from hf_dp.clipping.engine import STRATEGIES, ClippingEngine
-from hf_dp.errors import DataError, UnsupportedModelError
+from hf_dp.errors import DataError, HfDpError, UnsupportedModelError
 from hf_dp.tasks.classification import encode
 from hf_dp.tasks.infilling import (
     LabelWordProjection,
@@ -34,6 +34,7 @@ from hf_dp.tasks.infilling import (
     with_label_words,
 )
 from hf_dp.tasks.templates import GLUE
+from hf_dp.trainer.publishing import usage
 from hf_dp.trainer.trainer import DPTrainer
 
 LENGTHS = {
@@ -155,6 +156,38 @@ def test_memory_does_not_grow_with_the_vocabulary(words):
             engine.backward(loss)
         largest.append(found.numbers)
     assert largest[0] == largest[1] <= 2 * 6 * 4096
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        (LoraConfig(r=2, target_modules=["lm_head"]), "the head of .* is a peft"),
+        (
+            PrefixTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2),
+            "Prefix tuning does not go",
+        ),
+    ],
+)
+def test_what_several_tokens_do_not_go_with_is_refused(adapter, message):
+    """An adapter on the head would be passed by, and one cache would be read by several forwards."""
+    architecture = INFILLING["llama several"]
+    model = architecture.build(dtype=torch.float32)
+    model.config.pad_token_id = 0
+    adapted = get_peft_model(model, adapter)
+    with pytest.raises(HfDpError, match=message):
+        adapted(**without_labels(architecture, model, (6, 2)))
+
+
+def test_words_are_shown_of_a_model_that_fills_them_in(base, tmp_path):
+    """Not of a head that was put on one later, whose configuration still has them."""
+    model, tokenizer = loaded(base)
+    model.save_pretrained(tmp_path / "words")
+    head = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "words")
+    assert "classify(" in usage(model, "text-classification")
+    assert "classify(" not in usage(head, "text-classification")
+    head.save_pretrained(tmp_path / "head")
+    tokenizer.save_pretrained(tmp_path / "head")
+    assert load_trained(str(tmp_path / "head")) is None
 
 
 # -- from a pretrained checkpoint to a published classifier ---

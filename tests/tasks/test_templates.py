@@ -278,6 +278,7 @@ def test_words_of_several_tokens_where_they_are_wanted():
         ({"template": REVIEW}, False, r"to hold \[MASK\], where a masked language model"),
         ({"label_words": {"a": "terribly", "b": "great"}}, True, "one token where.*several_tokens: true"),
         ({"label_words": {"a": "great", "b": " great"}}, True, "different tokens"),
+        ({"label_words": {"a": "great", "b": "great film"}, "several_tokens": True}, True, "no word that another one begins with"),
         ({"chat_template": "yes"}, True, "`chat_template` to be true or false, got 'yes'"),
         ({"template": "<S1> [MASK]", "chat_template": True}, False, "it is for decoders"),
         ({"template": "<S1> [MASK]", "several_tokens": True}, False, "it is for decoders"),
@@ -308,8 +309,20 @@ def test_proposed_words_are_made_of_the_class_names():
     )
     several = propose(tokenizer, ["not_great", "great"], 1, True)  # both have one word in common
     assert several.several_tokens and several.label_words["not_great"] == "not great"
+    for names in (["<=50K", ">50K"], ["+", "-"]):
+        with pytest.raises(DataError, match="No word of the class names"):
+            propose(tokenizer, names, 1, True)
     assert propose(bert(), ["negative", "positive"], 1, False) == GLUE["sst2"]
     masked = propose(bert(), ["great", "terrible"], 2, False, "kind")
     assert masked.template.text == "<S1> <S2> Kind: [MASK] ."
     with pytest.raises(DataError, match=r"class names \['xyzzy'\] is one token"):
         propose(bert(), ["great", "xyzzy"], 1, False)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_tokenizer_that_has_a_template_gets_no_other(causal, tmp_path):
+    own, template = (decoder(), Template(REVIEW)) if causal else (bert(), GLUE["sst2"].template)
+    with_template(own, template, causal).save_pretrained(tmp_path)
+    saved = hf.AutoTokenizer.from_pretrained(tmp_path)
+    with pytest.raises(DataError, match="puts texts into the template .* already"):
+        with_template(saved, template, causal)
