@@ -123,6 +123,14 @@ FORMATS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], list[Alone]]] = {
         [{"t": "good"}, {"t": "a long bad film"}],
         [written(ids(END), "good"), written(ids(END), "a long bad film")],
     ),
+    "table": (
+        {"columns": ["age", "film"]},
+        [{"age": 31, "film": "dull plot"}, {"age": 7, "film": "good"}],
+        [
+            written(ids(END), "age: 31\nfilm: dull plot"),
+            written(ids(END), "age: 7\nfilm: good"),
+        ],
+    ),
     "e2e": (
         {},
         [TABLE, {**TABLE, "human_reference": "dull"}],
