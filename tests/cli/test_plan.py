@@ -137,7 +137,9 @@ def test_a_capped_draw(printed, refused):
     words += " --noise-multiplier 20 --max_logical_batch_size 70 --json"
     found = json.loads(printed(*words.split()))
     bound = epsilon(TruncatedPoissonSampledGaussian(20.0, 0.05, 10, 1000, 70), 1e-6)
-    assert found["results"][0]["epsilon"] == bound.rounded_up()
+    # dp-accounting's PLDAccountant gives 0.030866; a bound adds hf_dp's slack of 1e-3.
+    assert bound.value == pytest.approx(0.030866 + 1e-3, abs=1e-6)
+    assert found["results"][0]["epsilon"] == bound.rounded_up() == 0.032
     words = [*SST2, "--noise-multiplier", "1", "--max_logical_batch_size", "1000"]
     refused(words, "at least expected_batch_size")
 

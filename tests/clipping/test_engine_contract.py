@@ -231,6 +231,18 @@ def test_the_output_is_the_same_inside_and_outside(name):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("name", BUILDERS)
+def test_the_output_in_float64_is_the_same_inside_and_outside(name):
+    """Sums in another order differ in the last bit."""
+    model = BUILDERS[name]()
+    inputs = {key: value for key, value in batch_for(model, SHORT).items() if key != "labels"}
+    outside = model(**inputs).logits
+    with ClippingEngine(model, 1.0):
+        torch.testing.assert_close(model(**inputs).logits, outside, rtol=1e-12, atol=1e-12)
+        with torch.no_grad():
+            torch.testing.assert_close(model(**inputs).logits, outside, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_a_deep_copy_made_inside_uses_its_own_weights(name):
     model = BUILDERS[name]()
@@ -399,3 +411,27 @@ def test_contributions_in_bf16(name, of_model):
             sums = engine.collect()
         assert {value.dtype for value in sums.values()} == {torch.float64}
         assert 0.99 * 0.05 < norm_of(sums) <= 0.05 * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2_tied", "llama"])
+def test_one_row_of_a_padded_batch_moves_the_sum_by_at_most_the_clipping_norm(name):
+    """Under autocast, for each row that is left out."""
+    model = BUILDERS[name](dtype=torch.float32)
+    batch = batch_for(model, (30, 7, 30, 2))
+
+    def sums(left_out: int | None) -> dict[str, Tensor]:
+        factors = torch.ones(4)
+        if left_out is not None:
+            factors[left_out] = torch.nan  # removes the row and changes no other number
+        with ClippingEngine(model, 0.05) as engine:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                losses = per_example_loss(model, batch)
+            assert bool((engine.backward(losses * factors) > 0.05).all())
+            return engine.collect()
+
+    everyone = sums(None)
+    assert {value.dtype for value in everyone.values()} == {torch.float64}
+    for row in range(4):
+        without = sums(row)
+        moved = norm_of({key: everyone[key] - without[key] for key in everyone})
+        assert 0.99 * 0.05 < moved <= 0.05 * (1 + 1e-3)

@@ -59,6 +59,20 @@ def test_physical_batches_do_not_change_the_sums(cuts):
     assert_same_sums(sums, expected, atol=EXACT)
 
 
+def test_collect_resets_and_backward_calls_add_up():
+    model = bert()
+    batch = batch_for(model, SHORT)
+    with ClippingEngine(model, 1.0) as engine:
+        engine.backward(per_example_loss(model, batch))
+        once = engine.collect()
+        engine.backward(per_example_loss(model, batch))
+        engine.backward(per_example_loss(model, batch))
+        twice = engine.collect()
+        nothing = engine.collect()
+    assert_same_sums(twice, {name: 2 * value for name, value in once.items()}, atol=EXACT)
+    assert all(not value.any() for value in nothing.values())
+
+
 def test_keys_are_the_trainable_parameters_and_unused_ones_get_zeros():
     model = models.gpt2()
     model.unused = nn.Linear(3, 2)
@@ -178,6 +192,16 @@ def test_a_whole_batch_can_go():
     norms, sums = clip_losses(model, lambda: per_example_loss(model, batch) * torch.nan, 0.5)
     assert torch.isinf(norms).all()
     assert not any(value.any() for value in sums.values())
+
+
+def test_batches_before_and_after_one_that_goes_are_kept():
+    model = bert()
+    batch = batch_for(model, LENGTHS)
+    _, expected = clipped(model, rows(batch, [0, 2]), 0.5)
+    with ClippingEngine(model, 0.5) as engine:
+        for row, factor in ((0, 1.0), (1, torch.nan), (2, 1.0)):
+            engine.backward(per_example_loss(model, rows(batch, [row])) * factor)
+        assert_same_sums(engine.collect(), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("scale", [1e20, 1e30, 1e38])

@@ -9,11 +9,13 @@ import sys
 import pytest
 import torch
 from models import (
+    TinyTied,
     batch_for,
     cancelling_linear,
     clip_losses,
     clipped,
     example_norms,
+    loop,
     loop_over_rows,
     norm_of,
     roberta,
@@ -133,6 +135,17 @@ def test_the_naive_sum_fails_on_these_inputs():
         negative = negative or bool(naive < 0)
     assert worst > 0.1
     assert negative
+
+
+def test_tied_model_in_float32():
+    torch.manual_seed(0)
+    model, double = TinyTied(40, 16), TinyTied(40, 16).double()
+    double.load_state_dict(model.state_dict())
+    tokens = torch.randint(0, 40, (6, 20))
+    loss = lambda module, tokens: module(tokens).square().mean((1, 2))  # noqa: E731
+    expected = loop(double, tokens[:, None], loss, 1.0).norms
+    found, _ = clip_losses(model, lambda: loss(model, tokens), 1.0)
+    torch.testing.assert_close(found.double(), expected, rtol=NORM_RTOL, atol=0)
 
 
 def test_only_the_key_projections_train():
@@ -294,6 +307,18 @@ def test_mixed_inner_products_equal_the_explicit_product():
         got, _ = inner_product(one, other)
         expected = (explicit(one, (20, 8), 3) * explicit(other, (20, 8), 3)).sum((1, 2))
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("form", ["linear", "tied"])
+def test_factors_of_bf16_are_squared_in_float32(form):
+    source = Source(0)
+    grads = source(1, 64, 32).bfloat16()
+    use: PerExampleGradient = Lookups(torch.zeros(1, 64, dtype=torch.long), grads)
+    if form == "linear":
+        use = OuterProducts(grads, source(1, 64, 32).bfloat16())
+    shape = torch.Size((32, 32))
+    found, exact = measured([[use]], shape).double(), truth([[use]], shape)
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=0)
 
 
 def test_ordinary_gradients_never_need_the_slow_path(monkeypatch):

@@ -284,8 +284,11 @@ BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.f
         ("bert", "automatic", [TOGETHER], MixedPrecisionPolicy()),
         ("bert", "per_layer", [BY_PARTS], MixedPrecisionPolicy()),
         ("gpt2_tied", "flat", [("book_keeping", VECTORS), ("two_pass", VECTORS)], BFLOAT16),
+        pytest.param(
+            "gpt2_tied", "flat", [BY_PARTS], MixedPrecisionPolicy(), marks=pytest.mark.slow
+        ),
     ],
-    ids=["automatic", "per layer", "bfloat16"],
+    ids=["automatic", "per layer", "bfloat16", "flat"],
 )
 def test_equals_one_process_in_float32(name, clipping, cases, policy):
     """And where float32 shards are rounded to bfloat16 as they are used."""
@@ -312,14 +315,15 @@ def test_equals_one_process_in_float32(name, clipping, cases, policy):
 # -- examples that do not count, and those that are removed ---
 
 
-def test_made_up_examples_add_exactly_nothing():
+@pytest.mark.parametrize("value", [torch.nan, pytest.param(1.0, marks=pytest.mark.slow)])
+def test_made_up_examples_add_exactly_nothing(value):
     architecture = small("bert")
 
     def run() -> None:
         for strategy, sharding._WHOLE in CASES:
             model = architecture.build()
             examples = architecture.examples(model, LENGTHS)
-            poison(model, examples, 1, torch.nan)
+            poison(model, examples, 1, value)
             sharded(model)
             with ClippingEngine(model, 1.0, strategy=strategy) as engine:
                 losses = together(model, collate(model, examples))
@@ -608,7 +612,9 @@ def check(model: Any, architecture: Architecture, loss: Any = together, seed: in
     self_check(model, loss, collate(model, examples), alone)
 
 
-@pytest.mark.parametrize("name", ["gpt2_tied", pytest.param("t5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["gpt2_tied", *(pytest.param(n, marks=pytest.mark.slow) for n in ("bert", "t5"))]
+)
 def test_the_self_check_passes(name):
     """It leaves parameters and gradients as found."""
     architecture = small(name)

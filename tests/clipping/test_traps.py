@@ -363,6 +363,17 @@ def test_as_many_examples_as_positions_are_tried():
         self_check(model, Net.__call__, {"input_ids": ids}, alone)
 
 
+def test_a_model_that_sorts_passes_on_sorted_rows_alone():
+    """A model that sorts its rows is right on rows that are sorted already, and on no others."""
+    torch.manual_seed(0)
+    singles = [torch.randn(1, length, 6) for length in (2, 4, 7)]
+    padded = torch.cat([F.pad(x, (0, 0, 0, 7 - x.shape[1])) for x in singles])
+    self_check(of_rows(by_length), Net.__call__, padded, singles)
+    singles[:2], padded = singles[1::-1], padded[[1, 0, 2]]
+    with pytest.raises(SelfCheckError):
+        self_check(of_rows(by_length), Net.__call__, padded, singles)
+
+
 # -- rules ---
 
 

@@ -3,7 +3,8 @@
 The loop adds up the gradients of a user's rows, each alone and unpadded, and clips the sum.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +57,13 @@ def found_by(engine, architecture, model, examples, rows):
         return norms, engine.collect()
 
 
-@pytest.mark.parametrize("name", EACH_RULE)
+def slow(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize(
+    "name", [*EACH_RULE, *slow(name for name in ARCHITECTURES if name not in EACH_RULE)]
+)
 def test_users_of_two_rows_equal_the_loop(name):
     architecture, model, examples = built(name, SHORT)
     expected = of_users(architecture, model, examples, (2, 2, 2), mean=True)
@@ -94,7 +101,7 @@ def in_parts(engine, architecture, model, parts):
         return torch.cat(norms), engine.collect()
 
 
-@pytest.mark.parametrize("name", ["gpt2_tied", "vit"])
+@pytest.mark.parametrize("name", ["gpt2_tied", "vit", *slow(["bert", "t5"])])
 def test_a_user_in_several_physical_batches_is_clipped_once(name):
     architecture, model, examples = built(name, SHORT)
     expected = of_users(architecture, model, examples, (4, 2))

@@ -186,10 +186,25 @@ def test_no_artifact_holds_noise_drawn_rows_or_magnitudes_without_noise(tmp_path
 # -- the noise, and what happens when a rule is broken on purpose ---
 
 
-def test_the_noise_is_that_of_the_plan(tmp_path):
-    """What the gate adds to it, tests/run/test_gate.py measures."""
-    planned = frost(tmp_path).run.plan.selection.release(0.37)
-    assert planned.noise_std("sum") == pytest.approx(GIVEN["selection_noise_multiplier"] * 0.37)
+def measured(trainer) -> float:
+    """Return the spread of what the run's gate adds to a sum of sensitivity 0.37."""
+    run, found = trainer.run, []
+    run.book.append = lambda event, purpose: None
+    for _ in range(40):
+        with run.release(run.plan.selection.release(0.37)) as release:
+            found.append(release.sum({"sum": torch.zeros(1000, dtype=torch.float64)})["sum"])
+    return float(torch.cat(found).std())
+
+
+def test_the_noise_is_that_of_the_plan_and_another_is_seen(tmp_path, monkeypatch):
+    # Of 40,000 draws, 0.35 % is one standard deviation.
+    expected = pytest.approx(GIVEN["selection_noise_multiplier"] * 0.37, rel=0.04)
+    assert measured(frost(tmp_path)) == expected
+    honest = SelectionPlan.release
+    monkeypatch.setattr(
+        SelectionPlan, "release", lambda self, sensitivity: honest(self, sensitivity * 2 / 3)
+    )
+    assert measured(frost(tmp_path)) != expected
 
 
 def sensitivities_follow(made) -> bool:

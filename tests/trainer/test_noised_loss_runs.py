@@ -9,9 +9,14 @@ import torch
 from peft import LoraConfig
 from tiny import Recorder
 
-from hf_dp.accounting import PoissonSampledGaussian, epsilon, event_from_dict
+from hf_dp.accounting import (
+    PoissonSampledGaussian,
+    TruncatedPoissonSampledGaussian,
+    epsilon,
+    event_from_dict,
+)
 from hf_dp.errors import BudgetExceededError, LedgerError
-from hf_dp.mechanisms.dp_sgd import DpSgd
+from hf_dp.mechanisms.dp_sgd import BoundedLosses, DpSgd
 from hf_dp.run.gate import Release
 from hf_dp.statement.evidence import disagreements, read
 from hf_dp.trainer.trainer import DPTrainer
@@ -203,6 +208,25 @@ def test_the_loss_is_that_of_the_draw_however_the_gradients_are_clipped(options,
     trainer.train()
     ((_, found),) = logged(trainer)
     assert found == pytest.approx(sum(losses) / 40, rel=1e-2 if "bf16" in options else 1e-5)
+
+
+@pytest.mark.slow
+def test_a_limit_of_the_draw(tmp_path, monkeypatch):
+    limit = {"max_logical_batch_size": 9, "accountant": "pld"}
+    trainer = made(tmp_path, max_steps=2, logging_strategy="no", **limit)
+    counted, honest = [], BoundedLosses.add
+
+    def add(self, losses):
+        counted.append(len(losses))
+        honest(self, losses)
+
+    monkeypatch.setattr(BoundedLosses, "add", add)
+    trainer.train()
+    assert trainer.ledger.events == (
+        TruncatedPoissonSampledGaussian(1.0, 0.2, 2, 40, 9, beside={"loss": 2.0}),
+    )
+    assert 0 < sum(counted) <= 2 * 9
+    assert "of a draw of more than 9 rows" in trainer.privacy_statement().plan.words.sampling
 
 
 # -- resuming --
