@@ -145,7 +145,7 @@ def test_an_encoder_decoder_has_prompt_and_target_apart():
     given = rows(q=["food : Thai"], a=["Thai food"])
     (row,) = encode(given, PAIRS, encoding_of(SEQ2SEQ, words, PAIRS))
     assert words.decode(row["input_ids"]) == "food : Thai"
-    assert words.decode(row["labels"]) == "Thai food"
+    assert words.decode(row["labels"]) == f"Thai food{words.eos_token}"
 
 
 def test_free_text_is_predicted_from_its_first_token_on():
