@@ -97,7 +97,7 @@ def _gradients(use: Use, kept: Sequence[Tensor], output_grad: Tensor) -> Found:
 
 @dataclass(frozen=True)
 class LabelWords:
-    """What the configuration of an infilling classifier says (``config.label_words``).
+    """Hold what the configuration of an infilling classifier says (``config.label_words``).
 
     Args:
         template: as its tokenizer applies it.
@@ -120,7 +120,7 @@ class LabelWords:
 
 
 class LabelWordClassifier(PreTrainedModel):
-    """What :func:`with_label_words` adds to the class of a language model."""
+    """Classify by label words; :func:`with_label_words` adds this to a language model's class."""
 
     label_words: LabelWords
 
@@ -151,17 +151,21 @@ class LabelWordClassifier(PreTrainedModel):
         given = {"input_ids": input_ids, "attention_mask": attention_mask, **inputs}
         given = {name: value for name, value in given.items() if value is not None}
         given["return_dict"] = True
+        states = {}
         if not words.one_token_each:
             logits = self._scores(cast("dict[str, Tensor]", given))
-        elif words.mask_token_id is None:
-            with self._last_alone(attention_mask):
-                logits = self._run(given).logits[:, 0]
         else:
-            assert input_ids is not None
-            with self._mask_alone(input_ids == words.mask_token_id):
-                logits = self._run(given).logits[:, 0]
+            if words.mask_token_id is None:
+                alone = self._last_alone(attention_mask)
+            else:
+                assert input_ids is not None
+                alone = self._mask_alone(input_ids == words.mask_token_id)
+            with alone:
+                output = self._run(given)
+            logits = output.logits[:, 0]
+            states = {name: output.get(name) for name in ("hidden_states", "attentions")}
         loss = None if labels is None else F.cross_entropy(logits, labels)
-        return SequenceClassifierOutput(loss=loss, logits=logits)
+        return SequenceClassifierOutput(loss=loss, logits=logits, **states)
 
     def _run(self, inputs: Mapping[str, object]) -> Any:
         """Run the language model itself."""
@@ -345,7 +349,20 @@ def load_infilling(
     class_names: Sequence[str],
     gguf_file: str | None = None,
 ) -> tuple[LabelWordClassifier, PreTrainedTokenizerFast]:
-    """Return a language model as a classifier, and its tokenizer with the template."""
+    """Return a language model as a classifier, and its tokenizer with the template.
+
+    Args:
+        name: a Hub name or folder of a masked language model or a decoder.
+        tokenizer: that of the base, without a template.
+        class_names: in the order of their ids, with a word each in ``infilling``.
+        gguf_file: the GGUF file in ``name`` to read, if any.
+
+    Raises:
+        DataError: the checkpoint has no trained head, the tokenizer takes no template, or a class
+            has no word.
+        InvalidArgumentError: a template or word that this base cannot fill in.
+        UnsupportedModelError: the head is no linear layer.
+    """
     causal = is_decoder(AutoConfig.from_pretrained(name, **reading(gguf_file)))
     infilling = infilling.for_base(tokenizer, causal)
     ids = label_word_ids(tokenizer, infilling, class_names)
@@ -371,8 +388,10 @@ def load_infilling(
 
 
 def load_trained(folder: str) -> tuple[LabelWordClassifier, PreTrainedTokenizerBase] | None:
-    """Return a saved infilling classifier and its tokenizer; None where ``folder`` has another
-    model."""
+    """Return a saved infilling classifier and its tokenizer.
+
+    Args: folder: what was saved, or its Hub name. None is returned where it has another model.
+    """
     config = AutoConfig.from_pretrained(folder)
     kept, names = getattr(config, "label_words", None), config.architectures or [""]
     if kept is None or names[0].endswith("Classification"):  # a new head on what filled in words

@@ -240,14 +240,28 @@ class InACacheOfItsOwn:
         return self.held()
 
 
+def reads_the_class(collator, rows):
+    return count(collator.kept_by_another)
+
+
 class ReadByAFunction:
-    kept: list = []
+    kept_by_another: list = []
 
     def __init__(self):
-        self.read = lambda collator, rows: count(collator.kept)
+        self.read = reads_the_class
 
     def __call__(self, rows):
         return self.read(self, rows)
+
+
+def reads_a_later_class(held, rows):
+    return count(held.kept_later)
+
+
+class KeptLater:
+    """Is looked at after the function that names its list."""
+
+    kept_later: list = []
 
 
 STATEFUL = {
@@ -281,7 +295,8 @@ SHARED = {
     "TABLE": in_a_global_dictionary,
     "COUNTER": by_an_iterator,
     "kept": OnTheClass(),
-    "kept, by a function it has": ReadByAFunction(),
+    "kept_by_another": ReadByAFunction(),
+    "kept_later": functools.partial(reads_a_later_class, KeptLater()),
     "SEEN, by a method": InAMethodsGlobal(),
     "SEEN, by a helper": by_a_helper,
     "SEEN, by a nested function": in_a_nested_function,

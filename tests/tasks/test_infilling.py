@@ -18,6 +18,7 @@ import transformers as hf
 from families import bert
 from models import INFILLING, MASK, ONE_TOKEN, SEVERAL, assert_exact, collate
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from warm import run_program
@@ -63,9 +64,9 @@ def language_model(model):
     return stock
 
 
-def expected_logits(model, tokens):
+def expected_logits(model, tokens, stock=None):
     """What one unpadded text, (1, T), gives: from all logits of the language model alone."""
-    words, stock = model.label_words, language_model(model)
+    words, stock = model.label_words, stock or language_model(model)
     if words.mask_token_id is not None:
         return stock(tokens).logits[tokens == MASK][0, [token for (token,) in words.ids]]
     if words.one_token_each:
@@ -96,6 +97,27 @@ def test_logits_are_those_of_the_language_model_in_the_missing_place(name):
         if model.label_words.mask_token_id is None:
             left = without_labels(architecture, model, (6, 2, 9), left=True)
             torch.testing.assert_close(model(**left).logits, expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["bert", *(name for name in INFILLING if name.endswith(("token", "several")))]
+)
+def test_gradients_are_those_of_the_language_model(name):
+    """By stock torch on the whole language model. The loops that clipping is compared with go
+    through this model's own forward and backward."""
+    architecture = INFILLING[name]
+    model = architecture.build().eval()
+    stock = language_model(model)
+    (tokens,) = (each["input_ids"] for each in architecture.examples(model, (6,)))
+    label = torch.tensor([1])
+    with architecture.precision():
+        F.cross_entropy(model(tokens).logits, label).backward()
+        F.cross_entropy(expected_logits(model, tokens, stock)[None], label).backward()
+    expected = {name: each.grad for name, each in stock.named_parameters()}
+    for name, each in model.named_parameters():
+        torch.testing.assert_close(
+            each.grad, expected[name], msg=lambda said, n=name: f"{n}: {said}"
+        )
 
 
 # Every model, every case of lengths and every strategy, but not each with each.

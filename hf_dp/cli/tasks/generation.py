@@ -96,12 +96,11 @@ class Writing(tasks.PrivateTask):
             )
         tasks.describe_sources(trainer, model_args, data)
         if data.drop_long_rows:
-            dropped = (
-                f"{before - len(train_dataset):,} of {before:,} examples, those longer than "
-                f"{data.max_length} tokens, before any was counted"
-            )
-            logger.warning("Left out by drop_long_rows: %s.", dropped)
-            trainer.data_settings["drop_long_rows"] = dropped
+            rule = f"examples longer than {data.max_length} tokens, before any was counted"
+            count = before - len(train_dataset)
+            logger.warning("Left out by drop_long_rows: %d of %d %s.", count, before, rule)
+            # Not how many: the card tells N of the rows, and this would be a second number of them.
+            trainer.data_settings["drop_long_rows"] = rule
 
         def evaluate() -> list[str]:
             if trainer.is_fsdp_enabled:  # its processes must all make the same forwards

@@ -310,7 +310,7 @@ def encode(
 
 
 class TrainingExamples(NamedTuple):
-    """What a model trains on."""
+    """Hold the examples that a model trains on."""
 
     kept: Dataset
     before: int  # examples before long ones were dropped
