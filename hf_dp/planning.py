@@ -56,10 +56,12 @@ class Forecast:
     @property
     def effective_noise_multiplier(self) -> float | None:
         """Return sigma / q, to which the noise on the mean gradient is proportional (Li et al.
-        2022, section 3.1.1); None for DP-FP."""
-        if not self.plan.mechanism.noises_gradients_alone:
+        2022, section 3.1.1), q the share of the examples in a step; None for DP-FP."""
+        plan = self.plan
+        if not plan.mechanism.noises_gradients_alone:
             return None
-        return self.plan.noise_multiplier / self.plan.sample_rate
+        of_step = plan.noise_multiplier * plan.mechanism.draw.noise_of_step(plan)
+        return of_step / (plan.expected_batch_size / plan.drawn_from)
 
     @property
     def epochs(self) -> float:
@@ -89,9 +91,10 @@ def most_signal(plan: PrivacyPlan, parameters: int) -> float:
 
     A step's mean gradient has norm C at most, so T of them add up to T C. Their noise has a
     standard deviation of noise_std / B a coordinate and step, so its sum has the norm sqrt(T p)
-    noise_std / B.
+    noise_std / B, times what correlated noise leaves in a sum.
     """
-    of_noise = plan.noise_std * math.sqrt(plan.steps * parameters) / plan.expected_batch_size
+    left = plan.mechanism.draw.noise_of_sum(plan)
+    of_noise = left * plan.noise_std * math.sqrt(plan.steps * parameters) / plan.expected_batch_size
     return plan.steps * plan.clipping_norm / of_noise
 
 

@@ -32,6 +32,7 @@ _LEAST = {
     "max_rows": 1,
     "num_micro_batches": 1,
     "steps_per_allocation": 2,
+    "bands": 2,
 }
 
 
@@ -48,6 +49,7 @@ class Event:
         unestablished: how a sentence names it then.
         several_forwards: whether one step noises vectors in several forward passes.
         paid_ahead: whether it is recorded before the first of several steps, which it all pays for.
+        adds_up: whether the steps of two runs cost what as many steps of one run do.
         parts: what it releases with Gaussian noise, such as :data:`SUM`, :data:`VECTORS` and
             :data:`LOSS`, and which field is the noise multiplier of each.
     """
@@ -60,6 +62,7 @@ class Event:
     unestablished: ClassVar[str] = ""
     several_forwards: ClassVar[bool] = False
     paid_ahead: ClassVar[bool] = False
+    adds_up: ClassVar[bool] = True
     parts: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
@@ -83,6 +86,11 @@ class Event:
     def noise_multipliers(self) -> dict[str, float]:
         """The noise multiplier of each part."""
         return {part: getattr(self, name) for part, name in self.parts.items()}
+
+    @property
+    def correlated_steps(self) -> int:
+        """In how many consecutive steps the noise may be correlated; 1: it is independent."""
+        return 1
 
     def dp_event(self) -> DpEvent | None:
         """Return one step (what ``with_steps(1)`` is) as a ``dp_accounting.DpEvent``.

@@ -193,6 +193,95 @@ class RandomAllocationGaussian(NoisedSum):
 
 @register_event
 @dataclass(frozen=True)
+class BandedGaussian(NoisedSum):
+    """Noised sums whose noise is correlated over ``bands`` consecutive steps, each over a fresh
+    Poisson sample of one of ``bands`` fixed parts of the examples, the classes (Choquette-Choo et
+    al. 2023, arXiv 2306.08153, Theorem 5; ``amplified_bandmf_event`` of jax_privacy).
+
+    It describes a run only if all of the following hold.
+
+    * Which class an example is in depends on its place alone, which no neighbor changes.
+    * Step n of the run, of those that are recorded, samples from class n mod b.
+    * Steps are cut into blocks. In one of T steps the released sums are G + C^-1 z: G (T, d) are
+      the sums, of sensitivity 1 each; z (T, d) is N(0, noise_multiplier^2), independent of other
+      blocks' and of all else; C (T, T) is fixed, lower triangular, C[s, t] = 0 for s >= t + b, and
+      its columns have norms of at most 1. The steps of a block are consecutive.
+
+    **Then its steps cost what those of the class with the most steps do**, ceil(steps / b) of a
+    :class:`PoissonSampledGaussian` at the same rate, whatever the blocks. Fix an example, its class
+    and the other examples. In a block the steps of its class lie b or more apart, so the columns of
+    C at these steps have disjoint rows t .. t + b - 1, and the outcomes C G + z fall into segments,
+    each with one of its steps, t, at most. Given all outcomes before a segment, the sum over its
+    class in step t is a vector v, drawn as in a single step: g of norm <= 1 is a function of the
+    past, and who is sampled is independent of it. The segment's outcome is c_t x v + (what other
+    classes add, a function of the outcomes before and in the segment) + z, |c_t| <= 1. Take off
+    what is known, and rotate so that c_t is one axis: |c_t| v + z along it, which is the step of
+    the sampled mechanism with no less noise, and noise independent of the examples across it. So a
+    segment is post-processing of one such step. Segments, and blocks, compose adaptively; a block
+    that ends early is a leading principal submatrix of C, whose columns are only shorter. Nothing
+    but "drawn as in a single step" was used of the sample: it may be truncated, too. A part of the
+    step ``beside`` the sum, with independent noise, is a coordinate more of v and of z in row t.
+
+    Steps of two runs do not add up: both begin with class 0.
+
+    Args:
+        noise_multiplier: that of z.
+        sample_rate: with which an example of a step's class is sampled, b times its share of steps.
+        bands: b >= 2.
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    steps: int
+    bands: int
+
+    relations: ClassVar[tuple[str, ...]] = ("zero_out", "replace_one")
+    restriction: ClassVar[str] = (
+        "An example more would move the places of others, and so their classes."
+    )
+    adds_up: ClassVar[bool] = False
+
+    @property
+    def correlated_steps(self) -> int:
+        return self.bands
+
+    @property
+    def steps_of_a_class(self) -> int:
+        """How many steps the class with the most of them has."""
+        return -(-self.steps // self.bands)
+
+    def canonical(self) -> tuple[Event, ...]:
+        joint = self.joint_noise_multiplier
+        return (PoissonSampledGaussian(joint, self.sample_rate, self.steps_of_a_class),)
+
+
+@register_event
+@dataclass(frozen=True)
+class TruncatedBandedGaussian(BandedGaussian):
+    """A :class:`BandedGaussian` whose samples are those of a
+    :class:`TruncatedPoissonSampledGaussian`.
+
+    Args:
+        num_examples: those of one class, >= 1, as many in each.
+        max_batch_size: the maximum number of examples per step, >= 1.
+    """
+
+    num_examples: int
+    max_batch_size: int
+
+    def canonical(self) -> tuple[Event, ...]:
+        of_class = TruncatedPoissonSampledGaussian(
+            self.joint_noise_multiplier,
+            self.sample_rate,
+            self.steps_of_a_class,
+            self.num_examples,
+            self.max_batch_size,
+        )
+        return of_class.canonical()
+
+
+@register_event
+@dataclass(frozen=True)
 class BestOfRandomRuns(Event):
     """A search: K independent runs, K random, of which only the best is released.
 
@@ -219,6 +308,8 @@ class BestOfRandomRuns(Event):
     mean_runs: float
     distribution: str = "truncated_negative_binomial"
     shape: float | None = 1.0
+
+    adds_up: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         simple = (Gaussian, PoissonSampledGaussian, TruncatedPoissonSampledGaussian)

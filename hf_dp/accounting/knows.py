@@ -20,6 +20,7 @@ POISSON = "PoissonSampledGaussian"
 TRUNCATED = "TruncatedPoissonSampledGaussian"
 USER_ROWS = "UserRowsGaussian"
 ALLOCATION = "RandomAllocationGaussian"
+BANDED, TRUNCATED_BANDED = "BandedGaussian", "TruncatedBandedGaussian"  # canonically those above
 OUTSIDE = "events from outside hf_dp"  # which dp-accounting knows
 # What is released of each example by itself.
 VISIBLE = "SampledRecordRelease"
@@ -48,11 +49,16 @@ BOUNDS: list[str] = ["pld", "rdp", "prv"]
 
 # Each alone is bounded, but nobody has implemented and tested the two in one run.
 NOT_TOGETHER = {
+    BANDED: frozenset({SELECTION, SEARCH}),
+    TRUNCATED_BANDED: frozenset({SELECTION, SEARCH}),
     SELECTION: frozenset({ALLOCATION, USER_ROWS, SEARCH}),
     LOSS: frozenset({ALLOCATION, USER_ROWS, SEARCH, OUTSIDE}),
 }
 NO_BOUND = "No bound is known for both together."
-_ACCOUNTED_AS = {LOSS: POISSON, SELECTION: POISSON}
+NOT_IMPLEMENTED = "Each is sound, but the two together are not implemented."
+_ACCOUNTED_AS = {
+    LOSS: POISSON, SELECTION: POISSON, BANDED: POISSON, TRUNCATED_BANDED: TRUNCATED,
+}  # fmt: skip
 
 UNESTABLISHED = (
     "No bound on the epsilon of DP-FP as published is known: the encoder's gradient is computed "
@@ -87,7 +93,9 @@ def refuse_together(asked: Sequence[Asked], accountant: str) -> None:
     two that exclude each other, it names the later one."""
     for one, other in combinations(asked, 2):
         if not accountants_of((one.kind, other.kind)):
-            why = f"{NO_BOUND} Remove it, or leave out `{one.argument}`."
+            banded = {one.kind, other.kind} & {BANDED, TRUNCATED_BANDED}
+            why = NOT_IMPLEMENTED if banded else NO_BOUND
+            why += f" Remove it, or leave out `{one.argument}`."
             expected, error = f"to be left out with {one}", UnsupportedArgumentError
             raise invalid(other.argument, other.value, expected, why, error)
     for each in asked:

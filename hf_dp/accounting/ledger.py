@@ -14,7 +14,6 @@ from hf_dp._validate import invalid
 from hf_dp.accounting.accountants import epsilon
 from hf_dp.accounting.composition import Epsilon
 from hf_dp.accounting.event import Description, Event, event_from_dict, refuse_stranger
-from hf_dp.accounting.events import BestOfRandomRuns
 from hf_dp.errors import LedgerError
 
 TRAINING = "training"
@@ -42,11 +41,11 @@ class LedgerEntry:
     def continues(self, earlier: LedgerEntry) -> bool:
         """Return whether mechanism and purpose are the same; the number of steps may differ.
 
-        A search does not continue another one (two cost more), unless it is this run's own.
+        What does not add up, such as two searches, continues nothing but this run's own.
         """
         if self.purpose != earlier.purpose or type(self.event) is not type(earlier.event):
             return False
-        if isinstance(self.event, BestOfRandomRuns) and self.purpose != TRAINING:
+        if not self.event.adds_up and self.purpose != TRAINING:
             return False
         return bool(self.event.with_steps(1) == earlier.event.with_steps(1))
 

@@ -25,6 +25,7 @@ from hf_dp.cli.recipes import (
 )
 from hf_dp.cli.tasks import check_recipe
 from hf_dp.errors import ConfigError, HfDpError
+from hf_dp.plans.bands import AUTO, BANDS, CHOICES, Weighed, best, weigh
 from hf_dp.plans.dp_fp import DP_FP
 from hf_dp.plans.draws import POISSON
 from hf_dp.plans.units import SAMPLINGS
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 EXAMPLES = """examples (SST-2):
   hf-dp plan --num_examples 67349 --expected_batch_size 1024 --target_epsilon 3 --cross_check
   hf-dp plan --num_examples 67349 --target_epsilon 3 --sweep expected_batch_size=64..4096
+  hf-dp plan --num_examples 67349 --expected_batch_size 1024 --target_epsilon 3 --bands auto
   hf-dp plan --num_examples 67349 --target_epsilon 3 --json \\
       --sweep max_steps=16,256 expected_batch_size=64..4096 > plan.json
   hf-dp figure plan.json --x sample_rate --y effective_noise_multiplier --by max_steps -o plan.png
@@ -146,12 +148,18 @@ def main(argv: Sequence[str]) -> int:
     if options.parameters is None and mode != DP_FP and "model_name_or_path" in recipe:
         with suppress(HfDpError):  # `--parameters` says it then
             options.parameters = trained_numbers(recipe, recipe.get("peft"))
-    plan, units = planned.plan({})
+    weighed, units = in_bands(planned)
+    if weighed:
+        plan = (best(weighed) if recipe[BANDS] == AUTO else weighed[-1]).plan
+    else:
+        plan, units = planned.plan({})
     found = planned.forecast(plan)
     if options.json:
         print(json.dumps(_json(found), allow_nan=False))
         return 0
     print(plan_text(found))
+    if weighed:
+        print(of_bands(weighed, options.parameters))
     if found.most_signal is not None and options.parameters is not None:
         from hf_dp.planning import drowned
 
@@ -250,7 +258,9 @@ def _lines(found: Forecast) -> Iterator[str]:
     )
     yield f"{plan.steps:,} steps, {found.epochs:.4g} epochs, {found.examples:,.0f} {what} in all"
     effective = found.effective_noise_multiplier
-    ratio = "" if effective is None else f", effective {effective:.5g} (/ sample rate)"
+    in_turn = len(mechanism.draw.noise_column) > 1
+    rate = "of a step, / its share of the rows" if in_turn else "/ sample rate"
+    ratio = "" if effective is None else f", effective {effective:.5g} ({rate})"
     yield f"noise multiplier {plan.noise_multiplier:.6g}{ratio}"
     yield from mechanism.outline(plan)
     if found.most_signal is not None:
@@ -263,6 +273,44 @@ def _lines(found: Forecast) -> Iterator[str]:
             f"sample rate {plan.selection.sample_rate:g}, noise multiplier "
             f"{plan.selection.noise_multiplier:.6g}"
         )
+
+
+def in_bands(planned: Planned) -> tuple[list[Weighed], UnitTable | None]:
+    """Return independent noise beside the bands that are asked for, by what they leave in the
+    weights, and whose the rows are; nothing where no target or schedule compares them."""
+    args = PlannedArguments.of(planned.recipe)
+    if args.bands is None or args.target_epsilon is None:
+        return [], None
+    from hf_dp.trainer.workload import workload_of
+
+    found: list[UnitTable | None] = []
+
+    def plan_with(bands: int | None) -> PrivacyPlan:
+        plan, units = planned.plan({BANDS: bands})
+        found.append(units)
+        return plan
+
+    choices = CHOICES if args.bands == AUTO else (int(args.bands),)
+    return weigh(plan_with, workload_of(args), choices), found[0]
+
+
+def of_bands(weighed: Sequence[Weighed], parameters: int | None) -> str:
+    """Return a line to read for each number of bands."""
+    lines = []
+    for one in weighed:
+        memory = f"{one.bands - 1} x 4 bytes a number"
+        if parameters is not None:
+            memory = f"{one.memory(parameters) / 2**20:,.0f} MiB"
+        name = "independent" if one.bands == 1 else f"{one.bands} bands"
+        ratios = (f"{n:.3f}" for n in (one.weights, one.sums, one.step, one.resumed))
+        lines.append([name, f"{one.plan.noise_multiplier:.5g}", *ratios, memory])
+    columns = ["noise", "multiplier", "weights", "sums", "a step", "resumed", "memory"]
+    return (
+        "\nStandard deviation of noise at the same epsilon, relative to independent noise: in the "
+        "weights\nat the end, by schedule and momentum; in the sums of the first 1, 2, ... steps; "
+        "in a step, by\nwhich to divide the learning rate; in the weights of a run resumed once:"
+        f"\n\n{aligned(columns, lines)}"
+    )
 
 
 def of_users(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from hf_dp._arguments import ArgumentGroup, check_groups, numbers_from_text
 from hf_dp._validate import one_of
@@ -45,7 +45,14 @@ class PlannedArguments(
 ):
     """The privacy arguments of a run that is only planned, checked without transformers."""
 
+    # Of transformers: what of a step's gradient is in the weights at the end.
     learning_rate: float | None = None
+    lr_scheduler_type: str = "linear"
+    lr_scheduler_kwargs: dict[str, Any] | None = None
+    warmup_steps: float = 0.0
+    optim: str = "adamw_torch"
+    optim_args: str | None = None
+    adam_beta1: float = 0.9
 
     def __post_init__(self) -> None:
         found = numbers_from_text(self)

@@ -60,7 +60,7 @@ class DpSgd(Mechanism):
         own = {id(total) for total in noised.values()}
         gradients = self.tuner.finish(noised)  # a function of what is noised: free
         as_noised = {id(gradient) for gradient in gradients.values()} == own
-        std = release.planned.noise_std(SUM) / divisor
+        std = release.noise_std(SUM) / divisor
         self.noise_norm = math.sqrt(numbers) * std if as_noised else None
         return {p: gradients.pop(name) for name, p in self._trainable().items()}
 

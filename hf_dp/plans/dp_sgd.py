@@ -16,6 +16,7 @@ from hf_dp.accounting import LOSS, SUM, BestOfRandomRuns, Event
 from hf_dp.accounting.event import joint_noise_multiplier
 from hf_dp.accounting.knows import LOSS as LOSS_KIND
 from hf_dp.accounting.knows import SEARCH, SELECTION, USER_ROWS, Asked, refuse_together
+from hf_dp.plans.bands import banded
 from hf_dp.plans.draws import POISSON, Draw, Poisson, Schedule, draw_of
 from hf_dp.plans.mechanism import MechanismPlan, Words, register_plan
 from hf_dp.plans.rounding import clipping_share, rounding_margin
@@ -220,12 +221,14 @@ class DpSgdPlan(MechanismPlan):
         *,
         sampling: str = POISSON,
         max_batch_size: int | None = None,
+        bands: int | None = None,
         by_row: bool = False,
         noised_loss_bound: float | None = None,
         noised_loss_budget_ratio: float | None = None,
         mean_runs: float | None = None,
     ) -> Self:
-        """Return the plan that these arguments ask for; the draw's as :func:`draw_of`.
+        """Return the plan that these arguments ask for; the draw's as :func:`draw_of`, and its
+        ``bands`` as :func:`hf_dp.plans.bands.banded`.
 
         Raises: InvalidArgumentError.
         """
@@ -238,6 +241,8 @@ class DpSgdPlan(MechanismPlan):
             loss = NoisedLoss(noised_loss_bound, noised_loss_budget_ratio)
         search = None if mean_runs is None else Search(mean_runs)
         draw = draw_of(sampling, max_batch_size, by_row)
+        if bands is not None:
+            draw = banded(draw, bands)
         return cls(clipping_norm, noise_multiplier, clipping, draw, loss, search)
 
     @property
@@ -304,7 +309,7 @@ class DpSgdPlan(MechanismPlan):
                 f"{self.clipping_norm!r}; Gaussian noise with standard deviation noise_multiplier "
                 f"x clipping_norm (and {self.margin(schedule):.1e} of it more, for the rounding of "
                 "sums) is added once to their sum, which is divided by the expected batch size and "
-                "handed to the optimizer"
+                f"handed to the optimizer{self.draw.words_of_noise}"
             ),
             sampling=sampling,
             drawn=self.draw.drawn,

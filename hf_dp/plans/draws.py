@@ -108,6 +108,25 @@ class Draw(Named, ABC):
         """Return how many examples a step uses at the most."""
         return schedule.drawn_from
 
+    @property
+    def noise_column(self) -> tuple[float, ...]:
+        """The first column of C, a Toeplitz matrix: the noise of the steps is C^-1 z."""
+        return (1.0,)
+
+    def noise_of_step(self, schedule: Schedule) -> float:
+        """Return how many times as large a step's noise is as it would be independent, at the same
+        noise multiplier."""
+        return 1.0
+
+    def noise_of_sum(self, schedule: Schedule) -> float:
+        """Return the same of the sum over all steps."""
+        return 1.0
+
+    @property
+    def words_of_noise(self) -> str:
+        """What a card says of noise that is not independent from step to step."""
+        return ""
+
     def steps_per_epoch(self, drawn_from: int, expected_batch_size: float) -> int | None:
         """Return the whole number of steps in which each example takes part once, where there is
         one; None where it takes part once on average."""
@@ -178,6 +197,7 @@ class TruncatedPoisson(Poisson):
         return min(self.max_batch_size, schedule.drawn_from)
 
     def check(self, schedule: Schedule) -> None:
+        super().check(schedule)
         if self.max_batch_size < schedule.expected_batch_size:
             expected = f"to be at least expected_batch_size ({schedule.expected_batch_size:g})"
             why = "Cutting most draws costs privacy; 1.2 times that costs little at 1024."

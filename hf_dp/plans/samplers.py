@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from hf_dp.accounting import (
 from hf_dp.errors import UnsupportedArgumentError
 
 RandomBytes = Callable[[int], bytes]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,31 @@ class Share:
         return np.arange(self.rank, num_examples, self.count)
 
 
-def _nothing() -> None:
-    """Do nothing."""
+def _first() -> int:
+    """Return the number of a run's first step."""
+    return 0
+
+
+class OfStep(list[T]):
+    """A draw, or what became of it, that belongs to one step of a run, and to no other.
+
+    Args: step: its number, from 0 on, among those that the run's ledger holds.
+    """
+
+    def __init__(self, values: Iterable[T], step: int):
+        super().__init__(values)
+        self.step = step
+
+
+def step_of(drawn: object) -> int | None:
+    """Return the step that a draw, or what became of it, belongs to; None: to whichever is next."""
+    return drawn.step if isinstance(drawn, OfStep) else None
+
+
+def of_same_step(drawn: object, values: list[T]) -> list[T]:
+    """Return what became of a draw, which belongs to the step of that draw."""
+    step = step_of(drawn)
+    return values if step is None else OfStep(values, step)
 
 
 @dataclass(frozen=True)
@@ -53,13 +78,14 @@ class Sampler(ABC):
             for tests only: a predictable sampler voids the amplification that is counted on.
         share: which examples this sampler draws from; other processes draw from the others.
         begin: called as an iteration begins, before anything of it is known, by a sampler whose
-            steps are released together.
+            steps are released together, or whose draws belong to certain steps; returns the number
+            of the step that comes next.
     """
 
     num_examples: int
     random_bytes: RandomBytes = field(default=os.urandom, repr=False, compare=False, kw_only=True)
     share: Share = field(default=Share(), kw_only=True)
-    begin: Callable[[], None] = field(default=_nothing, repr=False, compare=False, kw_only=True)
+    begin: Callable[[], int] = field(default=_first, repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
         _validate.integer("num_examples", self.num_examples, 1)
@@ -134,7 +160,10 @@ class PoissonSampler(BernoulliSampler):
 
     def draw(self) -> list[int]:
         """Draw the indices of one logical batch, in increasing order."""
-        examples = self.share.of(self.num_examples)
+        return self.drawn_from(self.share.of(self.num_examples))
+
+    def drawn_from(self, examples: np.ndarray) -> list[int]:
+        """Draw from these examples of the share, in increasing order."""
         if self.sample_rate == 1:
             drawn = examples
         else:

@@ -49,16 +49,38 @@ class Observer:
 class IndependentNoise:
     """The shape of the noise: drawn anew for each value of each release.
 
-    A gate has one such object for the whole run, so noise of another shape, correlated over steps,
-    is another class with :meth:`like`, an event of its own, and what it keeps of earlier steps.
+    A gate has one such object. Noise that is correlated over steps is a subclass, which keeps what
+    it needs of earlier ones: :class:`hf_dp.run.banded_noise.BandedNoise`.
     """
 
     def __init__(self, randomness: SecretRandomness):
         self.randomness = randomness
 
+    @contextmanager
+    def of(
+        self, planned: PlannedRelease, step: int, drawn_for: int | None
+    ) -> Iterator[IndependentNoise]:
+        """Give the noise of one release. Entered before anything is recorded, and left when nothing
+        more leaves.
+
+        Args:
+            step: how many training steps are recorded, which is the number of the next one.
+            drawn_for: the number of the step that the examples were drawn for; None: any.
+
+        Raises: LedgerError where that matters, and it is another step.
+        """
+        yield self
+
     def like(self, values: Tensor, part: str, std: float) -> Tensor:
         """Return the noise of this standard deviation on a part of a release, of its shape."""
         return self.randomness.gaussian_like(values, std)
+
+    def spread(self, part: str) -> float:
+        """Return the standard deviation of :meth:`like`, in units of ``std``."""
+        return 1.0
+
+    def end(self, part: str) -> None:
+        """Note that all noise of a part was drawn and added."""
 
 
 class Gate:
@@ -76,24 +98,28 @@ class Gate:
         self._ledger.paid = planned.event.steps
 
     @contextmanager
-    def release(self, planned: PlannedRelease) -> Iterator[Release]:
+    def release(self, planned: PlannedRelease, drawn_for: int | None = None) -> Iterator[Release]:
         """Record ``planned``, durably, and give what lets its values out, inside the ``with`` only.
 
         What is paid ahead is in the ledger already; each step uses up one that it paid for.
 
+        Args: drawn_for: the number of the training step that the examples were drawn for.
+
         Raises:
             BudgetExceededError: it would pass the target; nothing is recorded then.
-            LedgerError: the step was not paid ahead, or the run is not open.
+            LedgerError: the step was not paid ahead, or the run is not open; or the examples were
+                drawn for another step, where that matters; nothing is recorded then.
         """
-        if planned.event.paid_ahead:
-            self._ledger.use_paid()
-        else:
-            self._ledger.append(planned.event, planned.purpose)
-        release = Release(planned, self._noise, self._ledger)
-        try:
-            yield release
-        finally:
-            release.close()
+        with self._noise.of(planned, self._ledger.steps_made, drawn_for) as noise:
+            if planned.event.paid_ahead:
+                self._ledger.use_paid()
+            else:
+                self._ledger.append(planned.event, planned.purpose)
+            release = Release(planned, noise, self._ledger)
+            try:
+                yield release
+            finally:
+                release.close()
 
 
 class Release:
@@ -137,6 +163,10 @@ class Release:
             self._once(VECTORS)
         return vectors + self._noise(vectors, VECTORS)
 
+    def noise_std(self, part: str) -> float:
+        """Return the standard deviation of each number's noise, in this release."""
+        return self.planned.noise_std(part) * self._source().spread(part)
+
     def is_of(self, ledger: RunLedger, planned: PlannedRelease) -> bool:
         """Return whether this release was recorded in this ledger, as planned."""
         return self._ledger is ledger and self.planned == planned
@@ -150,6 +180,7 @@ class Release:
         self._once(part)
         processes = Processes() if self._ledger is None else self._ledger.processes
         add_up_with_noise(sums, lambda total: self._noise(total, part), processes)
+        self._source().end(part)
 
     def _once(self, part: str) -> None:
         if part in self._out:

@@ -32,8 +32,9 @@ from hf_dp.overlap import TrainingRows, TrainingUsers
 from hf_dp.planning import of_repeated_rows
 from hf_dp.plans.mechanism import PlannedRelease
 from hf_dp.plans.privacy import PrivacyPlan
-from hf_dp.plans.samplers import Sampler, Share
+from hf_dp.plans.samplers import Sampler, Share, step_of
 from hf_dp.run import checks
+from hf_dp.run.banded_noise import BandedNoise
 from hf_dp.run.clock import Clock
 from hf_dp.run.earlier import earlier_evidence, same_users
 from hf_dp.run.engine_check import EngineCheck
@@ -129,6 +130,7 @@ class PrivateRun:
         self.audit: AuditResult | None = None
         self.selections: Sequence[object] = ()
         self._step_is_open = False
+        self._drawn_for: int | None = None  # the step whose draw went through the model last
         self._data: TrainingData | None = None
         self._data_of: tuple[Rows, Collator] | None = None
         self._training_rows = training_rows
@@ -179,7 +181,15 @@ class PrivateRun:
     def randomness(self, randomness: SecretRandomness) -> None:
         """Use another source, for tests; one that can be reproduced is not private, for good."""
         self.book.weaken(Flags(insecure_seed=randomness.insecure))
-        self._randomness, self._gate = randomness, Gate(self.book, IndependentNoise(randomness))
+        self._randomness = randomness
+        self._begin_noise()
+
+    def _begin_noise(self) -> None:
+        """Let no noise to come depend on that of the steps so far, which is forgotten."""
+        column, noise = self.plan.mechanism.draw.noise_column, IndependentNoise(self.randomness)
+        if len(column) > 1:
+            noise = BandedNoise(self.randomness, column)
+        self._gate = Gate(self.book, noise)
 
     def release(self, planned: PlannedRelease) -> AbstractContextManager[Release]:
         """Record a release, durably, and give what lets its values out: noise of the planned
@@ -207,7 +217,7 @@ class PrivateRun:
         note_training(self.model, self.book.run_id, self.folder)
         if not self.plan.releases_each_step:
             return nullcontext(NothingReleased())
-        return self._gate.release(self.plan.step_release())
+        return self._gate.release(self.plan.step_release(), self._drawn_for)
 
     def begin_step(self) -> None:
         """Note that a logical batch was sampled: one step may be released for it.
@@ -215,7 +225,7 @@ class PrivateRun:
         Raises: UnsupportedModelError when anything but the steps so far trained the model.
         """
         self.other.refuse_in_memory()
-        self._step_is_open = True
+        self._step_is_open, self._drawn_for = True, None
 
     def open(self) -> None:
         """Take the output folder, and record what ``earlier_runs`` released of the same rows.
@@ -240,6 +250,7 @@ class PrivateRun:
 
     def stop(self) -> None:
         """Let another process go on with this run."""
+        self._begin_noise()
         self.book.stop()
 
     # -- what may be claimed --
@@ -348,11 +359,15 @@ class PrivateRun:
         Raises: DataError, as :meth:`training_data`; UnsupportedArgumentError, as :meth:`share`.
         """
         data = self.training_data()  # which also sees in what precision the loss computes
-        if self.plan.mechanism.draw.steps_released_together(self.plan) > 1:
-            # A whole allocation is recorded before it is drawn.
-            begin = lambda: self._gate.pay_ahead(self.plan.step_release())  # noqa: E731
-            sampler = replace(sampler, begin=begin)
+        sampler = replace(sampler, begin=self._begin_draws)
         return data.loader(self.share(sampler), self.precision().is_short, self._watched)
+
+    def _begin_draws(self) -> int:
+        """Return the number of the step that comes next. A whole allocation is recorded before it
+        is drawn."""
+        if self.plan.mechanism.draw.steps_released_together(self.plan) > 1:
+            self._gate.pay_ahead(self.plan.step_release())
+        return self.book.steps_made
 
     def _watched(self, sampler: Sampler) -> Any:
         """Return a sampler of what goes through the model."""
@@ -429,6 +444,7 @@ class PrivateRun:
         over their rows. A sharded model is gathered by all processes for each forward, so that all
         make as many: those that are missing run on made-up examples, which count nothing.
         """
+        self._drawn_for = step_of(batches)
         size = self.options.batches.physical_batch_size
         if self.engine_check.alone and size > 1:
             raise UnsupportedArgumentError(

@@ -4,7 +4,7 @@ mode that they select."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,6 +15,7 @@ from hf_dp.accounting.event import Event
 from hf_dp.accounting.knows import NO_BOUND
 from hf_dp.errors import ConfigError, UnsupportedArgumentError
 from hf_dp.plans import dp_sgd
+from hf_dp.plans.bands import AUTO, BANDS, banded, best, check_bands, weigh
 from hf_dp.plans.dp_fp import DP_FP, PRIVATE_ENCODER, PUBLISHED
 from hf_dp.plans.draws import POISSON, check_sampling
 from hf_dp.plans.mechanism import MechanismPlan
@@ -126,6 +127,16 @@ class StepArguments(ArgumentGroup):
         "(truncated Poisson sampling). Bounds time and memory; costs little epsilon from about 1.2 "
         "times expected_batch_size on. Unset means no limit. Only accountant pld knows it.",
     )
+    bands: int | str | None = argument(
+        None,
+        "Correlate the noise over so many steps, 2 or more, or auto: what a step adds, later ones "
+        "take back in part. A step draws from one of as many parts of the rows, in turn. The "
+        "weights at the end have less noise for the same epsilon in runs of few epochs, at a "
+        "learning rate that suits a step's larger noise. auto takes what leaves the least for "
+        "the learning-rate schedule, of up to 16; each but the first keeps as much memory as the "
+        "numbers that train. `hf-dp plan` compares. Unset means independent noise.",
+        check_bands,
+    )
     per_example_max_grad_norm: float = argument(
         0.1, "Largest L2 norm with which one example's gradient enters the sum, above 0."
     )
@@ -162,11 +173,30 @@ class StepArguments(ArgumentGroup):
             f"{NO_BOUND} Remove one of the two.",
             UnsupportedArgumentError,
         ),
+        Need(
+            "adam_bc_floor audit_canaries",
+            BANDS,
+            (None,),
+            "It is implemented for noise that is independent from step to step. Remove one of the "
+            "two.",
+            UnsupportedArgumentError,
+        ),
+        Need(
+            BANDS,
+            "privacy_mode",
+            (dp_sgd.DP_SGD,),
+            "It is implemented for the steps of DP-SGD. Remove it.",
+            UnsupportedArgumentError,
+        ),
     )
 
     @staticmethod
     def problems(args: Any, found: Problems) -> None:
-        """Note a missing batch, and a clip that is not what it seems."""
+        """Note a missing batch, bands that nothing decides, and a clip that is not what it
+        seems."""
+        if args.bands == AUTO and args.target_epsilon is None:
+            why = "At the same noise, epsilon differs. Set a target, or a number of bands."
+            found.refuse(BANDS, "to be a number without `target_epsilon`", why)
         if args.expected_batch_size is None:
             found.refuse(
                 "expected_batch_size", "to be given", "It is the logical batch of a step; set it."
@@ -323,6 +353,7 @@ def gradient_plan(args: Any, num_classes: int | None) -> dp_sgd.DpSgdPlan:
         args.clipping,
         sampling=args.sampling,
         max_batch_size=args.max_logical_batch_size,
+        bands=None if args.bands == AUTO else args.bands,
         by_row=args.privacy_unit == USER and args.unit_sampling == BY_ROW,
         noised_loss_bound=args.noised_loss_bound,
         noised_loss_budget_ratio=args.noised_loss_budget_ratio,
@@ -360,20 +391,34 @@ def plan_of(
         unit = args.privacy_unit, args.neighboring_relation
         earlier = earlier_evidence(args.earlier_runs, num_examples, *unit, units)
         spent = tuple(event for each in earlier for event in each.ledger.events)
-    plan = PrivacyPlan.solve(
-        num_examples=num_examples,
-        expected_batch_size=args.expected_batch_size,
-        mechanism=MODES[args.privacy_mode](args, num_classes),
-        num_train_epochs=args.num_train_epochs,
-        max_steps=args.max_steps,
-        target_epsilon=args.target_epsilon,
-        target_delta=args.target_delta,
-        accountant=args.accountant or "pld",
-        selection=None if tuner is None else tuner.plan(args.per_example_max_grad_norm),
-        prior_events=spent,
-        privacy_unit=args.privacy_unit,
-        neighboring_relation=args.neighboring_relation,
-        users=users_of(args, units),
-    )
+    mechanism: Any = MODES[args.privacy_mode](args, num_classes)
+    if args.bands is not None and tuner is not None and not tuner.gradients_are_noised_sums:
+        expected = "to be unset with this peft_config, whose sums mean something else in each step"
+        raise invalid(BANDS, args.bands, expected, "Remove it.", UnsupportedArgumentError)
+
+    def solved(bands: int | None) -> PrivacyPlan:
+        draw = mechanism.draw if bands is None else banded(mechanism.draw, bands)
+        return PrivacyPlan.solve(
+            num_examples=num_examples,
+            expected_batch_size=args.expected_batch_size,
+            mechanism=mechanism if bands is None else replace(mechanism, draw=draw),
+            num_train_epochs=args.num_train_epochs,
+            max_steps=args.max_steps,
+            target_epsilon=args.target_epsilon,
+            target_delta=args.target_delta,
+            accountant=args.accountant or "pld",
+            selection=None if tuner is None else tuner.plan(args.per_example_max_grad_norm),
+            prior_events=spent,
+            privacy_unit=args.privacy_unit,
+            neighboring_relation=args.neighboring_relation,
+            users=users_of(args, units),
+        )
+
+    if args.bands == AUTO:
+        from hf_dp.trainer.workload import workload_of  # which takes torch
+
+        plan = best(weigh(solved, workload_of(args))).plan
+    else:
+        plan = solved(None)
     epsilon((*spent, *plan.events()), plan.delta, plan.accountant)
     return plan

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import TrainOutput
 
+from hf_dp._validate import invalid
 from hf_dp.batches.structure import DataSet
 from hf_dp.cards.verify import write_card
 from hf_dp.distributed.processes import others_present
@@ -23,6 +24,7 @@ from hf_dp.features import Inside, Seen, features_of
 from hf_dp.mechanisms import mechanism_for
 from hf_dp.mechanisms.base import Batches
 from hf_dp.overlap import TrainingRows
+from hf_dp.plans.bands import AUTO, BANDS
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.checks import check_optimizer
 from hf_dp.run.clock import TRAINING as TRAINING_TIME
@@ -81,6 +83,8 @@ class PrivateTraining(Training):
         classes = getattr(getattr(model, "config", None), "num_labels", None)
         self.plan = plan_of(args, num_examples, self.tuner, classes, rows.units)
         args.max_steps = self.plan.steps
+        # Draws are fresh, so a resume has none to skip; and banded ones belong to certain steps.
+        args.ignore_data_skip |= len(self.plan.mechanism.draw.noise_column) > 1
         model = self.prepared_model(given)
         given.check_private_model(model, args)
         return model
@@ -118,6 +122,10 @@ class PrivateTraining(Training):
             run.let_inside(inside)
             inside.enter(run, self.tuner)
         self.refuse_optimizers()
+        if args.bands == AUTO and (trainer.optimizer or trainer.lr_scheduler) is not None:
+            expected = "to be a number with an optimizer or schedule of your own"
+            why = "What it makes of steps is not known beforehand. `hf-dp plan` compares numbers."
+            raise invalid(BANDS, AUTO, expected, why, UnsupportedArgumentError)
         self._seen = Seen(
             args=args,
             plan=self.plan,

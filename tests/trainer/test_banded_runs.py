@@ -1,0 +1,363 @@
+"""Correlated noise in whole runs: whose rows a step draws, what its sums are noised with, what the
+ledger says, and what a resume does. With planted bugs."""
+
+import banded
+import loops
+import numpy as np
+import pytest
+import tiny
+import torch
+import users
+from banded import BANDS, COLUMN, is_banded, matrix
+from processes import results
+from transformers import TrainerCallback
+
+from hf_dp import DPTrainer, FrostConfig, RgpConfig
+from hf_dp.accounting import BandedGaussian, TruncatedBandedGaussian, epsilon
+from hf_dp.cards.verify import verify
+from hf_dp.errors import InvalidArgumentError, LedgerError, StepError, UnsupportedArgumentError
+from hf_dp.mechanisms import mechanism_for
+from hf_dp.plans.bands import BandedSampler, classes
+from hf_dp.run.gate import Observer
+from hf_dp.run.ledger import RunLedger
+from hf_dp.run.private_run import PrivateRun
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+IN_BANDS = {"bands": BANDS, "expected_batch_size": 8, "logging_strategy": "no", "max_steps": 7}
+CLASSES = classes(40, BANDS)
+EVENT = BandedGaussian(1.0, BANDS * 8 / 40, 1, BANDS)
+
+
+def numbered() -> list[dict]:
+    """Rows whose first two words are their number."""
+    words = [(number // 16, number % 16) for number in range(40)]
+    sentences = [" ".join([tiny.WORDS[a], tiny.WORDS[b], *["the"] * (a + b % 3)]) for a, b in words]
+    encoded = tiny.tokenizer()(sentences)
+    return [
+        {"input_ids": ids, "attention_mask": mask, "label": number % 2}
+        for number, (ids, mask) in enumerate(
+            zip(encoded["input_ids"], encoded["attention_mask"], strict=True)
+        )
+    ]
+
+
+def places(inputs) -> list[int]:
+    """The numbers of the rows of a batch."""
+    ids = inputs["input_ids"] - 4
+    return (16 * ids[:, 1] + ids[:, 2]).tolist()
+
+
+class Noting(DPTrainer):
+    """Notes, of each physical batch of a step, how many steps are recorded, and whose rows it has."""
+
+    noted: list
+
+    def compute_per_example_loss(self, model, inputs):
+        if self.run._step_is_open:
+            self.noted.append((self.ledger.steps("training"), places(inputs)))
+        return super().compute_per_example_loss(model, inputs)
+
+
+class Sums(Observer):
+    """Keeps a run's clipped sums, and the noise on them in units of z, (d,) for each step."""
+
+    def __init__(self, run):
+        self.std, self.sums, self.noise = run.plan.noise_std, [], []
+
+    def clipped(self, sums):
+        self.sums.append(users.flat(sums))
+
+    def noised(self, sums):
+        self.noise.append((users.flat(sums) - self.sums[-1]) / self.std)
+
+
+def trainer(folder, **options) -> Noting:
+    kind = type("Noting", (Noting,), {"noted": []})
+    rows = tiny.datasets.Dataset.from_list(numbered())
+    given = {"train_dataset": rows, **options.pop("given", {})}
+    return tiny.trainer(folder, cls=kind, given=given, **{**IN_BANDS, **options})
+
+
+def are_of_their_classes(noted) -> bool:
+    """Whether each step's rows are of the class that the ledger's next line counts."""
+    return bool(noted) and all(CLASSES[row] == n % BANDS for n, rows in noted for row in rows)
+
+
+class StopsAfter(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop |= state.global_step == self.step
+
+
+WORKERS = {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 4}
+
+
+@pytest.mark.parametrize("workers", [{}, WORKERS], ids=["", "workers"])
+def test_a_run_draws_and_counts_class_by_class(tmp_path, workers):
+    """Epochs of 5 steps end inside a turn of 3 classes, and workers draw ahead."""
+    made = trainer(tmp_path, **workers)
+    made.train()
+    assert are_of_their_classes(made.noted) and {n for n, _ in made.noted} >= {0, 3, 6}
+    assert made.ledger.events == (EVENT.with_steps(7),)
+    statement = made.privacy_statement()
+    assert statement.status == "proven" and statement.sample_rates == (0.6,)
+    assert statement.epsilon == epsilon(EVENT.with_steps(7), 1 / 80).rounded_up(3)
+    assert "7 steps of DP-SGD with cyclic Poisson sampling and banded noise" in statement.sentence()
+    made.save_model()
+    assert verify(tmp_path).outcome != "FAILED"
+
+
+def resumed(folder, again: bool) -> tuple[list, np.ndarray, Noting]:
+    """A run of 8 steps, stopped after 5 and resumed from its checkpoint of step 3, by the same
+    trainer or another: what it noted, and its noise."""
+    kept = {"max_steps": 8, "save_strategy": "steps", "save_steps": 3}
+    made = trainer(folder, **kept, given={"callbacks": [StopsAfter(5)]})
+    made.run.let_inside(seen := Sums(made.run))
+    made.train()
+    noted, noise = made.noted, seen.noise
+    if not again:
+        made = trainer(folder, **kept)
+        made.run.let_inside(seen := Sums(made.run))
+    made.remove_callback(StopsAfter)
+    tiny.resumed(made, 3)
+    if not again:
+        noted, noise = noted + made.noted, noise + seen.noise
+    assert made.state.global_step == 8
+    return noted, torch.stack(noise).numpy(), made
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["same trainer", "another"])
+def test_a_resume_goes_on_with_the_next_class_and_a_new_block(tmp_path, again):
+    """Steps 4 and 5 are made twice: they count twice, and 10 is the number of classes' turns."""
+    noted, noise, made = resumed(tmp_path, again)
+    assert are_of_their_classes(noted) and [*dict.fromkeys(n for n, _ in noted)] == [*range(10)]
+    assert made.ledger.events == (EVENT.with_steps(10),)
+    assert is_banded(noise, [5, 5]) and not is_banded(noise, [10])
+    assert banded.power(banded.covariance([10]), [5, 5], noise.shape[1]) > 0.99
+
+
+def test_planted_block_that_goes_on_after_a_resume_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(PrivateRun, "stop", lambda self: self.book.stop())
+    assert not is_banded(resumed(tmp_path, True)[1], [5, 5])
+
+
+def test_planted_draws_that_begin_with_class_0_after_a_resume_are_refused(tmp_path, monkeypatch):
+    honest = BandedSampler.__iter__
+
+    def forgetful(self):
+        object.__setattr__(self, "begin", lambda: 0)
+        return honest(self)
+
+    monkeypatch.setattr(BandedSampler, "__iter__", forgetful)
+    with pytest.raises(LedgerError, match="for step 5, the next in the ledger, got .* step 0"):
+        resumed(tmp_path, False)
+
+
+def test_planted_draws_of_another_class_are_seen(tmp_path, monkeypatch):
+    of_next = lambda count, bands: (classes(count, bands) + 1) % bands  # noqa: E731
+    monkeypatch.setattr("hf_dp.plans.bands.classes", of_next)
+    made = trainer(tmp_path, max_steps=3)
+    made.train()
+    assert not are_of_their_classes(made.noted)
+
+
+def test_planted_step_that_is_not_counted_stops_the_next(tmp_path, monkeypatch):
+    honest, made = RunLedger.append, []
+
+    def counted_once(self, event, purpose):
+        made.append(1)
+        if len(made) != 3:
+            honest(self, event, purpose)
+
+    monkeypatch.setattr(RunLedger, "append", counted_once)
+    monkeypatch.setattr("hf_dp.features.always.StopBeforeTarget.on_step_end", lambda *a, **k: None)
+    with pytest.raises(LedgerError, match="for step 2, the next in the ledger, got .* step 3"):
+        trainer(tmp_path).train()
+
+
+# -- draws that are not released --
+
+
+def test_draws_that_were_passed_over_are_released_for_no_other_step(tmp_path):
+    run = loops.run(tmp_path, loops.plan(mechanism=loops.DpSgdPlan.of(0.1, 1.0, bands=BANDS)))
+    mechanism = mechanism_for(run)
+
+    def released(batches):
+        clipped = mechanism.clip(batches)
+        with run.release_step() as release:
+            mechanism.set_gradients(clipped, release)
+
+    draws = mechanism.logical_batches()
+    released(next(draws))
+    mechanism.clip(next(draws))  # and dropped
+    with pytest.raises(LedgerError, match="for step 1, the next in the ledger, got .* step 2"):
+        released(next(draws))
+    with pytest.raises(LedgerError, match="drawn for no step"):
+        with run.release(run.plan.step_release()):
+            pytest.fail("a step without a draw")
+    draws.close()
+    assert run.ledger.steps() == 1
+    for batches in mechanism.logical_batches():
+        released(batches)
+    assert run.ledger.events == (BandedGaussian(1.0, 0.6, 5, BANDS),)
+
+
+def test_a_draw_whose_step_failed_is_drawn_again(tmp_path, monkeypatch):
+    """Between draw and release: step 4 is not in the ledger, and its class is next."""
+    made, honest = trainer(tmp_path, save_strategy="steps", save_steps=2), Noting.training_step
+
+    def fails(self, *given):
+        if self.ledger.steps("training") == 4:
+            inside = self.mechanism.clip
+            monkeypatch.setattr(self.mechanism, "clip", lambda b: (inside(b), 1 / 0))
+        return honest(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Noting, "training_step", fails)
+        with pytest.raises((ZeroDivisionError, StepError)):
+            made.train()
+    assert made.ledger.steps() == 4
+    again = tiny.resumed(trainer(tmp_path, save_strategy="steps", save_steps=2), 4)
+    assert are_of_their_classes(made.noted + again.noted) and again.state.global_step == 7
+    assert again.ledger.events == (EVENT.with_steps(7),)
+
+
+# -- how far one row moves what is released --
+
+
+def moved(folder, row: int, steps: int = 8) -> np.ndarray:
+    """By how much the clipped sums differ without a row, in units of C, at learning rate 0 with the
+    same draws and noise, (T, d)."""
+    found = []
+    for without in (row, -1):
+
+        def losses(model, inputs, without=without):
+            honest = loops_loss(model, inputs)
+            return torch.where(torch.tensor(places(inputs)) == without, 0.0 * honest, honest)
+
+        plan = loops.plan(mechanism=loops.DpSgdPlan.of(0.1, 1.0, bands=BANDS), max_steps=steps)
+        rows = tiny.datasets.Dataset.from_list(numbered()).rename_column("label", "labels")
+        run = loops.run(
+            folder / str(without), plan, train_dataset=rows, insecure_seed=11,
+            compute_per_example_loss=losses,
+        )  # fmt: skip
+        run.let_inside(seen := Sums(run))
+        assert len(list(loops.steps(mechanism_for(run)))) == steps
+        found.append(torch.stack(seen.sums).numpy())
+    return (found[0] - found[1]) / 0.1
+
+
+def loops_loss(model, inputs):
+    logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+    return torch.nn.functional.cross_entropy(logits, inputs["labels"], reduction="none")
+
+
+def moves_too_far(differences: np.ndarray, column=COLUMN) -> bool:
+    """Whether C (G - G') is longer than sqrt(k), or longer than 1 over the rows of one step."""
+    took_part = np.flatnonzero(np.abs(differences).max(1))
+    whole = matrix(column, len(differences)) @ differences
+    each = [np.linalg.norm(whole[t : t + len(column)]) for t in took_part]
+    return max([np.linalg.norm(whole) / max(1, len(took_part)) ** 0.5, *each]) > 1 + 1e-4
+
+
+@pytest.mark.parametrize("row", [0, 17, 39])  # first, middle, last; 0 is the shortest
+def test_a_row_moves_what_is_noised_by_its_norm(tmp_path, monkeypatch, row):
+    differences = moved(tmp_path, row)
+    took_part = np.flatnonzero(np.abs(differences).max(1))
+    assert len(took_part) >= 1 and {*(took_part % BANDS)} == {CLASSES[row]}
+    assert np.linalg.norm(differences[took_part[0]]) > 0.99  # it is clipped
+    assert not moves_too_far(differences)
+    # Planted: columns of norm 1.01; and draws of all classes, whose steps are not 3 apart.
+    assert moves_too_far(differences, np.multiply(COLUMN, 1.01))
+    everyone = lambda self, examples: honest(self, np.arange(40))  # noqa: E731
+    honest = BandedSampler.drawn_from
+    monkeypatch.setattr(BandedSampler, "drawn_from", everyone)
+    assert moves_too_far(moved(tmp_path / "planted", row))
+
+
+# -- with what else --
+
+
+def of_two(folder):
+    made = trainer(folder, max_steps=4)
+    made.train()
+    return made.noted, made.ledger.events, tiny.weights(made.model)
+
+
+def test_processes_draw_their_parts_of_one_class_and_train_the_same(tmp_path):
+    (first, events, weights), (second, others, same) = results(2, lambda: of_two(tmp_path))
+    assert are_of_their_classes(first) and are_of_their_classes(second)
+    assert {row % 2 for _, rows in first for row in rows} == {0}
+    assert {row % 2 for _, rows in second for row in rows} == {1}
+    assert events == others == (EVENT.with_steps(4),)
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+
+
+def test_users_are_of_one_class_with_all_of_their_rows(tmp_path):
+    made = users.trainer(tmp_path, bands=2, max_steps=3, target_delta=None)
+    made.train()
+    assert made.ledger.events == (BandedGaussian(1.0, 2 * 4 / 12, 3, 2),)
+    assert "one of 2 parts of the users" in made.privacy_statement().plan.words.sampling
+
+
+def test_truncated_draws_and_a_noised_loss(tmp_path):
+    loss = {"noised_loss_bound": 0.7, "noised_loss_budget_ratio": 0.2, "logging_strategy": "steps"}
+    made = trainer(tmp_path, max_logical_batch_size=9, **loss)
+    made.train()
+    (event,) = made.ledger.events
+    parts = made.privacy_plan.event().beside
+    assert event == TruncatedBandedGaussian(1.0, 0.6, 7, BANDS, 14, 9, beside=parts) and parts
+    rows = dict.fromkeys(range(7), 0)
+    for number, drawn in made.noted:
+        rows[number] += len(drawn)
+    assert max(rows.values()) <= 9 and are_of_their_classes(made.noted)
+    logged = [row for row in made.state.log_history if "signal_to_noise" in row]
+    numbers = sum(p.numel() for p in made.model.parameters())
+    row = np.linalg.norm(np.linalg.inv(matrix(COLUMN, 7))[-1])
+    expected = numbers**0.5 * row * made.privacy_plan.noise_std / 8
+    assert made.mechanism.noise_norm == pytest.approx(expected)
+    assert all(abs(each["signal_to_noise"]) < 0.5 for each in logged) and len(logged) == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"adam_bc_floor": 0.1}, "adam_bc_floor.*independent from step to step"),
+        ({"audit_canaries": 10}, "audit_canaries.*independent from step to step"),
+        ({"privacy_mode": "dp_fp", "dp_fp_variant": "frozen"}, "bands.*steps of DP-SGD"),
+        ({"bands": "auto"}, "bands.*without `target_epsilon`"),
+        ({"bands": "some"}, "`bands`.*'auto'"),
+        ({"sampling": "random_allocation"}, "Poisson draws alone are implemented"),
+        ({"bands": 6}, "`bands` to be at most N / expected_batch_size"),
+        ({"bands": 5, "max_steps": 4}, "at most the steps of the run"),
+        ({"given": {"peft_config": RgpConfig(rank=2, task_type="SEQ_CLS")}}, "mean something else"),
+        ({"given": {"peft_config": FrostConfig(task_type="SEQ_CLS")}}, "not implemented"),
+    ],
+)  # fmt: skip
+def test_what_bands_do_not_go_with_is_refused(tmp_path, options, said):
+    with pytest.raises(InvalidArgumentError, match=said):
+        trainer(tmp_path, **options)
+
+
+# -- auto --
+
+AUTO = {"bands": "auto", "target_epsilon": 8.0, "accountant": "rdp", "max_steps": 30}
+
+
+def test_auto_takes_what_leaves_the_least_noise_in_the_weights(tmp_path):
+    few = trainer(tmp_path, **AUTO, expected_batch_size=2)
+    draw, plan = few.privacy_plan.mechanism.draw, few.privacy_plan
+    assert draw.bands in (4, 8, 16) and 7.5 < epsilon(plan.events(), plan.delta).value <= 8
+    # What is independent is best where every row takes part in nearly every step.
+    many = trainer(tmp_path / "many", **{**AUTO, "target_epsilon": 0.3}, expected_batch_size=20)
+    assert many.privacy_plan.mechanism.draw.name == "poisson"
+    steered = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}
+    with pytest.raises(UnsupportedArgumentError, match="reduce_lr_on_plateau.*metrics decide"):
+        trainer(tmp_path, **AUTO, **steered)
+    model = tiny.model()
+    given = {"model": model, "optimizers": (torch.optim.SGD(model.parameters(), lr=0.1), None)}
+    with pytest.raises(UnsupportedArgumentError, match="optimizer or schedule of your own"):
+        trainer(tmp_path, **AUTO, given=given)
