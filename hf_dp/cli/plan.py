@@ -25,10 +25,11 @@ from hf_dp.cli.recipes import (
 )
 from hf_dp.cli.tasks import check_recipe
 from hf_dp.errors import ConfigError, HfDpError
-from hf_dp.plans.bands import AUTO, BANDS, CHOICES, Weighed, best, weigh
+from hf_dp.plans.bands import AUTO, BANDS
 from hf_dp.plans.dp_fp import DP_FP
 from hf_dp.plans.draws import POISSON
 from hf_dp.plans.units import SAMPLINGS
+from hf_dp.plans.weighing import CHOICES, Weighed, best, weigh
 from hf_dp.trainer.privacy_arguments import plan_of
 from hf_dp.trainer.row_arguments import users_of
 

@@ -12,26 +12,20 @@ lie ``bands`` apart: see :class:`hf_dp.accounting.BandedGaussian` for what that 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from hf_dp import _validate
 from hf_dp.accounting import BandedGaussian, Event, TruncatedBandedGaussian
 from hf_dp.accounting.knows import BANDED, TRUNCATED_BANDED, Asked
-from hf_dp.errors import ConfigError, InvalidArgumentError, UnsupportedArgumentError
+from hf_dp.errors import ConfigError, UnsupportedArgumentError
 from hf_dp.plans.draws import Draw, Poisson, Schedule, TruncatedPoisson, register_draw
 from hf_dp.plans.samplers import OfStep, PoissonSampler
 
-if TYPE_CHECKING:
-    from hf_dp.plans.privacy import PrivacyPlan
-
 BANDS, AUTO = "bands", "auto"
-# What "auto" chooses among: the error is flat around its least, each band more keeps as much memory
-# as the numbers that train, and each choice is a calibration.
-CHOICES = (2, 4, 8, 16)
 
 
 def check_bands(name: str, value: object) -> int | str:
@@ -61,7 +55,7 @@ def square_root_column(bands: int) -> tuple[float, ...]:
     return tuple(value / norm for value in values)
 
 
-def solved(column: Sequence[float], weights: Sequence[float]) -> np.ndarray:
+def solved(column: Sequence[float], weights: Sequence[float] | np.ndarray) -> np.ndarray:
     """Return x with C x = weights, (T,)."""
     found, taps = np.zeros(len(weights)), np.asarray(column[1:])
     for t, weight in enumerate(weights):
@@ -165,7 +159,7 @@ class Banded(Poisson):
     def sample_rate(self, schedule: Schedule) -> float:
         return self.bands * schedule.expected_batch_size / schedule.drawn_from
 
-    def sampler(self, schedule: Schedule, steps: int) -> BandedSampler:
+    def sampler(self, schedule: Schedule, steps: int) -> PoissonSampler:
         poisson = super().sampler(schedule, steps)
         own = {field.name: getattr(poisson, field.name) for field in fields(PoissonSampler)}
         return BandedSampler(**own, bands=self.bands)
@@ -241,79 +235,3 @@ def banded(draw: Draw, bands: int) -> Draw:
     why = "Bands of Poisson draws alone are implemented. Remove one of the two."
     expected, error = f"to be unset with {draw.asked}", UnsupportedArgumentError
     raise _validate.invalid(BANDS, bands, expected, why, error)
-
-
-# -- which b --
-
-
-@dataclass(frozen=True)
-class Weighed:
-    """A number of bands (1: independent noise), and standard deviations of noise in units of what
-    independent noise has for the same target.
-
-    Args:
-        weights: of the weights after the last step, as the run's schedule adds steps up.
-        sums: of the sums of the first 1 .. T steps, the root of their mean square.
-        step: of one step, likewise.
-        resumed: of the weights, where the run is resumed once, after half of its steps.
-    """
-
-    bands: int
-    plan: PrivacyPlan
-    weights: float
-    sums: float
-    step: float
-    resumed: float
-
-    def memory(self, parameters: int) -> int:
-        """Return the bytes that noise of earlier steps takes. Args: parameters: that train."""
-        return (self.bands - 1) * 4 * parameters
-
-
-def weigh(
-    plan_with: Callable[[int | None], PrivacyPlan],
-    workload: Callable[[int], Sequence[float]],
-    choices: Sequence[int] = CHOICES,
-) -> list[Weighed]:
-    """Return independent noise, and each choice that the run has room for.
-
-    Args:
-        plan_with: returns the plan with so many bands, calibrated to the target.
-        workload: returns what of a step's gradient is in the weights at the end, for each of so
-            many steps, up to a factor.
-
-    Raises: InvalidArgumentError where none of the choices fits.
-    """
-    plain, problem = plan_with(None), None
-    weights, plans = workload(plain.steps), {1: plain}
-    for bands in choices:
-        try:
-            plans[bands] = plan_with(bands)
-        except UnsupportedArgumentError:
-            raise
-        except InvalidArgumentError as error:
-            problem = error
-    if len(plans) == 1 and problem is not None:
-        raise problem
-    half = plain.steps // 2
-
-    def weighed(bands: int) -> Weighed:
-        plan, column = plans[bands], square_root_column(bands)
-        sigma, steps = plan.noise_multiplier / plain.noise_multiplier, plan.steps
-        whole = float(np.linalg.norm(weights))
-        parts = noise_of_sum(column, weights[:half]), noise_of_sum(column, weights[half:])
-        return Weighed(
-            bands,
-            plan,
-            sigma * noise_of_sum(column, weights) / whole,
-            sigma * noise_of_prefixes(column, steps) / noise_of_prefixes((1.0,), steps),
-            sigma * noise_of_steps(column, steps),
-            sigma * math.hypot(*parts) / whole,
-        )
-
-    return [weighed(bands) for bands in plans]
-
-
-def best(found: Sequence[Weighed]) -> Weighed:
-    """Return the one that leaves the least noise in the weights."""
-    return min(found, key=lambda one: one.weights)

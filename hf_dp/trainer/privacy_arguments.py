@@ -15,12 +15,13 @@ from hf_dp.accounting.event import Event
 from hf_dp.accounting.knows import NO_BOUND
 from hf_dp.errors import ConfigError, UnsupportedArgumentError
 from hf_dp.plans import dp_sgd
-from hf_dp.plans.bands import AUTO, BANDS, banded, best, check_bands, weigh
+from hf_dp.plans.bands import AUTO, BANDS, banded, check_bands
 from hf_dp.plans.dp_fp import DP_FP, PRIVATE_ENCODER, PUBLISHED
 from hf_dp.plans.draws import POISSON, check_sampling
 from hf_dp.plans.mechanism import MechanismPlan
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.units import BY_ROW, NEIGHBORING_RELATIONS, USER
+from hf_dp.plans.weighing import best, weigh
 from hf_dp.statement.facts import CLIPPED_GRADIENT_NORM, RELEASABLE
 from hf_dp.trainer.forward_arguments import forward_plan
 from hf_dp.trainer.row_arguments import users_of

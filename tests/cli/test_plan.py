@@ -4,8 +4,10 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from banded import matrix
 
 from hf_dp.accounting import (
     PoissonSampledGaussian,
@@ -17,6 +19,7 @@ from hf_dp.accounting import (
     gdp_clt,
 )
 from hf_dp.cli.main import main
+from hf_dp.plans.bands import square_root_column
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.privacy_arguments import plan_of
 from hf_dp.tuners.base import Tuner
@@ -52,6 +55,29 @@ def test_json_and_cross_check(printed):
     ]  # fmt: skip
     assert found["effective_noise_multiplier"] == pytest.approx(0.82539 * 67349 / 1024)
     assert found["plan"]["steps"] == 198
+
+
+def test_bands_beside_independent_noise(printed, refused):
+    words = [*SST2, "--target-epsilon", "3", *RDP]
+    out = printed(*words, "--bands", "8", "--parameters", "22700000")
+    assert out.startswith("67,349 examples, 1024 expected in a step: sample rate 0.121635")
+    independent, banded = (line.split() for line in out.splitlines()[-2:])
+    assert independent[2:] == ["1.000"] * 4 + ["0", "MiB"] and banded[-2:] == ["606", "MiB"]
+    sigma = float(banded[2]) / float(independent[1])
+    steps = np.arange(198)  # linear decay, and Adam's first moment
+    kept = np.tril(0.9 ** np.clip(steps[:, None] - steps, 0, None))
+    weights = (1 - steps / 198) @ kept
+    inverse = np.linalg.inv(matrix(square_root_column(8), 198))
+    left = np.linalg.norm(weights @ inverse) / np.linalg.norm(weights)
+    assert float(banded[3]) == pytest.approx(sigma * left, abs=1e-3)
+    assert float(banded[5]) == pytest.approx(sigma * np.linalg.norm(inverse) / 198**0.5, abs=1e-3)
+    chosen = json.loads(printed(*words, "--bands", "auto", "--json"))["plan"]
+    rows = [line.split() for line in printed(*words, "--bands", "auto").splitlines()[-5:]]
+    least = min(rows, key=lambda row: 1.0 if row[0] == "independent" else float(row[3]))
+    assert str(chosen["mechanism"]["draw"]["bands"]) == least[0]
+    fixed = printed(*SST2, "--noise-multiplier", "1", *RDP, "--bands", "8")
+    assert "sample rate 0.121635" in fixed and "relative to independent" not in fixed
+    assert "at most N / expected_batch_size (65.7705)" in refused(*words, "--bands", "66")
 
 
 def test_sweep(printed):

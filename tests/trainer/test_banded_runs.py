@@ -21,6 +21,7 @@ from hf_dp.plans.bands import BandedSampler, classes
 from hf_dp.run.gate import Observer
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.private_run import PrivateRun
+from hf_dp.trainer.workload import workload_of
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -31,7 +32,7 @@ EVENT = BandedGaussian(1.0, BANDS * 8 / 40, 1, BANDS)
 
 def numbered() -> list[dict]:
     """Rows whose first two words are their number."""
-    words = [(number // 16, number % 16) for number in range(40)]
+    words = [(number // 8, number % 8) for number in range(40)]
     sentences = [" ".join([tiny.WORDS[a], tiny.WORDS[b], *["the"] * (a + b % 3)]) for a, b in words]
     encoded = tiny.tokenizer()(sentences)
     return [
@@ -45,7 +46,7 @@ def numbered() -> list[dict]:
 def places(inputs) -> list[int]:
     """The numbers of the rows of a batch."""
     ids = inputs["input_ids"] - 4
-    return (16 * ids[:, 1] + ids[:, 2]).tolist()
+    return (8 * ids[:, 1] + ids[:, 2]).tolist()
 
 
 class Noting(DPTrainer):
@@ -189,6 +190,7 @@ def test_draws_that_were_passed_over_are_released_for_no_other_step(tmp_path):
         clipped = mechanism.clip(batches)
         with run.release_step() as release:
             mechanism.set_gradients(clipped, release)
+        run.model.zero_grad()
 
     draws = mechanism.logical_batches()
     released(next(draws))
@@ -228,7 +230,7 @@ def test_a_draw_whose_step_failed_is_drawn_again(tmp_path, monkeypatch):
 # -- how far one row moves what is released --
 
 
-def moved(folder, row: int, steps: int = 8) -> np.ndarray:
+def moved(folder, row: int, steps: int = 12) -> np.ndarray:
     """By how much the clipped sums differ without a row, in units of C, at learning rate 0 with the
     same draws and noise, (T, d)."""
     found = []
@@ -238,7 +240,7 @@ def moved(folder, row: int, steps: int = 8) -> np.ndarray:
             honest = loops_loss(model, inputs)
             return torch.where(torch.tensor(places(inputs)) == without, 0.0 * honest, honest)
 
-        plan = loops.plan(mechanism=loops.DpSgdPlan.of(0.1, 1.0, bands=BANDS), max_steps=steps)
+        plan = loops.plan(mechanism=loops.DpSgdPlan.of(0.02, 1.0, bands=BANDS), max_steps=steps)
         rows = tiny.datasets.Dataset.from_list(numbered()).rename_column("label", "labels")
         run = loops.run(
             folder / str(without), plan, train_dataset=rows, insecure_seed=11,
@@ -247,7 +249,7 @@ def moved(folder, row: int, steps: int = 8) -> np.ndarray:
         run.let_inside(seen := Sums(run))
         assert len(list(loops.steps(mechanism_for(run)))) == steps
         found.append(torch.stack(seen.sums).numpy())
-    return (found[0] - found[1]) / 0.1
+    return (found[0] - found[1]) / 0.02
 
 
 def loops_loss(model, inputs):
@@ -268,10 +270,10 @@ def test_a_row_moves_what_is_noised_by_its_norm(tmp_path, monkeypatch, row):
     differences = moved(tmp_path, row)
     took_part = np.flatnonzero(np.abs(differences).max(1))
     assert len(took_part) >= 1 and {*(took_part % BANDS)} == {CLASSES[row]}
-    assert np.linalg.norm(differences[took_part[0]]) > 0.99  # it is clipped
+    assert np.linalg.norm(differences[took_part[0]]) > 0.95  # it is clipped
     assert not moves_too_far(differences)
-    # Planted: columns of norm 1.01; and draws of all classes, whose steps are not 3 apart.
-    assert moves_too_far(differences, np.multiply(COLUMN, 1.01))
+    # Planted: columns of norm 1.1; and draws of all classes, whose steps are not 3 apart.
+    assert moves_too_far(differences, np.multiply(COLUMN, 1.1))
     everyone = lambda self, examples: honest(self, np.arange(40))  # noqa: E731
     honest = BandedSampler.drawn_from
     monkeypatch.setattr(BandedSampler, "drawn_from", everyone)
@@ -303,23 +305,28 @@ def test_users_are_of_one_class_with_all_of_their_rows(tmp_path):
     assert "one of 2 parts of the users" in made.privacy_statement().plan.words.sampling
 
 
-def test_truncated_draws_and_a_noised_loss(tmp_path):
-    loss = {"noised_loss_bound": 0.7, "noised_loss_budget_ratio": 0.2, "logging_strategy": "steps"}
-    made = trainer(tmp_path, max_logical_batch_size=9, **loss)
+def test_truncated_draws(tmp_path):
+    made = trainer(tmp_path, max_logical_batch_size=9, max_steps=3)
     made.train()
-    (event,) = made.ledger.events
-    parts = made.privacy_plan.event().beside
-    assert event == TruncatedBandedGaussian(1.0, 0.6, 7, BANDS, 14, 9, beside=parts) and parts
-    rows = dict.fromkeys(range(7), 0)
+    assert made.ledger.events == (TruncatedBandedGaussian(1.0, 0.6, 3, BANDS, 14, 9),)
+    rows = dict.fromkeys(range(3), 0)
     for number, drawn in made.noted:
         rows[number] += len(drawn)
     assert max(rows.values()) <= 9 and are_of_their_classes(made.noted)
-    logged = [row for row in made.state.log_history if "signal_to_noise" in row]
+
+
+def test_a_noised_loss_beside_and_signal_beside_a_rows_noise(tmp_path):
+    loss = {"noised_loss_bound": 0.7, "noised_loss_budget_ratio": 0.2, "logging_strategy": "steps"}
+    made = trainer(tmp_path, **loss, accountant="rdp")
+    made.train()
+    planned = made.privacy_plan.event(7)
+    assert made.ledger.events == (planned,) and dict(planned.beside).keys() == {"loss"}
     numbers = sum(p.numel() for p in made.model.parameters())
     row = np.linalg.norm(np.linalg.inv(matrix(COLUMN, 7))[-1])
     expected = numbers**0.5 * row * made.privacy_plan.noise_std / 8
     assert made.mechanism.noise_norm == pytest.approx(expected)
-    assert all(abs(each["signal_to_noise"]) < 0.5 for each in logged) and len(logged) == 7
+    logged = [row["signal_to_noise"] for row in made.state.log_history if "noised_loss" in row]
+    assert max(map(abs, logged)) < 0.5 and len(logged) == 7
 
 
 @pytest.mark.parametrize(
@@ -349,8 +356,9 @@ AUTO = {"bands": "auto", "target_epsilon": 8.0, "accountant": "rdp", "max_steps"
 
 def test_auto_takes_what_leaves_the_least_noise_in_the_weights(tmp_path):
     few = trainer(tmp_path, **AUTO, expected_batch_size=2)
-    draw, plan = few.privacy_plan.mechanism.draw, few.privacy_plan
-    assert draw.bands in (4, 8, 16) and 7.5 < epsilon(plan.events(), plan.delta).value <= 8
+    plan = few.privacy_plan
+    assert plan.mechanism.draw.bands in (4, 8, 16)
+    assert 7.9 < epsilon(plan.events(), plan.delta, "rdp").value <= 8
     # What is independent is best where every row takes part in nearly every step.
     many = trainer(tmp_path / "many", **{**AUTO, "target_epsilon": 0.3}, expected_batch_size=20)
     assert many.privacy_plan.mechanism.draw.name == "poisson"
@@ -361,3 +369,27 @@ def test_auto_takes_what_leaves_the_least_noise_in_the_weights(tmp_path):
     given = {"model": model, "optimizers": (torch.optim.SGD(model.parameters(), lr=0.1), None)}
     with pytest.raises(UnsupportedArgumentError, match="optimizer or schedule of your own"):
         trainer(tmp_path, **AUTO, given=given)
+
+
+@pytest.mark.parametrize(
+    ("momentum", "options"),
+    [
+        (0.8, {"warmup_steps": 0.2, "adam_beta1": 0.8}),
+        (0.0, {"lr_scheduler_type": "cosine", "warmup_steps": 2, "optim": "sgd"}),
+        (0.7, {"lr_scheduler_type": "constant", "optim": "sgd", "optim_args": "momentum=0.7"}),
+    ],
+)
+def test_the_workload_is_what_of_each_steps_gradient_the_weights_have(tmp_path, momentum, options):
+    """By the rates that Trainer logs."""
+    made = tiny.trainer(tmp_path, privacy_mode="non_private", max_steps=10, **options)
+    found = np.array(workload_of(made.args)(10))
+    made.train()
+    logged = [row["learning_rate"] for row in made.state.log_history if "learning_rate" in row]
+    rates = np.array(logged) / made.args.learning_rate
+    moved = np.zeros(10)
+    for first in range(10):  # a gradient of 1 in one step alone
+        moment = 0.0
+        for step in range(10):
+            moment = momentum * moment + (step == first)
+            moved[first] += rates[step] * moment
+    np.testing.assert_allclose(found, moved, atol=1e-12)
