@@ -81,9 +81,7 @@ class BandedNoise(IndependentNoise):
         raise TypeError("Noise of earlier steps is neither copied nor saved: it tells of later.")
 
     @contextmanager
-    def of(
-        self, planned: PlannedRelease, step: int, drawn_for: int | None
-    ) -> Iterator[IndependentNoise]:
+    def of(self, planned: PlannedRelease, step: int) -> Iterator[IndependentNoise]:
         bands = planned.event.correlated_steps
         if bands == 1:
             yield IndependentNoise(self.randomness)
@@ -92,13 +90,6 @@ class BandedNoise(IndependentNoise):
             raise ConfigError(
                 f"Expected an event of {len(self.column)} bands, as many as C has, got {bands}. "
                 "Release what the run's plan makes."
-            )
-        if drawn_for != step:
-            raise LedgerError(
-                f"Expected what was drawn for step {step}, the next in the ledger, got what was "
-                f"drawn for {'no step' if drawn_for is None else f'step {drawn_for}'}: its rows "
-                "may be of another class. Each draw is released as its own step; take draws again "
-                "from `mechanism.logical_batches()` or `DPTrainer.train()`."
             )
         block, self._block = self._block, Block()  # which is there again after a whole row alone
         row = _NextRow(self.randomness, self.column, block if block.next == step else Block())

@@ -57,17 +57,11 @@ class IndependentNoise:
         self.randomness = randomness
 
     @contextmanager
-    def of(
-        self, planned: PlannedRelease, step: int, drawn_for: int | None
-    ) -> Iterator[IndependentNoise]:
+    def of(self, planned: PlannedRelease, step: int) -> Iterator[IndependentNoise]:
         """Give the noise of one release. Entered before anything is recorded, and left when nothing
         more leaves.
 
-        Args:
-            step: how many training steps are recorded, which is the number of the next one.
-            drawn_for: the number of the step that the examples were drawn for; None: any.
-
-        Raises: LedgerError where that matters, and it is another step.
+        Args: step: how many training steps are recorded, which is the number of the next one.
         """
         yield self
 
@@ -110,7 +104,15 @@ class Gate:
             LedgerError: the step was not paid ahead, or the run is not open; or the examples were
                 drawn for another step, where that matters; nothing is recorded then.
         """
-        with self._noise.of(planned, self._ledger.steps_made, drawn_for) as noise:
+        step = self._ledger.steps_made
+        if planned.event.correlated_steps > 1 and drawn_for != step:
+            raise LedgerError(
+                f"Expected what was drawn for step {step}, the next in the ledger, got what was "
+                f"drawn for {'no step' if drawn_for is None else f'step {drawn_for}'}: its rows "
+                "may be of another class. Each draw is released as its own step; take draws again "
+                "from `mechanism.logical_batches()` or `DPTrainer.train()`."
+            )
+        with self._noise.of(planned, step) as noise:
             if planned.event.paid_ahead:
                 self._ledger.use_paid()
             else:

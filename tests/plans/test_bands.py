@@ -61,7 +61,7 @@ def test_what_is_left_in_sums_is_that_of_the_dense_inverse(width):
 
 def planned(width=None, **changes):
     given = {"num_examples": 4000, "expected_batch_size": 100, "clipping_norm": 0.1}
-    given |= {"max_steps": 40, "target_epsilon": 3.0, **changes}
+    given |= {"max_steps": 40, "target_epsilon": 3.0, "accountant": "rdp", **changes}
     return PrivacyPlan.create(**given, **({} if width is None else {"bands": width}))
 
 
@@ -71,7 +71,9 @@ def test_the_comparison_is_that_of_the_dense_matrices_at_equal_epsilon():
     assert (plain.bands, banded.bands) == (1, 8)
     assert (plain.weights, plain.sums, plain.step, plain.resumed) == pytest.approx((1, 1, 1, 1))
     sigma = banded.plan.noise_multiplier / plain.plan.noise_multiplier
-    assert 1 < sigma < 3 and 2.9 < epsilon(banded.plan.events(), banded.plan.delta).value <= 3
+    assert (
+        1 < sigma < 3 and 2.9 < epsilon(banded.plan.events(), banded.plan.delta, "rdp").value <= 3
+    )
     column, ones = square_root_column(8), np.ones(40)
     inverse = np.linalg.inv(matrix(column, 40))
     assert banded.weights == pytest.approx(sigma * np.linalg.norm(ones @ inverse) / 40**0.5)
@@ -261,7 +263,7 @@ def test_the_epsilon_of_truncated_draws_is_that_of_all_outcomes_of_a_tiny_run():
 
 
 def test_a_plan_draws_and_accounts_the_same():
-    fixed = {"noise_multiplier": 1.0, "target_epsilon": None}
+    fixed = {"noise_multiplier": 1.0, "target_epsilon": None, "accountant": "pld"}
     plan = planned(8, max_batch_size=130, **fixed)
     assert plan.sample_rate == plan.sampler().sample_rate == plan.event().sample_rate == 0.2
     assert plan.event() == TruncatedBandedGaussian(plan.noise_multiplier, 0.2, 40, 8, 500, 130)
@@ -284,6 +286,6 @@ def test_a_plan_draws_and_accounts_the_same():
     ],
 )  # fmt: skip
 def test_what_bands_do_not_go_with_is_named(changes, error, said):
-    given = {"noise_multiplier": 1.0, "target_epsilon": None, **changes}
+    given = {"noise_multiplier": 1.0, "target_epsilon": None, "accountant": "pld", **changes}
     with pytest.raises(error, match=said):
         planned(**given)

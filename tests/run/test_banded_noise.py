@@ -199,7 +199,7 @@ def test_a_block_ends_where_a_recorded_step_was_not_its_next_row(book, monkeypat
 @pytest.mark.parametrize("breaks", [unused, recorded_elsewhere])
 def test_planted_blocks_that_go_on_are_seen(book, monkeypatch, breaks):
     @contextmanager
-    def goes_on(self, planned, number, drawn_for):
+    def goes_on(self, planned, number):
         row = banded_noise._NextRow(self.randomness, self.column, self._block)
         yield row
         self._block = row.after(number) if row.whole else self._block
@@ -257,7 +257,7 @@ def noised(count: int, sharded: bool) -> np.ndarray:
         if sharded:  # over two processes, and copies of it on two others
             mesh = init_device_mesh("cpu", (2, count // 2))
             sums = [DTensor.from_local(torch.zeros(20_000), mesh, [Replicate(), Shard(0)])]
-        with kept.of(planned, number, number) as row:
+        with kept.of(planned, number) as row:
             add_up_with_noise(sums, lambda total, row=row: row.like(total, "sum", 1.0), here)
             row.end("sum")
         whole = [each.full_tensor() if sharded else each.flatten() for each in sums]

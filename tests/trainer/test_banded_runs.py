@@ -230,26 +230,21 @@ def test_a_draw_whose_step_failed_is_drawn_again(tmp_path, monkeypatch):
 # -- how far one row moves what is released --
 
 
-def moved(folder, row: int, steps: int = 12) -> np.ndarray:
-    """By how much the clipped sums differ without a row, in units of C, at learning rate 0 with the
-    same draws and noise, (T, d)."""
-    found = []
-    for without in (row, -1):
+def summed(folder, without: int) -> np.ndarray:
+    """The clipped sums of 12 steps in units of C, (T, d), at learning rate 0, where one row (-1:
+    none) adds nothing; the draws and the noise are always the same."""
 
-        def losses(model, inputs, without=without):
-            honest = loops_loss(model, inputs)
-            return torch.where(torch.tensor(places(inputs)) == without, 0.0 * honest, honest)
+    def losses(model, inputs):
+        honest = loops_loss(model, inputs)
+        return torch.where(torch.tensor(places(inputs)) == without, 0.0 * honest, honest)
 
-        plan = loops.plan(mechanism=loops.DpSgdPlan.of(0.02, 1.0, bands=BANDS), max_steps=steps)
-        rows = tiny.datasets.Dataset.from_list(numbered()).rename_column("label", "labels")
-        run = loops.run(
-            folder / str(without), plan, train_dataset=rows, insecure_seed=11,
-            compute_per_example_loss=losses,
-        )  # fmt: skip
-        run.let_inside(seen := Sums(run))
-        assert len(list(loops.steps(mechanism_for(run)))) == steps
-        found.append(torch.stack(seen.sums).numpy())
-    return (found[0] - found[1]) / 0.02
+    plan = loops.plan(mechanism=loops.DpSgdPlan.of(0.02, 1.0, bands=BANDS), max_steps=12)
+    rows = tiny.datasets.Dataset.from_list(numbered()).rename_column("label", "labels")
+    own = {"insecure_seed": 11, "compute_per_example_loss": losses}
+    run = loops.run(folder / str(without), plan, train_dataset=rows, **own)
+    run.let_inside(seen := Sums(run))
+    assert len(list(loops.steps(mechanism_for(run)))) == 12
+    return torch.stack(seen.sums).numpy() / 0.02
 
 
 def loops_loss(model, inputs):
@@ -265,19 +260,21 @@ def moves_too_far(differences: np.ndarray, column=COLUMN) -> bool:
     return max([np.linalg.norm(whole) / max(1, len(took_part)) ** 0.5, *each]) > 1 + 1e-4
 
 
-@pytest.mark.parametrize("row", [0, 17, 39])  # first, middle, last; 0 is the shortest
-def test_a_row_moves_what_is_noised_by_its_norm(tmp_path, monkeypatch, row):
-    differences = moved(tmp_path, row)
-    took_part = np.flatnonzero(np.abs(differences).max(1))
-    assert len(took_part) >= 1 and {*(took_part % BANDS)} == {CLASSES[row]}
-    assert np.linalg.norm(differences[took_part[0]]) > 0.95  # it is clipped
-    assert not moves_too_far(differences)
-    # Planted: columns of norm 1.1; and draws of all classes, whose steps are not 3 apart.
-    assert moves_too_far(differences, np.multiply(COLUMN, 1.1))
-    everyone = lambda self, examples: honest(self, np.arange(40))  # noqa: E731
+def test_a_row_moves_what_is_noised_by_its_norm(tmp_path, monkeypatch):
+    whole = summed(tmp_path, -1)
+    for row in (0, 17, 39):  # first, middle, last; 0 is the shortest
+        differences = whole - summed(tmp_path, row)
+        took_part = np.flatnonzero(np.abs(differences).max(1))
+        assert len(took_part) >= 1 and {*(took_part % BANDS)} == {CLASSES[row]}
+        assert np.linalg.norm(differences[took_part[0]]) > 0.95  # it is clipped
+        assert not moves_too_far(differences)
+        assert moves_too_far(differences, np.multiply(COLUMN, 1.1))  # planted
+    # Planted: draws of all classes, in which a row's steps are not 3 apart.
     honest = BandedSampler.drawn_from
+    everyone = lambda self, examples: honest(self, np.arange(40))  # noqa: E731
     monkeypatch.setattr(BandedSampler, "drawn_from", everyone)
-    assert moves_too_far(moved(tmp_path / "planted", row))
+    planted = tmp_path / "planted"
+    assert moves_too_far(summed(planted, -1) - summed(planted, 17))
 
 
 # -- with what else --
@@ -305,14 +302,24 @@ def test_users_are_of_one_class_with_all_of_their_rows(tmp_path):
     assert "one of 2 parts of the users" in made.privacy_statement().plan.words.sampling
 
 
-def test_truncated_draws(tmp_path):
-    made = trainer(tmp_path, max_logical_batch_size=9, max_steps=3)
-    made.train()
-    assert made.ledger.events == (TruncatedBandedGaussian(1.0, 0.6, 3, BANDS, 14, 9),)
-    rows = dict.fromkeys(range(3), 0)
-    for number, drawn in made.noted:
-        rows[number] += len(drawn)
-    assert max(rows.values()) <= 9 and are_of_their_classes(made.noted)
+def test_truncated_draws_are_of_their_class_and_no_larger(tmp_path):
+    drawn = []
+
+    def losses(model, inputs):
+        drawn.append((run.ledger.steps(), places(inputs)))
+        return loops_loss(model, inputs)
+
+    mechanism = loops.DpSgdPlan.of(0.1, 1.0, bands=BANDS, max_batch_size=9)
+    plan = loops.plan(mechanism=mechanism, accountant="pld", max_steps=6)
+    rows = tiny.datasets.Dataset.from_list(numbered()).rename_column("label", "labels")
+    run = loops.run(tmp_path, plan, train_dataset=rows, compute_per_example_loss=losses)
+    drawn.clear()
+    assert len(list(loops.steps(mechanism_for(run)))) == 6
+    assert run.ledger.events == (TruncatedBandedGaussian(1.0, 0.6, 6, BANDS, 14, 9),)
+    sizes = np.zeros(6)
+    for number, places_of_batch in drawn:
+        sizes[number] += len(places_of_batch)
+    assert sizes.max() == 9 and are_of_their_classes(drawn)
 
 
 def test_a_noised_loss_beside_and_signal_beside_a_rows_noise(tmp_path):
