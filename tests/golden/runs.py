@@ -159,6 +159,7 @@ FEATURES: dict[str, Callable[[], dict[str, Any]]] = {
     "user_rows": lambda: by_user(max_rows_per_unit=2, unit_sampling="examples"),
     "truncated": lambda: {"max_logical_batch_size": 9},
     "allocation": lambda: {"sampling": "random_allocation", "max_steps": 5},
+    "bands": lambda: {"bands": 3, "max_steps": 5},
     "noised_loss": lambda: {"noised_loss_budget_ratio": 0.1, "noised_loss_bound": 1.4},
     "unnoised": lambda: {
         "release": ["training_loss", "clipped_gradient_norm"], "logging_steps": 1,
@@ -243,6 +244,8 @@ RUNS = [
     "users + two_pass + tokens + in_two",
     "allocation + adam_bc + lora",
     "allocation + killed",
+    "bands + users + noised_loss + in_two",
+    "bands + truncated + killed",
     "noised_loss + adam_bc + killed",
     "search + lora + two_pass",
     "frost + unnoised",

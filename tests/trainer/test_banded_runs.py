@@ -309,17 +309,17 @@ def test_truncated_draws_are_of_their_class_and_no_larger(tmp_path):
         drawn.append((run.ledger.steps(), places(inputs)))
         return loops_loss(model, inputs)
 
-    mechanism = loops.DpSgdPlan.of(0.1, 1.0, bands=BANDS, max_batch_size=9)
+    mechanism = loops.DpSgdPlan.of(0.1, 1.0, bands=BANDS, max_batch_size=8)
     plan = loops.plan(mechanism=mechanism, accountant="pld", max_steps=6)
     rows = tiny.datasets.Dataset.from_list(numbered()).rename_column("label", "labels")
     run = loops.run(tmp_path, plan, train_dataset=rows, compute_per_example_loss=losses)
     drawn.clear()
     assert len(list(loops.steps(mechanism_for(run)))) == 6
-    assert run.ledger.events == (TruncatedBandedGaussian(1.0, 0.6, 6, BANDS, 14, 9),)
+    assert run.ledger.events == (TruncatedBandedGaussian(1.0, 0.6, 6, BANDS, 14, 8),)
     sizes = np.zeros(6)
     for number, places_of_batch in drawn:
         sizes[number] += len(places_of_batch)
-    assert sizes.max() == 9 and are_of_their_classes(drawn)
+    assert sizes.max() == 8 and are_of_their_classes(drawn)
 
 
 def test_a_noised_loss_beside_and_signal_beside_a_rows_noise(tmp_path):
