@@ -4,9 +4,10 @@ With c_0 .. c_{b-1} the first column of C, which is Toeplitz, what a step adds i
 
     x_t = (z_t - c_1 x_{t-1} - ... - c_{b-1} x_{t-b+1}) / c_0
 
-(C^-1 has no zeros below its diagonal, so it takes the noise of earlier steps as it was added, and
-not only their z.) So the sum of a step must be released as row t of its block, or the block must
-end: what the accountant counts holds for C G + z alone (:class:`hf_dp.accounting.BandedGaussian`).
+(It takes the noise of earlier steps as it was added: the inverse of a banded matrix is dense, so
+their z alone would not do.) So the sum of a step must be released as row t of its block, or the
+block must end: what the accountant counts holds for C G + z alone
+(:class:`hf_dp.accounting.BandedGaussian`).
 """
 
 from __future__ import annotations
