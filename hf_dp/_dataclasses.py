@@ -19,6 +19,14 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
     return field.default
 
 
+_UNASKED = "unasked"
+
+
+def unless_asked(default: Any) -> Any:
+    """Return a field that is written only where it is not at its default, of what few ask for."""
+    return dataclasses.field(default=default, kw_only=True, metadata={_UNASKED: True})
+
+
 class Named:
     """Base of dataclasses that are written with their unique ``name``, and read back by it."""
 
@@ -47,7 +55,11 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if not dataclasses.is_dataclass(value):
         return value
-    own = {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    own = {
+        item.name: plain(getattr(value, item.name))
+        for item in dataclasses.fields(value)
+        if not (item.metadata.get(_UNASKED) and getattr(value, item.name) == item.default)
+    }
     return {"name": value.name, **own} if isinstance(value, Named) else own
 
 
@@ -65,8 +77,9 @@ def read(cls: type[T], values: object, error: type[HfDpError] = ConfigError) -> 
             )
         cls = cls.known[name]
     found: type[Any] = cls
-    known = {item.name for item in dataclasses.fields(found)}
-    unknown, missing = sorted(given.keys() - known), sorted(known - given.keys())
+    known = {item.name: item for item in dataclasses.fields(found)}
+    needed = {name for name, item in known.items() if not item.metadata.get(_UNASKED)}
+    unknown, missing = sorted(given.keys() - known), sorted(needed - given.keys())
     if unknown or missing:
         raise error(
             f"{cls.__name__} cannot be read: it lacks or adds fields (unknown {unknown}, missing "

@@ -505,12 +505,21 @@ METHODS = ("full", "random", "pval", "lora", "adapter", "frost")
 PUBLIC = "recipes/images/small_vit/public.yaml"
 SMALL = [f"recipes/images/small_vit/{m}.yaml" for m in ("full", "lora", "rgp", "frost", "random")]
 CIFAR_10 = [f"recipes/images/cifar10/vit_base_{method}.yaml" for method in METHODS]
+VIEWS = {f"recipes/images/views/{n}.yaml": k for n, k in {"one": 1, "four": 4, "eight": 8}.items()}
 
 
 def test_the_image_recipes_are_there():
     found = {name for name in RECIPES if name.startswith("recipes/images/")}
     table = {name for name in REPRODUCTIONS if name.startswith("recipes/images/")}
-    assert len(table) == 6 and found == {PUBLIC, *SMALL, *CIFAR_10, *table}
+    assert len(table) == 6 and found == {PUBLIC, *SMALL, *CIFAR_10, *VIEWS, *table}
+
+
+def test_the_recipes_of_views_differ_in_views_alone():
+    found = [values_of(name) for name in VIEWS]
+    assert [values.get("views_per_example") for values in found] == [*VIEWS.values()]
+    differ = ("views_per_example", "output_dir")
+    alike = [{k: v for k, v in values.items() if k not in differ} for values in found]
+    assert all(each == alike[0] for each in alike)
 
 
 @pytest.mark.parametrize("name", CIFAR_10)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from hf_dp import _validate
+from hf_dp._dataclasses import unless_asked
 from hf_dp.accounting import LOSS, SUM, BestOfRandomRuns, Event
 from hf_dp.accounting.event import joint_noise_multiplier
 from hf_dp.accounting.knows import LOSS as LOSS_KIND
@@ -93,10 +94,12 @@ class NoisedLoss:
             f"noise multiplier {joint_noise_multiplier(noise_multiplier, losses):.6g}"
         )
 
-    def words(self, alone: Words, schedule: Schedule, noise_multiplier: float) -> Words:
+    def words(
+        self, alone: Words, schedule: Schedule, noise_multiplier: float, views: int = 1
+    ) -> Words:
         """Return how a statement speaks of both sums. Args: alone: how it does of the gradients."""
         losses = self.part(noise_multiplier)[LOSS]
-        of_same = "The losses of the same rows"
+        of_same = f"The losses of the same rows{', each the mean over its views' * (views > 1)}"
         if schedule.users is not None:
             of_same = f"The losses of the same draw, the mean over the rows of each {schedule.one}"
         return replace(
@@ -195,6 +198,8 @@ class DpSgdPlan(MechanismPlan):
         draw: who takes part in a step.
         loss: the sum of losses that a step releases with noise of its own; None: none.
         search: the search of which this is one run; None: it is none.
+        views_per_example: K; a drawn row enters a step as K random views, of which neither draw nor
+            event know (:mod:`hf_dp.batches.views`).
 
     Raises: InvalidArgumentError.
     """
@@ -203,6 +208,7 @@ class DpSgdPlan(MechanismPlan):
     draw: Draw = Poisson()
     loss: NoisedLoss | None = None
     search: Search | None = None
+    views_per_example: int = unless_asked(1)
 
     name: ClassVar[str] = "dp_sgd"
     privacy_mode: ClassVar[str] = DP_SGD
@@ -211,6 +217,7 @@ class DpSgdPlan(MechanismPlan):
     def __post_init__(self) -> None:
         super().__post_init__()
         _validate.one_of("clipping", self.clipping, CLIPPINGS)
+        _validate.integer("views_per_example", self.views_per_example, 1)
 
     @classmethod
     def of(
@@ -226,6 +233,7 @@ class DpSgdPlan(MechanismPlan):
         noised_loss_bound: float | None = None,
         noised_loss_budget_ratio: float | None = None,
         mean_runs: float | None = None,
+        views_per_example: int = 1,
     ) -> Self:
         """Return the plan that these arguments ask for; the draw's as :func:`draw_of`, and its
         ``bands`` as :func:`hf_dp.plans.bands.banded`.
@@ -243,7 +251,8 @@ class DpSgdPlan(MechanismPlan):
         draw = draw_of(sampling, max_batch_size, by_row)
         if bands is not None:
             draw = banded(draw, bands)
-        return cls(clipping_norm, noise_multiplier, clipping, draw, loss, search)
+        own = (clipping_norm, noise_multiplier, clipping, draw, loss, search)
+        return cls(*own, views_per_example=views_per_example)
 
     @property
     def is_searched(self) -> bool:
@@ -286,14 +295,23 @@ class DpSgdPlan(MechanismPlan):
         self.draw.check(schedule)
 
     def outline(self, schedule: Schedule) -> tuple[str, ...]:
-        return () if self.loss is None else (self.loss.outline(schedule, self.sigma),)
+        views = self.views_per_example
+        lines = [f"{views} views of each drawn row: {views} x as many go through the model"]
+        loss = [] if self.loss is None else [self.loss.outline(schedule, self.sigma)]
+        return (*lines[views == 1 :], *loss)
 
     def words(self, schedule: Schedule) -> Words:
         users, one = schedule.users, schedule.one
         sampling, gradients = self.draw.words(schedule), "per-example gradients"
-        clipping = "per-example clipping"
+        clipping, views, name = "per-example clipping", "", "DP-SGD"
+        if (k := self.views_per_example) > 1:
+            name = f"DP-SGD on {k} views of each row"
+            views = f"mean of {k} random views, made anew in each step"
+            gradients = f"the gradient of each drawn row, the {views},"
+            clipping = "one clipping for all views of a row"
         if users is not None and not users.by_row:
             gradients = f"the gradient of each drawn {one}, the {users.reduction} over its rows,"
+            gradients += f" of which each is the {views}," * bool(views)
             clipping = f"one clipping for all rows of a {one}"
             sampling += (
                 f"; of a drawn {one} with more than {users.max_rows} rows, that many of them are "
@@ -303,7 +321,7 @@ class DpSgdPlan(MechanismPlan):
         if self.loss is not None:
             noise = "of gradients and losses, and Gaussian noise on both sums"
         words = Words(
-            name="DP-SGD",
+            name=name,
             mechanism=(
                 f"DP-SGD: {gradients} {_CLIPPED[self.clipping]} "
                 f"{self.clipping_norm!r}; Gaussian noise with standard deviation noise_multiplier "
@@ -319,7 +337,7 @@ class DpSgdPlan(MechanismPlan):
             conditions=self.draw.conditions,
         )
         if self.loss is not None:
-            words = self.loss.words(words, schedule, self.sigma)
+            words = self.loss.words(words, schedule, self.sigma, self.views_per_example)
         return words if self.search is None else self.search.words(words)
 
 

@@ -165,6 +165,11 @@ class MechanismPlan(Named, ABC):
         return "flat"
 
     @property
+    def views_per_example(self) -> int:
+        """As how many random views a drawn row enters a step (:mod:`hf_dp.batches.views`)."""
+        return 1
+
+    @property
     def is_searched(self) -> bool:
         """Whether a run is one of several, of which the best by a score is released."""
         return False

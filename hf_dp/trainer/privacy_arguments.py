@@ -138,6 +138,13 @@ class StepArguments(ArgumentGroup):
         "numbers that train. `hf-dp plan` compares. Unset means independent noise.",
         check_bands,
     )
+    views_per_example: int = argument(
+        1,
+        "As how many random views a drawn row enters a step, new ones in each step; the mean of "
+        "their gradients is clipped once, so that neither epsilon nor what is protected changes. "
+        "Only for dp_sgd. Needs a transform, a collator or dropout that is random; time and "
+        "memory count views.",
+    )
     per_example_max_grad_norm: float = argument(
         0.1, "Largest L2 norm with which one example's gradient enters the sum, above 0."
     )
@@ -187,6 +194,13 @@ class StepArguments(ArgumentGroup):
             "privacy_mode",
             (dp_sgd.DP_SGD,),
             "It is implemented for the steps of DP-SGD. Remove it.",
+            UnsupportedArgumentError,
+        ),
+        Need(
+            "views_per_example",
+            "privacy_mode",
+            (dp_sgd.DP_SGD,),
+            "Only a step of DP-SGD averages gradients of views before it clips them. Remove it.",
             UnsupportedArgumentError,
         ),
     )
@@ -334,6 +348,13 @@ class MemoryArguments(ArgumentGroup):
             (None, PRIVATE_ENCODER),
             "It is found for steps that clip gradients. Set `per_device_train_batch_size`.",
         ),
+        Need(
+            "auto_physical_batch_size",
+            "views_per_example",
+            (1,),
+            "What the views of a row take together is not measured. Set "
+            "`per_device_train_batch_size`.",
+        ),
     )
 
     @staticmethod
@@ -359,6 +380,7 @@ def gradient_plan(args: Any, num_classes: int | None) -> dp_sgd.DpSgdPlan:
         noised_loss_bound=args.noised_loss_bound,
         noised_loss_budget_ratio=args.noised_loss_budget_ratio,
         mean_runs=args.private_selection_mean_runs,
+        views_per_example=args.views_per_example,
     )
 
 

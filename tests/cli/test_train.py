@@ -259,6 +259,14 @@ def test_a_block_on_the_command_line_is_yaml():
         infilling("{template: 'x")
 
 
+def test_every_argument_has_a_help_that_can_be_printed(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help-all"])
+    said = capsys.readouterr().out
+    assert "at the cost of ~20% slower" in said and "train[1000:]" in said
+    assert "--max_grad_norm" in said and "--per_example_max_grad_norm" in said
+
+
 @pytest.mark.slow
 def test_accelerate_launch_runs_the_same_main(task):
     config = ROOT / "recipes" / "accelerate" / "cpu.yaml"

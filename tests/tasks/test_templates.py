@@ -274,7 +274,7 @@ def test_words_of_several_tokens_where_they_are_wanted():
     ("block", "causal", "message"),
     [
         ({"template": "<S1> It was [MASK] ."}, True, r"to end where the word is missing.*Leave out ' \.'"),
-        ({"template": "It was [MASK] : <S1>"}, True, "to end where the word is missing"),
+        ({"template": "It was [MASK] : <S1>"}, True, "to end where the word is missing.*Put <S1> before it"),
         ({"template": REVIEW}, False, r"to hold \[MASK\], where a masked language model"),
         ({"label_words": {"a": "terribly", "b": "great"}}, True, "one token where.*several_tokens: true"),
         ({"label_words": {"a": "great", "b": " great"}}, True, "different tokens"),

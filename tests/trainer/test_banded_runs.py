@@ -304,6 +304,13 @@ def test_users_are_of_one_class_with_all_of_their_rows(tmp_path):
     assert "one of 2 parts of the users" in made.privacy_statement().plan.words.sampling
 
 
+def test_views_of_a_row_are_of_its_class(tmp_path):
+    given = {"model": tiny.model(dropout=0.1)}
+    made = trainer(tmp_path, views_per_example=2, max_steps=4, accountant="rdp", given=given)
+    made.train()
+    assert are_of_their_classes(made.noted) and made.ledger.events == (EVENT.with_steps(4),)
+
+
 def test_truncated_draws_are_of_their_class_and_no_larger(tmp_path):
     drawn = []
 
