@@ -54,7 +54,7 @@ def run_the_cards_lines(folder: Path, base: Path, more: str) -> Any:
     card = (folder / "out" / "README.md").read_text()
     lines = re.search(r"## Use\n+```python\n(.*?)```", card, re.DOTALL)[1]
     lines = lines.replace("path/to/this/folder", "out").replace("BASE_MODEL", base.name)
-    done = run_program(f"import json\n{lines}\n{more}", folder, env=OFFLINE)
+    done = run_program(f"{lines}\nimport json\n{more}", folder, env=OFFLINE)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 

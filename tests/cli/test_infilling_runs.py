@@ -293,7 +293,7 @@ def test_a_decoder_and_named_classes(decoder_base, tmp_path, capsys, classes, pe
     ]
     made = Recipe(
         tmp_path, capsys, model_name_or_path=str(decoder_base), class_names=classes, peft=peft,
-        max_length=40, noise_multiplier=1.0, expected_batch_size=8, max_steps=2, train_file="",
+        max_length=40, noise_multiplier=1.0, expected_batch_size=8, max_steps=2, text_columns="sentence", train_file="",
     )  # fmt: skip
     held_out = [{**row, "sentence": row["sentence"] * 2} for row in rows[:9]]
     dev = made.lines("dev.jsonl", held_out)
@@ -303,6 +303,7 @@ def test_a_decoder_and_named_classes(decoder_base, tmp_path, capsys, classes, pe
     infilling = yaml.safe_load(suggested.read_text())["infilling"]
     assert infilling["template"] == "Text: <S1>\nLabel:"
     assert ("each text is read once for each class" in said) == ("several_tokens" in infilling)
+    infilling["template"] = "Read: <S1>\nWord:"  # one's own
     untrained = made.run("eval", "--zero-shot", infilling=infilling)
     listed = [line.split(":")[0] for line in untrained.splitlines()[1:]]
     assert listed == [f"class {name}" for name in classes]

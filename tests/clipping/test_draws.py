@@ -37,7 +37,7 @@ def deberta():
 
 
 def opt():
-    return ARCHITECTURES["opt"].build(dtype=torch.float32, layerdrop=0.1)
+    return ARCHITECTURES["opt"].build(0.1, torch.float32, layerdrop=0.1)
 
 
 def funnel():
