@@ -145,6 +145,13 @@ def test_a_loop_in_a_private_search_evaluates_on_no_training_row(tmp_path):
     assert not alone.book.weaknesses.evaluation_compared
 
 
+def test_two_loops_cannot_share_a_folder(tmp_path):
+    first = run(tmp_path)
+    loop(first, torch.optim.SGD(first.model.parameters(), lr=0.1))
+    with pytest.raises(LedgerError, match="another run"):
+        loop(run(tmp_path), None)
+
+
 def test_one_sample_pays_for_one_step(tmp_path):
     """Sampling hides who took part in one release, not in forty of the same sample."""
     private = run(tmp_path)

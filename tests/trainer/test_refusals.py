@@ -106,7 +106,7 @@ AT_CREATION = {  # what a trainer is made with, or what makes it; the error and 
     "batch larger than the data": (
         {"expected_batch_size": 41}, errors.InvalidArgumentError, r"`expected_batch_size` to be at most num_examples \(40\)",
     ),
-    "DP-FP's batch larger than the data": ({**PUBLISHED, "expected_batch_size": 41}, errors.InvalidArgumentError, "to be at most num_exam"),
+    "DP-FP's batch larger than the data": ({**PUBLISHED, "expected_batch_size": 41}, errors.InvalidArgumentError, "`expected_batch_size` to be at most num_"),
     "DP-FP by an estimate": ({**FROZEN, "accountant": "gdp_clt"}, errors.InvalidArgumentError, "`accountant` to be a bound with dp_fp_variant='fr"),
     "a private encoder without noise of vectors": (
         {**FROZEN, "dp_fp_variant": "private_encoder"}, errors.InvalidArgumentError, "`representation_noise_multiplier` to be given beside",

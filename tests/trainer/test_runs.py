@@ -14,6 +14,7 @@ from transformers import AutoModelForSequenceClassification, EarlyStoppingCallba
 
 from hf_dp.accounting import EARLIER, epsilon
 from hf_dp.errors import LedgerError, UnsupportedArgumentError
+from hf_dp.plans.samplers import PoissonSampler
 from hf_dp.run.witnesses import read_run
 from hf_dp.statement.evidence import disagreements, read
 from hf_dp.trainer.trainer import DPTrainer
@@ -206,6 +207,13 @@ def test_steps_follow_from_epochs_and_the_callers_arguments_are_untouched(tmp_pa
     trainer = DPTrainer(model=tiny.model(), args=args, train_dataset=tiny.dataset())
     assert trainer.privacy_plan.steps == 8  # ceil(1.5 * 40 / 8)
     assert args.max_steps == -1
+
+
+def test_empty_draws_are_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(PoissonSampler, "draw", lambda self: [])
+    trainer = tiny.trainer(tmp_path, max_steps=2)
+    trainer.train()
+    assert trainer.ledger.steps() == trainer.state.global_step == 2
 
 
 def test_stock_lora_by_peft_config(tmp_path):
