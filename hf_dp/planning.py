@@ -18,6 +18,7 @@ from hf_dp.accounting import Event, PoissonSampledGaussian, UserRowsGaussian, ep
 from hf_dp.accounting.accountants import Answer, compare
 from hf_dp.accounting.composition import doubt_of_delta
 from hf_dp.errors import AccountingRangeError, HfDpError, UnsupportedEventError
+from hf_dp.plans.bands import noise_of_steps, noise_of_sum
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.units import MAX_ROWS
 
@@ -60,8 +61,9 @@ class Forecast:
         plan = self.plan
         if not plan.mechanism.noises_gradients_alone:
             return None
-        of_step = plan.noise_multiplier * plan.mechanism.draw.noise_of_step(plan)
-        return of_step / (plan.expected_batch_size / plan.drawn_from)
+        of_step = noise_of_steps(plan.mechanism.draw.noise_column, plan.steps)
+        rms = math.sqrt((of_step**2).mean())
+        return plan.noise_multiplier * rms / (plan.expected_batch_size / plan.drawn_from)
 
     @property
     def epochs(self) -> float:
@@ -91,10 +93,10 @@ def most_signal(plan: PrivacyPlan, parameters: int) -> float:
 
     A step's mean gradient has norm C at most, so T of them add up to T C. Their noise has a
     standard deviation of noise_std / B a coordinate and step, so its sum has the norm sqrt(T p)
-    noise_std / B, times what correlated noise leaves in a sum.
+    noise_std / B, or what correlated noise leaves in place of sqrt(T).
     """
-    left = plan.mechanism.draw.noise_of_sum(plan)
-    of_noise = left * plan.noise_std * math.sqrt(plan.steps * parameters) / plan.expected_batch_size
+    of_steps = noise_of_sum(plan.mechanism.draw.noise_column, [1.0] * plan.steps)
+    of_noise = of_steps * plan.noise_std * math.sqrt(parameters) / plan.expected_batch_size
     return plan.steps * plan.clipping_norm / of_noise
 
 

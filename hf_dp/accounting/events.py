@@ -214,13 +214,14 @@ class BandedGaussian(NoisedSum):
     each with one of its steps, t, at most. Given all outcomes before a segment, the sum over its
     class in step t is a vector v, drawn as in a single step: g of norm <= 1 is a function of the
     past, and who is sampled is independent of it. The segment's outcome is c_t x v + (what other
-    classes add, a function of the outcomes before and in the segment) + z, |c_t| <= 1. Take off
-    what is known, and rotate so that c_t is one axis: |c_t| v + z along it, which is the step of
-    the sampled mechanism with no less noise, and noise independent of the examples across it. So a
-    segment is post-processing of one such step. Segments, and blocks, compose adaptively; a block
-    that ends early is a leading principal submatrix of C, whose columns are only shorter. Nothing
-    but "drawn as in a single step" was used of the sample: it may be truncated, too. A part of the
-    step ``beside`` the sum, with independent noise, is a coordinate more of v and of z in row t.
+    classes add, a function of the outcomes before and in the segment, given their draws, which are
+    independent of v) + z, |c_t| <= 1. Take off what is known, and rotate so that c_t is one axis:
+    |c_t| v + z along it, which is the step of the sampled mechanism with no less noise, and noise
+    independent of the examples across it. So a segment is post-processing of one such step.
+    Segments, and blocks, compose adaptively; a block that ends early is a leading principal
+    submatrix of C, whose columns are only shorter. Nothing but "drawn as in a single step" was used
+    of the sample: it may be truncated, too. A part of the step ``beside`` the sum, with independent
+    noise, is a coordinate more of v and of z in row t.
 
     Steps of two runs do not add up: both begin with class 0.
 

@@ -131,7 +131,11 @@ class Ledger:
             try:
                 fields = dict(entry)
                 purpose = fields.pop("purpose")
-                ledger.append(event_from_dict(fields), purpose)
+                event = event_from_dict(fields)
+                if event.adds_up:
+                    ledger.append(event, purpose)
+                else:  # to_list has merged what one run made: rows side by side are of two
+                    ledger._entries.append(LedgerEntry(event, purpose))
             except (KeyError, TypeError, ValueError) as error:
                 raise LedgerError(
                     f"Row {number} of the ledger cannot be read: {entry!r} ({error}). Restore "

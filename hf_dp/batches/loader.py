@@ -23,7 +23,6 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import partial
 from multiprocessing.context import BaseContext
 from typing import Generic, NamedTuple, TypeVar
 
@@ -86,10 +85,9 @@ class PhysicalBatches:
         examples, keys = [one.unit for one in drawn], [one.key for one in drawn]
         for example in examples:
             self.layout.check(example)
-        return [
-            self.padding.together([examples[i] for i in group], self.layout)
-            for group in self.cut(examples, keys)
-        ]
+        groups = self.cut(examples, keys)
+        together = ([examples[i] for i in group] for group in groups)
+        return of_same_step(drawn, [self.padding.together(each, self.layout) for each in together])
 
     def cut(self, examples: Sequence[Example], keys: Sequence[int]) -> list[list[int]]:
         """Return the indices of the examples in each physical batch."""
@@ -197,20 +195,13 @@ def private_dataloader(
     return DataLoader(
         DrawnUnits(examples, count),
         batch_sampler=draws,  # type: ignore[arg-type]
-        collate_fn=partial(_of_step, batches),
+        collate_fn=batches,
         num_workers=options.num_workers,
         pin_memory=options.pin_memory,
         persistent_workers=options.persistent_workers,
         prefetch_factor=options.prefetch_factor,
         multiprocessing_context=options.multiprocessing_context,
     )
-
-
-def _of_step(
-    batches: Callable[[Sequence[Drawn[Example]]], Sequence[object]], drawn: Sequence[Drawn[Example]]
-) -> list[object]:
-    """Return the physical batches of a draw, which belong to the step that it belongs to."""
-    return of_same_step(drawn, list(batches(drawn)))
 
 
 def length_of(example: Example) -> int:

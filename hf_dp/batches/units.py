@@ -238,10 +238,9 @@ class UnitBatches:
                 self.batches.layout.check(example)
             self.batches.lengths(unit)  # or raise
         alone = [unit for unit, _ in drawn if not self._fits(unit)]
-        return [
-            *(batch for unit in alone for batch in self._parts(unit)),
-            *self._together([one for one in drawn if self._fits(one.unit)]),
-        ]
+        of_alone = (batch for unit in alone for batch in self._parts(unit))
+        fitting = self._together([one for one in drawn if self._fits(one.unit)])
+        return of_same_step(drawn, [*of_alone, *fitting])
 
     def _fits(self, unit: Sequence[Example]) -> bool:
         return len(unit) == 1 or len(self._cut(unit)) == 1

@@ -25,12 +25,11 @@ from hf_dp.cli.recipes import (
 )
 from hf_dp.cli.tasks import check_recipe
 from hf_dp.errors import ConfigError, HfDpError
-from hf_dp.plans.bands import AUTO, BANDS
 from hf_dp.plans.dp_fp import DP_FP
 from hf_dp.plans.draws import POISSON
 from hf_dp.plans.units import SAMPLINGS
-from hf_dp.plans.weighing import CHOICES, Weighed, best, weigh
-from hf_dp.trainer.privacy_arguments import plan_of
+from hf_dp.plans.weighing import Weighed
+from hf_dp.trainer.privacy_arguments import plans_of
 from hf_dp.trainer.row_arguments import users_of
 
 if TYPE_CHECKING:
@@ -94,9 +93,11 @@ class Planned:
         names = accounting.ACCOUNTANTS if self.options.cross_check else None
         return forecast(plan, names, parameters=self.options.parameters)
 
-    def plan(self, changes: Mapping[str, Any]) -> tuple[PrivacyPlan, UnitTable | None]:
-        """Return the plan that a trainer would make with some arguments changed, and whose its rows
-        are."""
+    def plan(
+        self, changes: Mapping[str, Any], compare: bool = False
+    ) -> tuple[PrivacyPlan, UnitTable | None, list[Weighed]]:
+        """Return the plan that a trainer would make with some arguments changed, whose its rows
+        are, and the bands that it is compared with (:func:`plans_of`)."""
         changes = dict(changes)
         num_examples = changes.pop("num_examples", self.options.num_examples)
         values = replaced(self.recipe, changes)
@@ -108,7 +109,8 @@ class Planned:
                 "Labels are protected, and the recipe does not say among how many classes. Add "
                 "--num_classes K."
             )
-        return plan_of(args, num_examples, tuner_of(values), classes, units), units
+        plan, weighed = plans_of(args, num_examples, tuner_of(values), classes, units, compare)
+        return plan, units, weighed
 
 
 def replaced(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,18 +151,17 @@ def main(argv: Sequence[str]) -> int:
     if options.parameters is None and mode != DP_FP and "model_name_or_path" in recipe:
         with suppress(HfDpError):  # `--parameters` says it then
             options.parameters = trained_numbers(recipe, recipe.get("peft"))
-    weighed, units = in_bands(planned)
-    if weighed:
-        plan = (best(weighed) if recipe[BANDS] == AUTO else weighed[-1]).plan
-    else:
-        plan, units = planned.plan({})
+    plan, units, in_bands = planned.plan({}, compare=True)
     found = planned.forecast(plan)
     if options.json:
-        print(json.dumps(_json(found), allow_nan=False))
+        report = _json(found)
+        if in_bands:
+            report["bands"] = [{**vars(one), "plan": one.plan.to_dict()} for one in in_bands]
+        print(json.dumps(report, allow_nan=False))
         return 0
     print(plan_text(found))
-    if weighed:
-        print(of_bands(weighed, options.parameters))
+    if in_bands:
+        print(of_bands(in_bands, options.parameters))
     if found.most_signal is not None and options.parameters is not None:
         from hf_dp.planning import drowned
 
@@ -259,9 +260,7 @@ def _lines(found: Forecast) -> Iterator[str]:
     )
     yield f"{plan.steps:,} steps, {found.epochs:.4g} epochs, {found.examples:,.0f} {what} in all"
     effective = found.effective_noise_multiplier
-    in_turn = len(mechanism.draw.noise_column) > 1
-    rate = "of a step, / its share of the rows" if in_turn else "/ sample rate"
-    ratio = "" if effective is None else f", effective {effective:.5g} ({rate})"
+    ratio = "" if effective is None else f", effective {effective:.5g} ({divided_by(plan)})"
     yield f"noise multiplier {plan.noise_multiplier:.6g}{ratio}"
     yield from mechanism.outline(plan)
     if found.most_signal is not None:
@@ -276,32 +275,19 @@ def _lines(found: Forecast) -> Iterator[str]:
         )
 
 
-def in_bands(planned: Planned) -> tuple[list[Weighed], UnitTable | None]:
-    """Return independent noise beside the bands that are asked for, by what they leave in the
-    weights, and whose the rows are; nothing where no target or schedule compares them."""
-    args = PlannedArguments.of(planned.recipe)
-    if args.bands is None or args.target_epsilon is None:
-        return [], None
-    from hf_dp.trainer.workload import workload_of
-
-    found: list[UnitTable | None] = []
-
-    def plan_with(bands: int | None) -> PrivacyPlan:
-        plan, units = planned.plan({BANDS: bands})
-        found.append(units)
-        return plan
-
-    choices = CHOICES if args.bands == AUTO else (int(args.bands),)
-    return weigh(plan_with, workload_of(args), choices), found[0]
+def divided_by(plan: PrivacyPlan) -> str:
+    """Return of what, and by what, the effective noise multiplier is."""
+    in_turn = plan.event().correlated_steps > 1
+    return "of a step, / its share of the rows" if in_turn else "/ sample rate"
 
 
-def of_bands(weighed: Sequence[Weighed], parameters: int | None) -> str:
+def of_bands(in_bands: Sequence[Weighed], parameters: int | None) -> str:
     """Return a line to read for each number of bands."""
     lines = []
-    for one in weighed:
+    for one in in_bands:
         memory = f"{one.bands - 1} x 4 bytes a number"
         if parameters is not None:
-            memory = f"{one.memory(parameters) / 2**20:,.0f} MiB"
+            memory = f"{(one.bands - 1) * 4 * parameters / 2**20:,.0f} MiB"
         name = "independent" if one.bands == 1 else f"{one.bands} bands"
         ratios = (f"{n:.3f}" for n in (one.weights, one.sums, one.step, one.resumed))
         lines.append([name, f"{one.plan.noise_multiplier:.5g}", *ratios, memory])
@@ -377,7 +363,10 @@ def table_of(swept: Sequence[Mapping[str, float]], rows: Sequence[Forecast]) -> 
             cells["paper's figure"] = f"{figure:.3f}"
         lines.append(cells)
     first = rows[0]
-    effective = "; effective: / sample rate" * (first.effective_noise_multiplier is not None)
+    effective = ""
+    if first.effective_noise_multiplier is not None:
+        ways = dict.fromkeys(divided_by(row.plan) for row in rows)
+        effective = f"; effective: {', or with bands '.join(sorted(ways))}"
     end = f"epsilon by {', '.join(answer.accountant for answer in first.answers)}"
     if not first.plan.mechanism.established:
         end = f"{first.plan.words.name}: {NO_GUARANTEE}."

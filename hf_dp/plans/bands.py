@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import ClassVar
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from hf_dp.accounting.knows import BANDED, TRUNCATED_BANDED, Asked
 from hf_dp.errors import ConfigError, UnsupportedArgumentError
 from hf_dp.plans.draws import Draw, Poisson, Schedule, TruncatedPoisson, register_draw
 from hf_dp.plans.samplers import OfStep, PoissonSampler
+
+if TYPE_CHECKING:
+    from hf_dp.plans.mechanism import Words
 
 BANDS, AUTO = "bands", "auto"
 
@@ -40,28 +43,27 @@ def check_bands(name: str, value: object) -> int | str:
 
 
 def square_root_column(bands: int) -> tuple[float, ...]:
-    """Return the first column of C, its b diagonals c_0 .. c_{b-1}, of norm 1 or a hair less.
+    """Return the first column of C, its b diagonals c_0 .. c_{b-1}, of norm 1.
 
     They are the first b coefficients of (1 - x)^(-1/2), binom(2k, k) / 4^k, whose Toeplitz matrix
     is the square root of the prefix sums' (Fichtenberger, Henzinger, Upadhyay 2022, arXiv
     2202.11205; cut to bands, with columns of norm 1: Kalinin and Lampert 2024, arXiv 2405.13763).
+    All are made smaller by 2^-50, more than their rounding, so the exact norm is below 1.
     """
     values = [1.0]
     for k in range(1, bands):
         values.append(values[-1] * (2 * k - 1) / (2 * k))
-    norm = math.hypot(*values)
-    while math.fsum((value / norm) ** 2 for value in values) > 1:
-        norm = math.nextafter(norm, math.inf)
+    norm = math.hypot(*values) * (1 + 2**-50)
     return tuple(value / norm for value in values)
 
 
 def solved(column: Sequence[float], weights: Sequence[float] | np.ndarray) -> np.ndarray:
     """Return x with C x = weights, (T,)."""
-    found, taps = np.zeros(len(weights)), np.asarray(column[1:])
-    for t, weight in enumerate(weights):
-        before = found[max(0, t - len(taps)) : t][::-1]
-        found[t] = (weight - taps[: len(before)] @ before) / column[0]
-    return found
+    if len(column) == 1:
+        return np.asarray(weights) / column[0]
+    from scipy.signal import lfilter  # takes half a second to import
+
+    return np.asarray(lfilter([1.0], column, weights))
 
 
 def noise_of_sum(column: Sequence[float], weights: Sequence[float]) -> float:
@@ -71,16 +73,14 @@ def noise_of_sum(column: Sequence[float], weights: Sequence[float]) -> float:
     return float(np.linalg.norm(solved(column, backwards)))
 
 
-def noise_of_steps(column: Sequence[float], steps: int) -> float:
-    """Return the root of the mean over steps of the variance of x_t: of the squared rows."""
-    of_row = np.cumsum(solved(column, [1.0] + [0.0] * (steps - 1)) ** 2)
-    return math.sqrt(of_row.mean())
+def noise_of_steps(column: Sequence[float], steps: int) -> np.ndarray:
+    """Return the standard deviation of each x_t, (T,): the norms of the rows of C^-1."""
+    return np.asarray(np.cumsum(solved(column, np.eye(1, steps)[0]) ** 2) ** 0.5)
 
 
-def noise_of_prefixes(column: Sequence[float], steps: int) -> float:
-    """Return the root of the mean over t of the variance of ``x_0 + .. + x_t``."""
-    of_row = np.cumsum(np.cumsum(solved(column, [1.0] + [0.0] * (steps - 1))) ** 2)
-    return math.sqrt(of_row.mean())
+def noise_of_prefixes(column: Sequence[float], steps: int) -> np.ndarray:
+    """Return the standard deviation of each ``x_0 + .. + x_t``, (T,)."""
+    return np.asarray(np.cumsum(solved(column, np.ones(steps)) ** 2) ** 0.5)
 
 
 # -- the draw --
@@ -149,9 +149,6 @@ class Banded(Poisson):
     kind: ClassVar[str] = BANDED
     drawn: ClassVar[str] = "cyclic Poisson sampling and banded noise"
 
-    def __post_init__(self) -> None:
-        _validate.integer(BANDS, self.bands, 2)
-
     @property
     def asked(self) -> Asked:
         return Asked(self.kind, BANDS, self.bands)
@@ -168,15 +165,18 @@ class Banded(Poisson):
     def noise_column(self) -> tuple[float, ...]:
         return square_root_column(self.bands)
 
-    def noise_of_step(self, schedule: Schedule) -> float:
-        return noise_of_steps(self.noise_column, schedule.steps)
-
-    def noise_of_sum(self, schedule: Schedule) -> float:
-        ones = [1.0] * schedule.steps
-        return noise_of_sum(self.noise_column, ones) / math.sqrt(schedule.steps)
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        return (
+            *super().conditions,
+            "whether the place of each row, or user, in the training set depends on no other's "
+            "content: sorting, filtering or removing rows by what they say moves others, and so "
+            "changes the part that they are in",
+        )
 
     def check(self, schedule: Schedule) -> None:
         super().check(schedule)
+        _validate.integer(BANDS, self.bands, 2)
         most = schedule.drawn_from / schedule.expected_batch_size
         if self.sample_rate(schedule) > 1:
             expected = f"to be at most N / expected_batch_size ({most:.6g})"
@@ -194,15 +194,17 @@ class Banded(Poisson):
             "independently with the probability sample_rate; an empty draw is a step"
         )
 
-    @property
-    def words_of_noise(self) -> str:
-        return (
-            ". The noise is correlated over steps: of z_t, drawn anew with that standard "
-            f"deviation, the step adds x_t = (z_t - c_1 x_(t-1) - ... - c_{self.bands - 1} "
-            f"x_(t-{self.bands - 1})) / c_0, with c_k proportional to binom(2k, k) / 4^k, their "
-            "squares adding up to 1; x begins anew with each process of the run, and nothing of it "
-            "is kept"
+    def reword(self, words: Words) -> Words:
+        b = self.bands
+        noise = (
+            ". The noise is correlated over steps: of z_t, drawn anew with that standard deviation "
+            f"(noise_std), the step adds x_t = (z_t - c_1 x_(t-1) - ... - c_{b - 1} "
+            f"x_(t-{b - 1})) / c_0, with c_k proportional to binom(2k, k) / 4^k, their squares "
+            "adding up to 1; x begins anew after each interruption, and is never saved"
         )
+        proof = f"{words.proof}, which are ceil(steps / {b}) steps of each part at the most"
+        code = Banded.name
+        return replace(words, mechanism=words.mechanism + noise, proof=proof, sampling_code=code)
 
 
 @register_draw
@@ -214,13 +216,7 @@ class TruncatedBanded(TruncatedPoisson, Banded):
     kind: ClassVar[str] = TRUNCATED_BANDED
     drawn: ClassVar[str] = "truncated cyclic Poisson sampling and banded noise"
 
-    def __post_init__(self) -> None:
-        TruncatedPoisson.__post_init__(self)
-        Banded.__post_init__(self)
-
-    @property
-    def asked(self) -> Asked:
-        return Banded.asked.__get__(self)
+    asked = Banded.asked
 
 
 def banded(draw: Draw, bands: int) -> Draw:

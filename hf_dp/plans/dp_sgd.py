@@ -327,7 +327,7 @@ class DpSgdPlan(MechanismPlan):
                 f"{self.clipping_norm!r}; Gaussian noise with standard deviation noise_multiplier "
                 f"x clipping_norm (and {self.margin(schedule):.1e} of it more, for the rounding of "
                 "sums) is added once to their sum, which is divided by the expected batch size and "
-                f"handed to the optimizer{self.draw.words_of_noise}"
+                "handed to the optimizer"
             ),
             sampling=sampling,
             drawn=self.draw.drawn,
@@ -336,6 +336,7 @@ class DpSgdPlan(MechanismPlan):
             sampling_code=self.draw.sampling,
             conditions=self.draw.conditions,
         )
+        words = self.draw.reword(words)
         if self.loss is not None:
             words = self.loss.words(words, schedule, self.sigma, self.views_per_example)
         return words if self.search is None else self.search.words(words)

@@ -126,8 +126,7 @@ class PrivacyPlan(Schedule):
 
     @property
     def noise_std(self) -> float:
-        """Standard deviation of the noise on the sum, or on a vector where there is no sum; where
-        noise is correlated over steps, of what is drawn anew in one."""
+        """Standard deviation of the noise on the sum, or on a vector where there is no sum."""
         sensitivities = self.mechanism.sensitivities(self)
         part = SUM if SUM in sensitivities else next(iter(sensitivities))
         return self.noise_multiplier * sensitivities[part]

@@ -56,15 +56,9 @@ class OfStep(list[T]):
         self.step = step
 
 
-def step_of(drawn: object) -> int | None:
-    """Return the step that a draw, or what became of it, belongs to; None: to whichever is next."""
-    return drawn.step if isinstance(drawn, OfStep) else None
-
-
 def of_same_step(drawn: object, values: list[T]) -> list[T]:
     """Return what became of a draw, which belongs to the step of that draw."""
-    step = step_of(drawn)
-    return values if step is None else OfStep(values, step)
+    return OfStep(values, drawn.step) if isinstance(drawn, OfStep) else values
 
 
 @dataclass(frozen=True)

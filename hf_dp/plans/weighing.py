@@ -43,10 +43,6 @@ class Weighed:
     step: float
     resumed: float
 
-    def memory(self, parameters: int) -> int:
-        """Return the bytes that noise of earlier steps takes. Args: parameters: that train."""
-        return (self.bands - 1) * 4 * parameters
-
 
 def weigh(
     plan_with: Callable[[int | None], PrivacyPlan],
@@ -60,32 +56,32 @@ def weigh(
         workload: returns what of a step's gradient is in the weights at the end, for each of so
             many steps, up to a factor.
 
-    Raises: InvalidArgumentError where none of the choices fits.
+    Raises: InvalidArgumentError where the only choice does not fit.
     """
-    plain, problem = plan_with(None), None
+    plain = plan_with(None)
     weights, plans = workload(plain.steps), {1: plain}
     for bands in choices:
         try:
             plans[bands] = plan_with(bands)
-        except UnsupportedArgumentError:
-            raise
         except InvalidArgumentError as error:
-            problem = error
-    if len(plans) == 1 and problem is not None:
-        raise problem
+            if len(choices) == 1 or isinstance(error, UnsupportedArgumentError):
+                raise
     half = plain.steps // 2
+
+    def norm(values: Sequence[float] | np.ndarray) -> float:
+        return float(np.linalg.norm(values))
 
     def weighed(bands: int) -> Weighed:
         plan, column = plans[bands], square_root_column(bands)
         sigma, steps = plan.noise_multiplier / plain.noise_multiplier, plan.steps
-        whole = float(np.linalg.norm(weights))
+        whole = norm(weights)
         parts = noise_of_sum(column, weights[:half]), noise_of_sum(column, weights[half:])
         return Weighed(
             bands,
             plan,
             sigma * noise_of_sum(column, weights) / whole,
-            sigma * noise_of_prefixes(column, steps) / noise_of_prefixes((1.0,), steps),
-            sigma * noise_of_steps(column, steps),
+            sigma * norm(noise_of_prefixes(column, steps)) / norm(noise_of_prefixes((1.0,), steps)),
+            sigma * norm(noise_of_steps(column, steps)) / math.sqrt(steps),
             sigma * math.hypot(*parts) / whole,
         )
 

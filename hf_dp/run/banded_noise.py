@@ -12,10 +12,10 @@ block must end: what the accountant counts holds for C G + z alone
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NoReturn
 
 import torch
@@ -24,18 +24,9 @@ from torch import Tensor
 from hf_dp.accounting import SUM
 from hf_dp.errors import ConfigError, LedgerError
 from hf_dp.noise import SecretRandomness
+from hf_dp.plans.bands import noise_of_steps
 from hf_dp.plans.mechanism import PlannedRelease
 from hf_dp.run.gate import IndependentNoise
-
-
-@dataclass(frozen=True)
-class Row:
-    """Noise of a step, as it was added, in the order in which it was drawn; ``std``, that of z; and
-    ``inverse``, the number in the first column of C^-1."""
-
-    noise: tuple[Tensor, ...]
-    std: float
-    inverse: float
 
 
 @dataclass(frozen=True)
@@ -43,14 +34,15 @@ class Block:
     """The rows of C that were released without a break.
 
     Args:
-        rows: the last b - 1 of them, the newest first.
-        squares: the squared norm of the newest row of C^-1, 0 before the first.
+        count: how many.
         next: the number of the step that is the next row, and of no other.
+        kept: of the last b - 1 of them, the newest first: its noise as it was added, in the order
+            in which it was drawn, and the ``std`` of its z.
     """
 
-    rows: tuple[Row, ...] = ()
-    squares: float = 0.0
+    count: int = 0
     next: int | None = None
+    kept: tuple[tuple[list[Tensor], float], ...] = ()
 
 
 class BandedNoise(IndependentNoise):
@@ -70,7 +62,7 @@ class BandedNoise(IndependentNoise):
 
     def __init__(self, randomness: SecretRandomness, column: Sequence[float]):
         super().__init__(randomness)
-        if not (column[0] > 0 and math.fsum(c * c for c in column) <= 1):
+        if not (column[0] > 0 and sum(Fraction(c) ** 2 for c in column) <= 1):
             raise ConfigError(
                 f"Expected a first column of C with c_0 > 0 and a norm of at most 1, got {column}: "
                 "the sensitivity would be larger than the ledger says. Divide it by its norm."
@@ -96,7 +88,8 @@ class BandedNoise(IndependentNoise):
         row = _NextRow(self.randomness, self.column, block if block.next == step else Block())
         yield row
         if row.whole:
-            self._block = row.after(step)
+            kept = (row.drawn, row.std), *row.block.kept
+            self._block = Block(row.block.count + 1, step + 1, kept[: bands - 1])
 
 
 class _NextRow(IndependentNoise):
@@ -104,12 +97,9 @@ class _NextRow(IndependentNoise):
 
     def __init__(self, randomness: SecretRandomness, column: tuple[float, ...], block: Block):
         super().__init__(randomness)
-        self._column, self._block = column, block
-        self._drawn: list[Tensor] = []
-        self._std, self.whole = 0.0, False
-        taken = sum(c * r.inverse for c, r in zip(column[1:], block.rows, strict=False))
-        self._inverse = (float(not block.rows) - taken) / column[0]
-        self._squares = block.squares + self._inverse**2
+        self.column, self.block = column, block
+        self.drawn: list[Tensor] = []
+        self.std, self.whole = 0.0, False
 
     @torch.no_grad()
     def like(self, values: Tensor, part: str, std: float) -> Tensor:
@@ -118,31 +108,27 @@ class _NextRow(IndependentNoise):
         noise = super().like(values, part, std)
         if part != SUM:
             return noise
-        self._std = std
-        for weight, row in zip(self._column[1:], self._block.rows, strict=False):
-            place = len(self._drawn)
-            if place >= len(row.noise) or row.noise[place].shape != noise.shape:
+        self.std, place = std, len(self.drawn)
+        for weight, (earlier, of_row) in zip(self.column[1:], self.block.kept, strict=False):
+            if place >= len(earlier) or earlier[place].shape != noise.shape:
                 raise _other_sums()
-            noise.add_(row.noise[place], alpha=-weight * std / row.std)
+            noise.add_(earlier[place], alpha=-weight * std / of_row)
         # Kept as the very tensor that is added: where processes hold copies of one shard, the noise
         # of one of them is written into it.
-        self._drawn.append(noise.div_(self._column[0]))
-        return self._drawn[-1]
+        self.drawn.append(noise.div_(self.column[0]))
+        return self.drawn[-1]
 
     def spread(self, part: str) -> float:
-        return math.sqrt(self._squares) if part == SUM else 1.0
+        if part != SUM:
+            return 1.0
+        return float(noise_of_steps(self.column, self.block.count + 1)[-1])
 
     def end(self, part: str) -> None:
         if part != SUM:
             return
-        if any(len(row.noise) != len(self._drawn) for row in self._block.rows):
+        if any(len(earlier) != len(self.drawn) for earlier, _ in self.block.kept):
             raise _other_sums()
         self.whole = True
-
-    def after(self, step: int) -> Block:
-        """Return the block with this row, which was released as this step."""
-        kept = (Row(tuple(self._drawn), self._std, self._inverse), *self._block.rows)
-        return Block(kept[: len(self._column) - 1], self._squares, step + 1)
 
 
 def _other_sums() -> LedgerError:

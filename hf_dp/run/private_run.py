@@ -33,7 +33,7 @@ from hf_dp.overlap import TrainingRows, TrainingUsers
 from hf_dp.planning import of_repeated_rows
 from hf_dp.plans.mechanism import PlannedRelease
 from hf_dp.plans.privacy import PrivacyPlan
-from hf_dp.plans.samplers import Sampler, Share, step_of
+from hf_dp.plans.samplers import OfStep, Sampler, Share
 from hf_dp.run import checks
 from hf_dp.run.banded_noise import BandedNoise
 from hf_dp.run.clock import Clock
@@ -451,7 +451,7 @@ class PrivateRun:
         over their rows. A sharded model is gathered by all processes for each forward, so that all
         make as many: those that are missing run on made-up examples, which count nothing.
         """
-        self._drawn_for = step_of(batches)
+        self._drawn_for = batches.step if isinstance(batches, OfStep) else None
         size = self.options.batches.physical_batch_size
         if self.engine_check.alone and size > 1:
             raise UnsupportedArgumentError(

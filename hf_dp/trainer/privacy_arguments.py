@@ -21,7 +21,7 @@ from hf_dp.plans.draws import POISSON, check_sampling
 from hf_dp.plans.mechanism import MechanismPlan
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.units import BY_ROW, NEIGHBORING_RELATIONS, USER
-from hf_dp.plans.weighing import best, weigh
+from hf_dp.plans.weighing import CHOICES, Weighed, best, weigh
 from hf_dp.statement.facts import CLIPPED_GRADIENT_NORM, RELEASABLE
 from hf_dp.trainer.forward_arguments import forward_plan
 from hf_dp.trainer.row_arguments import users_of
@@ -375,7 +375,6 @@ def gradient_plan(args: Any, num_classes: int | None) -> dp_sgd.DpSgdPlan:
         args.clipping,
         sampling=args.sampling,
         max_batch_size=args.max_logical_batch_size,
-        bands=None if args.bands == AUTO else args.bands,
         by_row=args.privacy_unit == USER and args.unit_sampling == BY_ROW,
         noised_loss_bound=args.noised_loss_bound,
         noised_loss_budget_ratio=args.noised_loss_budget_ratio,
@@ -396,15 +395,18 @@ def register_mode(name: str, plan: PlanOfArguments) -> None:
         raise ConfigError(f"Expected a privacy_mode of its own, got {name!r}, which is taken.")
 
 
-def plan_of(
+def plans_of(
     args: Any,
     num_examples: int,
     tuner: Tuner | None,
     num_classes: int | None = None,
     units: UnitTable | None = None,
-) -> PrivacyPlan:
-    """Return the plan of a run, or of one that is only planned, for so many rows or users. An
-    accountant that cannot describe it is refused here, and not after the training."""
+    compare: bool = False,
+) -> tuple[PrivacyPlan, list[Weighed]]:
+    """Return the plan of a run, or of one that is only planned, for so many rows or users, and the
+    numbers of bands it was chosen from; with ``compare`` also what a given number is beside
+    independent noise. An accountant that cannot describe it is refused here, and not after the
+    training."""
     spent: tuple[Event, ...] = ()
     if args.earlier_runs:
         from hf_dp.run.earlier import (
@@ -420,11 +422,11 @@ def plan_of(
         raise invalid(BANDS, args.bands, expected, "Remove it.", UnsupportedArgumentError)
 
     def solved(bands: int | None) -> PrivacyPlan:
-        draw = mechanism.draw if bands is None else banded(mechanism.draw, bands)
-        return PrivacyPlan.solve(
+        own = mechanism if bands is None else replace(mechanism, draw=banded(mechanism.draw, bands))
+        plan = PrivacyPlan.solve(
             num_examples=num_examples,
             expected_batch_size=args.expected_batch_size,
-            mechanism=mechanism if bands is None else replace(mechanism, draw=draw),
+            mechanism=own,
             num_train_epochs=args.num_train_epochs,
             max_steps=args.max_steps,
             target_epsilon=args.target_epsilon,
@@ -436,12 +438,13 @@ def plan_of(
             neighboring_relation=args.neighboring_relation,
             users=users_of(args, units),
         )
+        epsilon((*spent, *plan.events()), plan.delta, plan.accountant)
+        return plan
 
-    if args.bands == AUTO:
-        from hf_dp.trainer.workload import workload_of  # which takes torch
+    auto = args.bands == AUTO
+    if not auto and (not compare or args.bands is None or args.target_epsilon is None):
+        return solved(args.bands), []  # at a given noise, epsilon differs: nothing to compare
+    from hf_dp.trainer.workload import workload_of  # which takes torch
 
-        plan = best(weigh(solved, workload_of(args))).plan
-    else:
-        plan = solved(None)
-    epsilon((*spent, *plan.events()), plan.delta, plan.accountant)
-    return plan
+    found = weigh(solved, partial(workload_of, args), CHOICES if auto else (args.bands,))
+    return (best(found) if auto else found[-1]).plan, found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +15,8 @@ from hf_dp.plans.bands import BANDS
 STEERED = ("reduce_lr_on_plateau", "greedy")  # by metrics
 
 
-def workload_of(args: Any) -> Callable[[int], Sequence[float]]:
-    """Return, for a number of steps T, how much of each step's gradient is in the weights after the
+def workload_of(args: Any, steps: int) -> list[float]:
+    """Return, for so many steps T, how much of each step's gradient is in the weights after the
     last, up to a factor: ``sum_{t >= s} rate_t m^(t - s)``, m the momentum of SGD or Adam's beta1.
     (Adam divides by a second moment, which under noise hardly changes.)
 
@@ -30,15 +29,10 @@ def workload_of(args: Any) -> Callable[[int], Sequence[float]]:
         expected = f"to be left out with lr_scheduler_type={name!r}, which metrics decide"
         why = "Bands are compared by rates that are known beforehand; a number trains with any."
         raise invalid(BANDS, args.bands, expected, why, UnsupportedArgumentError)
-    momentum = momentum_of(args)
-
-    def workload(steps: int) -> Sequence[float]:
-        weights, later = [0.0] * steps, 0.0
-        for step, rate in reversed([*enumerate(rates(args, name, steps))]):
-            weights[step] = later = rate + momentum * later
-        return weights
-
-    return workload
+    found, momentum = rates(args, name, steps), momentum_of(args)
+    for step in reversed(range(steps - 1)):
+        found[step] += momentum * found[step + 1]
+    return found
 
 
 def rates(args: Any, name: str, steps: int) -> list[float]:

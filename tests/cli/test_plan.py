@@ -20,7 +20,7 @@ from hf_dp.accounting import (
 )
 from hf_dp.plans.bands import square_root_column
 from hf_dp.trainer.arguments import DPTrainingArguments
-from hf_dp.trainer.privacy_arguments import plan_of
+from hf_dp.trainer.privacy_arguments import plans_of
 from hf_dp.tuners.base import Tuner
 
 SST2 = "plan --num-examples 67349 --expected_batch_size 1024 --num_train_epochs 3".split()
@@ -70,12 +70,20 @@ def test_bands_beside_independent_noise(printed, refused):
     left = np.linalg.norm(weights @ inverse) / np.linalg.norm(weights)
     assert float(banded[3]) == pytest.approx(sigma * left, abs=1e-3)
     assert float(banded[5]) == pytest.approx(sigma * np.linalg.norm(inverse) / 198**0.5, abs=1e-3)
-    chosen = json.loads(printed(*words, "--bands", "auto", "--json"))["plan"]
+    found = json.loads(printed(*words, "--bands", "auto", "--json"))
+    chosen = found["plan"]
     rows = [line.split() for line in printed(*words, "--bands", "auto").splitlines()[-5:]]
     least = min(rows, key=lambda row: 1.0 if row[0] == "independent" else float(row[3]))
     assert str(chosen["mechanism"]["draw"]["bands"]) == least[0]
+    compared = {one["bands"]: (one["weights"], one["plan"]) for one in found["bands"]}
+    assert compared[int(least[0])] == (pytest.approx(float(least[3]), abs=1e-3), chosen)
+    swept = printed(*SST2, "--noise-multiplier", "1", *RDP, "--sweep", "bands=2,8")
+    assert "; effective: of a step, / its share of the rows; " in swept
     fixed = printed(*SST2, "--noise-multiplier", "1", *RDP, "--bands", "8")
-    assert "sample rate 0.121635" in fixed and "relative to independent" not in fixed
+    assert (
+        "sample rate 0.121635, cyclic Poisson sampling" in fixed
+        and "relative to independent" not in fixed
+    )
     refused([*words, "--bands", "66"], "at most N / expected_batch_size (65.7705)")
 
 
@@ -229,7 +237,7 @@ def test_the_plan_is_that_of_the_run(name, plan, printed, tmp_path):
     found = json.loads(printed(*plan(values, "--json")))
     given = {key: value for key, value in values.items() if key != "class_names"}
     args = DPTrainingArguments(str(tmp_path), use_cpu=True, **given)
-    expected = plan_of(args, N, Tuner(), 2)
+    expected, _ = plans_of(args, N, Tuner(), 2)
     assert found["plan"] == json.loads(json.dumps(expected.to_dict()))
     assert (found["effective_noise_multiplier"], found["examples"]) == (None, examples)
 

@@ -74,6 +74,10 @@ def test_bad_input(words, said, refused):
     refused(["suggest", *words], said)
 
 
-def test_modes_that_are_not_dp_sgd_are_refused(recipe, refused):
-    recipe.write_text(recipe.read_text() + "privacy_mode: dp_fp\n")
-    refused(["suggest", "--config", str(recipe)], "hf-dp suggest plans dp_sgd only")
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [("privacy_mode: dp_fp", "hf-dp suggest plans dp_sgd only"), ("bands: 8", "independent noise")],
+)
+def test_what_is_not_suggested_for_is_refused(recipe, refused, line, said):
+    recipe.write_text(f"{recipe.read_text()}{line}\n")
+    refused(["suggest", "--config", str(recipe)], said)

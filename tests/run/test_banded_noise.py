@@ -2,6 +2,7 @@
 Each property has the bug it guards against planted."""
 
 import copy
+import itertools
 import math
 import pickle
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hf_dp.accounting import BandedGaussian, PoissonSampledGaussian
 from hf_dp.distributed.processes import Processes, add_up_with_noise
-from hf_dp.errors import ConfigError, LedgerError
+from hf_dp.errors import BudgetExceededError, ConfigError, LedgerError
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans import PlannedRelease, PrivacyPlan
 from hf_dp.plans.bands import square_root_column
@@ -134,10 +135,10 @@ def test_a_norm_that_changes_leaves_the_covariance_in_its_units(book):
 def test_planted_noise_that_is_correlated_in_raw_units_is_seen(book, monkeypatch):
     def raw(self, values, part, std):  # z times C_t before C^-1
         noise = IndependentNoise.like(self, values, part, std)
-        for weight, row in zip(self._column[1:], self._block.rows, strict=False):
-            noise.add_(row.noise[len(self._drawn)], alpha=-weight)
-        self._drawn.append(noise.div_(self._column[0]))
-        return self._drawn[-1]
+        for weight, (earlier, _) in zip(self.column[1:], self.block.kept, strict=False):
+            noise.add_(earlier[len(self.drawn)], alpha=-weight)
+        self.drawn.append(noise.div_(self.column[0]))
+        return self.drawn[-1]
 
     monkeypatch.setattr(banded_noise._NextRow, "like", raw)
     assert not is_banded(of_falling_norms(gate_of(book), book), [STEPS])
@@ -202,7 +203,9 @@ def test_planted_blocks_that_go_on_are_seen(book, monkeypatch, breaks):
     def goes_on(self, planned, number):
         row = banded_noise._NextRow(self.randomness, self.column, self._block)
         yield row
-        self._block = row.after(number) if row.whole else self._block
+        if row.whole:
+            kept = ((row.drawn, row.std), *self._block.kept)[: BANDS - 1]
+            self._block = banded_noise.Block(number, number + 1, kept)
 
     monkeypatch.setattr(BandedNoise, "of", goes_on)
     made = gate_of(book)
@@ -242,6 +245,23 @@ def test_what_was_drawn_for_another_step_is_not_released_nor_recorded(book, draw
     foreign = PlannedRelease(BandedGaussian(1.0, 0.1, 1, 2), "training", {"sum": 1.0})
     with pytest.raises(ConfigError, match="event of 3 bands"), made.release(foreign, 1):
         pytest.fail("an event of other bands")
+
+
+def test_releases_between_steps_leave_the_target_whole(tmp_path):
+    """Each begins a new entry of the ledger, and so a new turn of the classes: with one between any
+    two steps, a step costs what two would."""
+    plan = PrivacyPlan.create(
+        num_examples=1000, expected_batch_size=100, clipping_norm=0.5, target_epsilon=3.0,
+        accountant="rdp", max_steps=20, bands=2,
+    )  # fmt: skip
+    book = RunLedger(tmp_path / "run", plan)
+    book.start(20)
+    turn = [(plan.event(1), "training"), (PoissonSampledGaussian(50.0, 0.01, 1), "other")]
+    with pytest.raises(BudgetExceededError):
+        list(itertools.starmap(book.append, itertools.cycle(turn)))
+    book.stop()
+    assert 8 <= book.ledger.steps("training") <= 10
+    assert 2.5 < book.ledger.epsilon(plan.delta, "rdp").value <= 3
 
 
 # -- several processes --

@@ -106,6 +106,8 @@ def test_a_run_draws_and_counts_class_by_class(tmp_path, workers):
     statement = made.privacy_statement()
     assert statement.status == "proven" and statement.sample_rates == (0.6,)
     assert statement.epsilon == epsilon(EVENT.with_steps(7), 1 / 80).rounded_up(3)
+    told = statement.to_dict()
+    assert (told["sampling"], told["bands"], told["steps"]) == ("banded", 3, 7)
     assert "7 steps of DP-SGD with cyclic Poisson sampling and banded noise" in statement.sentence()
     made.save_model()
     assert verify(tmp_path).outcome != "FAILED"
@@ -398,7 +400,7 @@ def test_auto_takes_what_leaves_the_least_noise_in_the_weights(tmp_path):
 def test_the_workload_is_what_of_each_steps_gradient_the_weights_have(tmp_path, momentum, options):
     """By the rates that Trainer logs."""
     made = tiny.trainer(tmp_path, privacy_mode="non_private", max_steps=10, **options)
-    found = np.array(workload_of(made.args)(10))
+    found = np.array(workload_of(made.args, 10))
     made.train()
     logged = [row["learning_rate"] for row in made.state.log_history if "learning_rate" in row]
     rates = np.array(logged) / made.args.learning_rate

@@ -37,7 +37,7 @@ def shortened_products():
 
 
 def one_shape(trainer) -> bool:
-    return trainer.run.draws(trainer.privacy_plan.sampler()).collate_fn.args[0].one_shape
+    return trainer.run.draws(trainer.privacy_plan.sampler()).collate_fn.one_shape
 
 
 def test_bf16_from_the_environment_is_seen(tmp_path, from_environment):
