@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
 import numpy as np
 
@@ -24,9 +24,6 @@ from hf_dp.accounting.knows import BANDED, TRUNCATED_BANDED, Asked
 from hf_dp.errors import ConfigError, UnsupportedArgumentError
 from hf_dp.plans.draws import Draw, Poisson, Schedule, TruncatedPoisson, register_draw
 from hf_dp.plans.samplers import OfStep, PoissonSampler
-
-if TYPE_CHECKING:
-    from hf_dp.plans.mechanism import Words
 
 BANDS, AUTO = "bands", "auto"
 
@@ -194,7 +191,8 @@ class Banded(Poisson):
             "independently with the probability sample_rate; an empty draw is a step"
         )
 
-    def reword(self, words: Words) -> Words:
+    @property
+    def words_of_noise(self) -> tuple[str, str]:
         b = self.bands
         noise = (
             ". The noise is correlated over steps: of z_t, drawn anew with that standard deviation "
@@ -202,9 +200,7 @@ class Banded(Poisson):
             f"x_(t-{b - 1})) / c_0, with c_k proportional to binom(2k, k) / 4^k, their squares "
             "adding up to 1; x begins anew after each interruption, and is never saved"
         )
-        proof = f"{words.proof}, which are ceil(steps / {b}) steps of each part at the most"
-        code = Banded.name
-        return replace(words, mechanism=words.mechanism + noise, proof=proof, sampling_code=code)
+        return noise, f", which are ceil(steps / {b}) steps of each part at the most"
 
 
 @register_draw

@@ -17,7 +17,7 @@ from hf_dp.accounting import LOSS, SUM, BestOfRandomRuns, Event
 from hf_dp.accounting.event import joint_noise_multiplier
 from hf_dp.accounting.knows import LOSS as LOSS_KIND
 from hf_dp.accounting.knows import SEARCH, SELECTION, USER_ROWS, Asked, refuse_together
-from hf_dp.plans.bands import banded
+from hf_dp.plans.bands import Banded, banded
 from hf_dp.plans.draws import POISSON, Draw, Poisson, Schedule, draw_of
 from hf_dp.plans.mechanism import MechanismPlan, Words, register_plan
 from hf_dp.plans.rounding import clipping_share, rounding_margin
@@ -320,6 +320,8 @@ class DpSgdPlan(MechanismPlan):
         noise = "and Gaussian noise"
         if self.loss is not None:
             noise = "of gradients and losses, and Gaussian noise on both sums"
+        correlated, of_parts = self.draw.words_of_noise
+        composed = f"composed over the steps in the ledger{of_parts}"
         words = Words(
             name=name,
             mechanism=(
@@ -327,16 +329,15 @@ class DpSgdPlan(MechanismPlan):
                 f"{self.clipping_norm!r}; Gaussian noise with standard deviation noise_multiplier "
                 f"x clipping_norm (and {self.margin(schedule):.1e} of it more, for the rounding of "
                 "sums) is added once to their sum, which is divided by the expected batch size and "
-                "handed to the optimizer"
+                f"handed to the optimizer{correlated}"
             ),
             sampling=sampling,
             drawn=self.draw.drawn,
-            proof=f"{self.draw.drawn}, {clipping} {noise}, composed over the steps in the ledger",
+            proof=f"{self.draw.drawn}, {clipping} {noise}, {composed}",
             tag="dp-sgd",
-            sampling_code=self.draw.sampling,
+            sampling_code=Banded.name if correlated else self.draw.sampling,
             conditions=self.draw.conditions,
         )
-        words = self.draw.reword(words)
         if self.loss is not None:
             words = self.loss.words(words, schedule, self.sigma, self.views_per_example)
         return words if self.search is None else self.search.words(words)

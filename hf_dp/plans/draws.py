@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from hf_dp import _validate
 from hf_dp._dataclasses import Named, register
@@ -19,9 +19,6 @@ from hf_dp.accounting.knows import POISSON as POISSON_SAMPLED
 from hf_dp.errors import ConfigError, UnsupportedArgumentError
 from hf_dp.plans.samplers import AllocationSampler, PoissonSampler, Sampler
 from hf_dp.plans.units import BY_ROW, Users
-
-if TYPE_CHECKING:
-    from hf_dp.plans.mechanism import Words
 
 
 @dataclass(frozen=True)
@@ -116,9 +113,11 @@ class Draw(Named, ABC):
         """The first column of C, a Toeplitz matrix: the noise of the steps is C^-1 z."""
         return (1.0,)
 
-    def reword(self, words: Words) -> Words:
-        """Return a plan's words where its noise is not independent from step to step."""
-        return words
+    @property
+    def words_of_noise(self) -> tuple[str, str]:
+        """What a card adds of noise that is not independent from step to step: to the mechanism,
+        and to the proof."""
+        return "", ""
 
     def steps_per_epoch(self, drawn_from: int, expected_batch_size: float) -> int | None:
         """Return the whole number of steps in which each example takes part once, where there is
