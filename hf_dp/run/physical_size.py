@@ -140,7 +140,9 @@ def _kept_free(device: torch.device) -> Tensor:
             f"{device.type!r}: what is left of this memory depends on the rows in it. Set "
             "`per_device_train_batch_size` or `max_tokens_per_physical_batch` yourself."
         )
-    left = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    free, total = torch.cuda.mem_get_info(device)
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    left = min(free + torch.cuda.memory_reserved(device), share * total)
     return torch.empty(int(MARGIN * left), dtype=torch.uint8, device=device)
 
 
