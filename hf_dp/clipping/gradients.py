@@ -62,7 +62,7 @@ class Weights:
     def __init__(self, values: Tensor):
         self.values = values
         of_vectors = values.view(-1, 1, 1)
-        self.scaled = LastOf(lambda vectors, dtype: vectors.to(dtype) * of_vectors.to(dtype))
+        self.scaled = LastOf(lambda vectors, dtype: vectors * of_vectors.to(dtype))
         self._pieces = LastOf(lambda vectors, dtype: pieces(vectors * of_vectors.to(dtype)))
 
     def pieces(self, vectors: Tensor) -> list[Tensor]:
