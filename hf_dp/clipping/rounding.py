@@ -159,11 +159,11 @@ def on_tensor_cores(*factors: Tensor) -> bool:
 
 
 def exact_products(one: Tensor, other: Tensor, total: Tensor | None = None) -> Tensor:
-    """Return ``one[i] @ other[i]``, (b, m, n), in float32, added to a total if one is given, for
-    which :func:`on_tensor_cores` holds."""
+    """Return ``one[i] @ other[i]``, (b, m, n), of factors for which :func:`on_tensor_cores` holds,
+    in float32. A total is added to in place."""
     if total is None:
         return torch.bmm(one, other, out_dtype=torch.float32)
-    return torch.baddbmm(total, one, other, out_dtype=torch.float32)
+    return torch.baddbmm(total, one, other, out_dtype=torch.float32, out=total)
 
 
 def pieces(values: Tensor) -> list[Tensor]:

@@ -416,11 +416,11 @@ def test_one_row_of_a_padded_batch_moves_the_sum_by_at_most_the_clipping_norm(na
     def sums(left_out: int | None) -> dict[str, Tensor]:
         factors = torch.ones(4, device=device)
         if left_out is not None:
-            factors[left_out] = torch.nan  # removes the row and changes no other number
+            factors[left_out] = 0  # adds nothing and changes no other number
         with ClippingEngine(model, 0.05) as engine:
             with torch.autocast(device, dtype=torch.bfloat16):
                 losses = per_example_loss(model, batch)
-            assert bool((engine.backward(losses * factors) > 0.05).all())
+            assert bool((engine.backward(losses * factors)[factors > 0] > 0.05).all())
             return engine.collect()
 
     everyone = sums(None)
