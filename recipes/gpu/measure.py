@@ -10,9 +10,11 @@ the time or the memory says so, and what is measured by then is written.
 import argparse
 import gc
 import json
+import statistics
 import sys
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +37,6 @@ CASES: list[tuple[str, int, int, bool]] = [
 ]
 SMALL = [("tiny", 4, 12, True), ("tiny-bert", 4, 12, False)]
 OURS = ("non_private", "book_keeping", "two_pass")
-ROUNDS = 5
 GIB = 2**30
 
 
@@ -52,7 +53,7 @@ def ready(mode: Any, workload: Workload) -> tuple[Any, float | None]:
     return step, torch.cuda.max_memory_allocated() / GIB
 
 
-def measured(workload: Workload) -> dict[str, Any]:
+def measured(workload: Workload, rounds: int) -> dict[str, Any]:
     """Return examples a second, the ratio to steps without privacy, and memory of each mode.
 
     Ours share a model and take turns. Opacus changes its model, so it comes after them, alone.
@@ -69,18 +70,18 @@ def measured(workload: Workload) -> dict[str, Any]:
             rows[name] = {"refused": str(error)[:300]}
     if timers:
         first = next(iter(timers.values()))()
-        rounds = interleave(timers, ROUNDS, repeats=max(2, min(20, round(0.5 / first))))
+        found = interleave(timers, rounds, repeats=max(2, min(20, round(0.5 / first))))
         for name in timers:
-            seconds = sorted(each[name] for each in rounds)[ROUNDS // 2]
+            seconds = statistics.median(each[name] for each in found)
             rows[name]["examples_per_second"] = workload.per_device_train_batch_size / seconds
             if "non_private" in timers:
-                rows[name]["ratio"], rows[name]["spread"] = spread(rounds, name, "non_private")
+                rows[name]["ratio"], rows[name]["spread"] = spread(found, name, "non_private")
     timers.clear()
     del shared
     clear()
     try:
         step, peak = ready(build_mode("opacus_ghost", workload), workload)
-        seconds = sorted(step() for _ in range(ROUNDS * 3))[ROUNDS * 3 // 2]
+        seconds = statistics.median(step() for _ in range(3 * rounds))
         speed = workload.per_device_train_batch_size / seconds
         rows["opacus_ghost"] = {"peak_gib": peak, "examples_per_second": speed}
         if "examples_per_second" in rows["non_private"]:
@@ -101,6 +102,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("output")
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--cases", help="their numbers, with commas; `small` for tests")
+    parser.add_argument("--rounds", type=int, default=5, help="at least 3")
     asked = parser.parse_args(argv)
     cases = SMALL if asked.cases == "small" else CASES
     if asked.cases and asked.cases != "small":
@@ -108,25 +110,36 @@ def main(argv: list[str]) -> int:
     end = time.monotonic() + asked.seconds
     report: list[dict[str, Any]] = []
     for model, size, length, bf16 in cases:
+        case = f"{model}, {size} x {length}, {'bfloat16' if bf16 else 'float32'}"
         if time.monotonic() > end:
-            print(f"{model} {size} x {length}: no time left")
+            print(f"{case}: no time left")
             continue
-        start = time.monotonic()
-        workload = Workload(model, size, length, bf16=bf16)
         try:
-            rows: dict[str, Any] = measured(workload)
+            workload = Workload(model, size, length, bf16=bf16)
+            made = {"modes": measured(workload, asked.rounds)} | environment(workload)
         except Exception as error:  # the other cases are measured nevertheless
-            rows = {"error": {"refused": f"{type(error).__name__}: {error}"[:500]}}
+            made = {"refused": f"{type(error).__name__}: {error}"[:500]}
         clear()
-        report.append({"workload": vars(workload), "modes": rows})
-        report[-1]["environment"] = environment(workload)
-        with open(asked.output, "w") as file:
-            json.dump(report, file, indent=1)
-        took = time.monotonic() - start
-        print(f"{model} {size} x {length} {'bf16' if bf16 else 'float32'} ({took:.0f} s)")
-        for name, row in rows.items():
-            print("  ", name, {key: row[key] for key in row}, flush=True)
+        report.append({"case": case} | made)
+        Path(asked.output).write_text(json.dumps(report, indent=1))
+        print(case, *map(line, made.get("modes", {"": made}).items()), sep="\n", flush=True)
     return 0
+
+
+FORMATS = {
+    "refused": "{}",
+    "examples_per_second": "{:9.1f} examples a second",
+    "ratio": "{:.3f} of non_private",
+    "spread": "spread {:.3f}",
+    "peak_gib": "{:.1f} GiB at most",
+}
+
+
+def line(mode: tuple[str, dict[str, Any]]) -> str:
+    """Return a line of the table: examples a second, their ratio, and the peak of the memory."""
+    name, row = mode
+    known = [words.format(row[key]) for key, words in FORMATS.items() if row.get(key) is not None]
+    return f"  {name:14}{', '.join(known)}"
 
 
 if __name__ == "__main__":
