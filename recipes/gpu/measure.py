@@ -104,6 +104,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--cases", help="their numbers, with commas; `small` for tests")
     parser.add_argument("--rounds", type=int, default=5, help="at least 3")
     asked = parser.parse_args(argv)
+    gc.freeze()  # what was imported is not searched before each step
     cases = SMALL if asked.cases == "small" else CASES
     if asked.cases and asked.cases != "small":
         cases = [CASES[int(number)] for number in asked.cases.split(",")]
@@ -143,5 +144,4 @@ def line(mode: tuple[str, dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    gc.freeze()  # what was imported is not searched before each step
     sys.exit(main(sys.argv[1:]))

@@ -142,7 +142,7 @@ def test_another_padding_of_all_others_moves_the_sum_by_no_more_than_the_noise_i
 
 
 def test_planted_padding_to_the_longest_neighbor_in_bf16_is_seen():
-    assert moved_by_a_longer_one(bf16=True, by_shape=False) > 1.05  # where 0.986 is right
+    assert moved_by_a_longer_one(bf16=True, by_shape=False) > 1.03  # where 0.986 is right
 
 
 def moved_by_small_products(batches: int = 150) -> float:
