@@ -18,7 +18,7 @@ from hf_dp.accounting import Event, PoissonSampledGaussian, UserRowsGaussian, ep
 from hf_dp.accounting.accountants import Answer, compare
 from hf_dp.accounting.composition import doubt_of_delta
 from hf_dp.errors import AccountingRangeError, HfDpError, UnsupportedEventError
-from hf_dp.plans.bands import noise_of_steps, noise_of_sum
+from hf_dp.plans.bands import noise_of_sum, square_root_column
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.units import MAX_ROWS
 
@@ -57,13 +57,11 @@ class Forecast:
     @property
     def effective_noise_multiplier(self) -> float | None:
         """Return sigma / q, to which the noise on the mean gradient is proportional (Li et al.
-        2022, section 3.1.1), q the share of the examples in a step; None for DP-FP."""
+        2022, section 3.1.1); None for DP-FP, and where noise is correlated over steps."""
         plan = self.plan
-        if not plan.mechanism.noises_gradients_alone:
+        if not plan.mechanism.noises_gradients_alone or plan.event().correlated_steps > 1:
             return None
-        of_step = noise_of_steps(plan.mechanism.draw.noise_column, plan.steps)
-        rms = math.sqrt((of_step**2).mean())
-        return plan.noise_multiplier * rms / (plan.expected_batch_size / plan.drawn_from)
+        return plan.noise_multiplier / plan.sample_rate
 
     @property
     def epochs(self) -> float:
@@ -93,9 +91,9 @@ def most_signal(plan: PrivacyPlan, parameters: int) -> float:
 
     A step's mean gradient has norm C at most, so T of them add up to T C. Their noise has a
     standard deviation of noise_std / B a coordinate and step, so its sum has the norm sqrt(T p)
-    noise_std / B, or what correlated noise leaves in place of sqrt(T).
+    noise_std / B (correlated: less than sqrt(T)).
     """
-    of_steps = noise_of_sum(plan.mechanism.draw.noise_column, [1.0] * plan.steps)
+    of_steps = noise_of_sum(square_root_column(plan.event().correlated_steps), [1.0] * plan.steps)
     of_noise = of_steps * plan.noise_std * math.sqrt(parameters) / plan.expected_batch_size
     return plan.steps * plan.clipping_norm / of_noise
 

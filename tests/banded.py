@@ -34,12 +34,6 @@ def errors(expected: np.ndarray, size: int) -> np.ndarray:
     return np.sqrt(variances / size)
 
 
-def farthest(noise: np.ndarray, blocks) -> float:
-    """How many standard errors the covariance of noise (T, n), in units of z, is off at the most."""
-    expected, size = covariance(blocks), noise.shape[1]
-    return float(np.abs((noise @ noise.T / size - expected) / errors(expected, size)).max())
-
-
 def power(planted: np.ndarray, blocks, size: int) -> float:
     """The probability with which :func:`is_banded` sees noise of another covariance."""
     expected = covariance(blocks)
@@ -50,7 +44,8 @@ def power(planted: np.ndarray, blocks, size: int) -> float:
 
 def is_banded(noise: np.ndarray, blocks) -> bool:
     """Whether noise (T, n), in units of z, has the covariance and is normal."""
-    if farthest(noise, blocks) > LIMIT:
+    expected, size = covariance(blocks), noise.shape[1]
+    if np.abs((noise @ noise.T / size - expected) / errors(expected, size)).max() > LIMIT:
         return False
     ends = np.cumsum(blocks)
     z = [matrix(COLUMN, n) @ noise[end - n : end] for end, n in zip(ends, blocks, strict=True)]

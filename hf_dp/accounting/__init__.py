@@ -13,7 +13,6 @@ from hf_dp.accounting.event import VECTORS as VECTORS
 from hf_dp.accounting.event import Event as Event
 from hf_dp.accounting.event import event_from_dict as event_from_dict
 from hf_dp.accounting.event import register_event as register_event
-from hf_dp.accounting.events import BandedGaussian as BandedGaussian
 from hf_dp.accounting.events import BestOfRandomRuns as BestOfRandomRuns
 from hf_dp.accounting.events import Gaussian as Gaussian
 from hf_dp.accounting.events import PoissonSampledGaussian as PoissonSampledGaussian
@@ -22,7 +21,6 @@ from hf_dp.accounting.events import RandomAllocationGaussian as RandomAllocation
 from hf_dp.accounting.events import RecordRelease as RecordRelease
 from hf_dp.accounting.events import SampledRecordRelease as SampledRecordRelease
 from hf_dp.accounting.events import SumAndRows as SumAndRows
-from hf_dp.accounting.events import TruncatedBandedGaussian as TruncatedBandedGaussian
 from hf_dp.accounting.events import (
     TruncatedPoissonSampledGaussian as TruncatedPoissonSampledGaussian,
 )

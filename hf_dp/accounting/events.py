@@ -194,11 +194,9 @@ class RandomAllocationGaussian(NoisedSum):
 @register_event
 @dataclass(frozen=True)
 class BandedGaussian(NoisedSum):
-    """Noised sums whose noise is correlated over ``bands`` consecutive steps, each over a fresh
-    Poisson sample of one of ``bands`` fixed parts of the examples, the classes (Choquette-Choo et
-    al. 2023, arXiv 2306.08153, Theorem 5; ``amplified_bandmf_event`` of jax_privacy).
-
-    It describes a run only if all of the following hold.
+    """Noised sums whose noise is correlated over ``bands`` steps, each over a fresh Poisson sample
+    of one of ``bands`` fixed parts of the examples, the classes (Choquette-Choo et al. 2023, arXiv
+    2306.08153, Theorem 5; ``amplified_bandmf_event`` of jax_privacy). It describes a run only if:
 
     * Which class an example is in depends on its place alone, which no neighbor changes.
     * Step n of the run, of those that are recorded, samples from class n mod b.
@@ -223,12 +221,7 @@ class BandedGaussian(NoisedSum):
     of the sample: it may be truncated, too. A part of the step ``beside`` the sum, with independent
     noise, is a coordinate more of v and of z in row t.
 
-    Steps of two runs do not add up: both begin with class 0.
-
-    Args:
-        noise_multiplier: that of z.
-        sample_rate: with which an example of a step's class is sampled, b times its share of steps.
-        bands: b >= 2.
+    Args: noise_multiplier: that of z. sample_rate: of examples of a step's class. bands: b >= 2.
     """
 
     noise_multiplier: float
@@ -237,48 +230,32 @@ class BandedGaussian(NoisedSum):
     bands: int
 
     relations: ClassVar[tuple[str, ...]] = ("zero_out", "replace_one")
-    restriction: ClassVar[str] = (
-        "An example more would move the places of others, and so their classes."
-    )
-    adds_up: ClassVar[bool] = False
+    restriction: ClassVar[str] = "One more would move the places of others, and so their classes."
+    adds_up: ClassVar[bool] = False  # two runs both begin with class 0
 
     @property
     def correlated_steps(self) -> int:
         return self.bands
 
-    @property
-    def steps_of_a_class(self) -> int:
-        """How many steps the class with the most of them has."""
-        return -(-self.steps // self.bands)
-
     def canonical(self) -> tuple[Event, ...]:
-        joint = self.joint_noise_multiplier
-        return (PoissonSampledGaussian(joint, self.sample_rate, self.steps_of_a_class),)
+        of_class = -(-self.steps // self.bands)  # of the one with the most steps
+        return (PoissonSampledGaussian(self.joint_noise_multiplier, self.sample_rate, of_class),)
 
 
 @register_event
 @dataclass(frozen=True)
 class TruncatedBandedGaussian(BandedGaussian):
-    """A :class:`BandedGaussian` whose samples are those of a
-    :class:`TruncatedPoissonSampledGaussian`.
-
-    Args:
-        num_examples: those of one class, >= 1, as many in each.
-        max_batch_size: the maximum number of examples per step, >= 1.
-    """
+    """The same with samples as of a :class:`TruncatedPoissonSampledGaussian`, of one class with
+    ``num_examples``, as many as each has."""
 
     num_examples: int
     max_batch_size: int
 
     def canonical(self) -> tuple[Event, ...]:
-        of_class = TruncatedPoissonSampledGaussian(
-            self.joint_noise_multiplier,
-            self.sample_rate,
-            self.steps_of_a_class,
-            self.num_examples,
-            self.max_batch_size,
-        )
-        return of_class.canonical()
+        (own,) = super().canonical()
+        ran = own.noise_multiplier, own.sample_rate, own.steps  # type: ignore[attr-defined]
+        cut = TruncatedPoissonSampledGaussian(*ran, self.num_examples, self.max_batch_size)
+        return cut.canonical()
 
 
 @register_event

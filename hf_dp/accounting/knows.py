@@ -55,10 +55,7 @@ NOT_TOGETHER = {
     LOSS: frozenset({ALLOCATION, USER_ROWS, SEARCH, OUTSIDE}),
 }
 NO_BOUND = "No bound is known for both together."
-NOT_IMPLEMENTED = "Each is sound, but the two together are not implemented."
-_ACCOUNTED_AS = {
-    LOSS: POISSON, SELECTION: POISSON, BANDED: POISSON, TRUNCATED_BANDED: TRUNCATED,
-}  # fmt: skip
+_ACCOUNTED_AS = {LOSS: POISSON, SELECTION: POISSON, BANDED: POISSON, TRUNCATED_BANDED: TRUNCATED}
 
 UNESTABLISHED = (
     "No bound on the epsilon of DP-FP as published is known: the encoder's gradient is computed "
@@ -94,7 +91,7 @@ def refuse_together(asked: Sequence[Asked], accountant: str) -> None:
     for one, other in combinations(asked, 2):
         if not accountants_of((one.kind, other.kind)):
             banded = {one.kind, other.kind} & {BANDED, TRUNCATED_BANDED}
-            why = NOT_IMPLEMENTED if banded else NO_BOUND
+            why = "Each is sound, but both are not implemented." if banded else NO_BOUND
             why += f" Remove it, or leave out `{one.argument}`."
             expected, error = f"to be left out with {one}", UnsupportedArgumentError
             raise invalid(other.argument, other.value, expected, why, error)

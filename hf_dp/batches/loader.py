@@ -35,7 +35,6 @@ from hf_dp.batches.padding import Padding
 from hf_dp.batches.structure import Batch, Example, Layout, leaves
 from hf_dp.errors import DataError
 from hf_dp.plans.samplers import Sampler as LogicalSampler
-from hf_dp.plans.samplers import of_same_step
 
 KEY_BITS = 64  # of a drawn key
 Watch = Callable[[LogicalSampler], Iterable[list[int]]]
@@ -85,9 +84,10 @@ class PhysicalBatches:
         examples, keys = [one.unit for one in drawn], [one.key for one in drawn]
         for example in examples:
             self.layout.check(example)
-        groups = self.cut(examples, keys)
-        together = ([examples[i] for i in group] for group in groups)
-        return of_same_step(drawn, [self.padding.together(each, self.layout) for each in together])
+        return [
+            self.padding.together([examples[i] for i in group], self.layout)
+            for group in self.cut(examples, keys)
+        ]
 
     def cut(self, examples: Sequence[Example], keys: Sequence[int]) -> list[list[int]]:
         """Return the indices of the examples in each physical batch."""
@@ -174,11 +174,10 @@ class DrawnUnits(Dataset[Drawn[Example]]):
         units = [[next(found) for _ in unit] for unit in rows]
         # Which row is named to the source of the keys matters only in tests.
         keys = [self.examples.randomness.example_seed(unit[0]) for unit in rows]
-        drawn = [
+        return [
             Drawn(unit[0] if isinstance(place, int) else unit, key)
             for place, unit, key in zip(places, units, keys, strict=True)
         ]
-        return of_same_step(places, drawn)
 
     def __getitem__(self, place: Place) -> Drawn[Example]:
         return self.__getitems__([place])[0]

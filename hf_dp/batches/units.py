@@ -18,7 +18,7 @@ from torch.utils.data import Sampler, Subset
 from hf_dp.batches.loader import Drawn, PhysicalBatches, length_of, physical_batches, shape_of
 from hf_dp.batches.structure import Batch, DataSet, Example, Row, Value
 from hf_dp.errors import ConfigError, DataError
-from hf_dp.plans.samplers import RandomBytes, of_same_step
+from hf_dp.plans.samplers import RandomBytes
 from hf_dp.plans.samplers import Sampler as LogicalSampler
 from hf_dp.plans.units import Users
 
@@ -207,7 +207,7 @@ class UnitDraws(Sampler[list[Rows]]):
     def __iter__(self) -> Iterator[list[Rows]]:
         most, secret = self.users.max_rows, self.sampler.random_bytes
         for drawn in self.sampler:
-            yield of_same_step(drawn, [self.table.chosen(unit, most, secret) for unit in drawn])
+            yield [self.table.chosen(unit, most, secret) for unit in drawn]
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -238,9 +238,10 @@ class UnitBatches:
                 self.batches.layout.check(example)
             self.batches.lengths(unit)  # or raise
         alone = [unit for unit, _ in drawn if not self._fits(unit)]
-        of_alone = (batch for unit in alone for batch in self._parts(unit))
-        fitting = self._together([one for one in drawn if self._fits(one.unit)])
-        return of_same_step(drawn, [*of_alone, *fitting])
+        return [
+            *(batch for unit in alone for batch in self._parts(unit)),
+            *self._together([one for one in drawn if self._fits(one.unit)]),
+        ]
 
     def _fits(self, unit: Sequence[Example]) -> bool:
         return len(unit) == 1 or len(self._cut(unit)) == 1

@@ -39,7 +39,6 @@ from hf_dp.batches.units import Reduction, Rows
 from hf_dp.clipping.sharding import is_sharded
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import UnsupportedModelError
-from hf_dp.plans.samplers import of_same_step
 
 ARGUMENT = "views_per_example"
 
@@ -77,8 +76,7 @@ class ViewDraws(Sampler[list[Rows]]):
     def __iter__(self) -> Iterator[list[Rows]]:
         for drawn in self.draws:
             units = ((place,) if isinstance(place, int) else place for place in drawn)
-            views = [tuple(row for row in unit for _ in range(self.count)) for unit in units]
-            yield of_same_step(drawn, views)
+            yield [tuple(row for row in unit for _ in range(self.count)) for unit in units]
 
     def __len__(self) -> int:
         return len(cast(Sized, self.draws))

@@ -28,9 +28,9 @@ from hf_dp.errors import ConfigError, HfDpError
 from hf_dp.plans.dp_fp import DP_FP
 from hf_dp.plans.draws import POISSON
 from hf_dp.plans.units import SAMPLINGS
-from hf_dp.plans.weighing import Weighed
-from hf_dp.trainer.privacy_arguments import plans_of
+from hf_dp.trainer.privacy_arguments import plan_of
 from hf_dp.trainer.row_arguments import users_of
+from hf_dp.trainer.weighing import Weighed
 
 if TYPE_CHECKING:
     from hf_dp.batches.units import UnitTable
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 EXAMPLES = """examples (SST-2):
   hf-dp plan --num_examples 67349 --expected_batch_size 1024 --target_epsilon 3 --cross_check
   hf-dp plan --num_examples 67349 --target_epsilon 3 --sweep expected_batch_size=64..4096
-  hf-dp plan --num_examples 67349 --expected_batch_size 1024 --target_epsilon 3 --bands auto
   hf-dp plan --num_examples 67349 --target_epsilon 3 --json \\
       --sweep max_steps=16,256 expected_batch_size=64..4096 > plan.json
   hf-dp figure plan.json --x sample_rate --y effective_noise_multiplier --by max_steps -o plan.png
@@ -94,10 +93,10 @@ class Planned:
         return forecast(plan, names, parameters=self.options.parameters)
 
     def plan(
-        self, changes: Mapping[str, Any], compare: bool = False
-    ) -> tuple[PrivacyPlan, UnitTable | None, list[Weighed]]:
-        """Return the plan that a trainer would make with some arguments changed, whose its rows
-        are, and the bands that it is compared with (:func:`plans_of`)."""
+        self, changes: Mapping[str, Any], watch: Callable[[list[Weighed]], object] | None = None
+    ) -> tuple[PrivacyPlan, UnitTable | None]:
+        """Return the plan that a trainer would make with some arguments changed, and whose its rows
+        are; ``watch`` as :func:`plan_of` has it."""
         changes = dict(changes)
         num_examples = changes.pop("num_examples", self.options.num_examples)
         values = replaced(self.recipe, changes)
@@ -109,8 +108,7 @@ class Planned:
                 "Labels are protected, and the recipe does not say among how many classes. Add "
                 "--num_classes K."
             )
-        plan, weighed = plans_of(args, num_examples, tuner_of(values), classes, units, compare)
-        return plan, units, weighed
+        return plan_of(args, num_examples, tuner_of(values), classes, units, watch), units
 
 
 def replaced(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,7 +149,8 @@ def main(argv: Sequence[str]) -> int:
     if options.parameters is None and mode != DP_FP and "model_name_or_path" in recipe:
         with suppress(HfDpError):  # `--parameters` says it then
             options.parameters = trained_numbers(recipe, recipe.get("peft"))
-    plan, units, in_bands = planned.plan({}, compare=True)
+    in_bands: list[Weighed] = []
+    plan, units = planned.plan({}, in_bands.extend)
     found = planned.forecast(plan)
     if options.json:
         report = _json(found)
@@ -260,7 +259,7 @@ def _lines(found: Forecast) -> Iterator[str]:
     )
     yield f"{plan.steps:,} steps, {found.epochs:.4g} epochs, {found.examples:,.0f} {what} in all"
     effective = found.effective_noise_multiplier
-    ratio = "" if effective is None else f", effective {effective:.5g} ({divided_by(plan)})"
+    ratio = "" if effective is None else f", effective {effective:.5g} (/ sample rate)"
     yield f"noise multiplier {plan.noise_multiplier:.6g}{ratio}"
     yield from mechanism.outline(plan)
     if found.most_signal is not None:
@@ -275,12 +274,6 @@ def _lines(found: Forecast) -> Iterator[str]:
         )
 
 
-def divided_by(plan: PrivacyPlan) -> str:
-    """Return of what, and by what, the effective noise multiplier is."""
-    in_turn = plan.event().correlated_steps > 1
-    return "of a step, / its share of the rows" if in_turn else "/ sample rate"
-
-
 def of_bands(in_bands: Sequence[Weighed], parameters: int | None) -> str:
     """Return a line to read for each number of bands."""
     lines = []
@@ -293,10 +286,9 @@ def of_bands(in_bands: Sequence[Weighed], parameters: int | None) -> str:
         lines.append([name, f"{one.plan.noise_multiplier:.5g}", *ratios, memory])
     columns = ["noise", "multiplier", "weights", "sums", "a step", "resumed", "memory"]
     return (
-        "\nStandard deviation of noise at the same epsilon, relative to independent noise: in the "
-        "weights\nat the end, by schedule and momentum; in the sums of the first 1, 2, ... steps; "
-        "in a step, by\nwhich to divide the learning rate; in the weights of a run resumed once:"
-        f"\n\n{aligned(columns, lines)}"
+        "\nNoise, in units of independent noise of the same epsilon: in the weights at the end, by "
+        "schedule and\nmomentum; in the sums of the first 1, 2, ... steps; in a step (divide the "
+        f"learning rate by it); in the\nweights, if resumed once:\n\n{aligned(columns, lines)}"
     )
 
 
@@ -353,8 +345,9 @@ def table_of(swept: Sequence[Mapping[str, float]], rows: Sequence[Forecast]) -> 
         for event in plan.events():  # that of the steps is the last
             for part, sigma in event.noise_multipliers.items():
                 cells[f"noise of {part}"] = f"{sigma:.6g}"
-        if row.effective_noise_multiplier is not None:
-            cells["effective"] = f"{row.effective_noise_multiplier:.5g}"
+        if any(each.effective_noise_multiplier is not None for each in rows):
+            effective = row.effective_noise_multiplier
+            cells["effective"] = "-" if effective is None else f"{effective:.5g}"
         for answer in row.answers if plan.mechanism.established else ():
             found = answer.epsilon
             cells[answer.accountant] = "-" if found is None else f"{found.rounded_up(3):.3f}"
@@ -363,12 +356,9 @@ def table_of(swept: Sequence[Mapping[str, float]], rows: Sequence[Forecast]) -> 
             cells["paper's figure"] = f"{figure:.3f}"
         lines.append(cells)
     first = rows[0]
-    effective = ""
-    if first.effective_noise_multiplier is not None:
-        ways = dict.fromkeys(divided_by(row.plan) for row in rows)
-        effective = f"; effective: {', or with bands '.join(sorted(ways))}"
+    footnote = "; effective: / sample rate" * ("effective" in lines[0])
     end = f"epsilon by {', '.join(answer.accountant for answer in first.answers)}"
     if not first.plan.mechanism.established:
         end = f"{first.plan.words.name}: {NO_GUARANTEE}."
     shown = aligned(list(lines[0]), [list(cells.values()) for cells in lines])
-    return f"{shown}\nnoise: noise multiplier{effective}; {end}"
+    return f"{shown}\nnoise: noise multiplier{footnote}; {end}"

@@ -45,8 +45,7 @@ class PlannedArguments(
 ):
     """The privacy arguments of a run that is only planned, checked without transformers."""
 
-    # Of transformers: what of a step's gradient is in the weights at the end.
-    learning_rate: float | None = None
+    learning_rate: float | None = None  # and what else weighs steps, of transformers
     lr_scheduler_type: str = "linear"
     lr_scheduler_kwargs: dict[str, Any] | None = None
     warmup_steps: float = 0.0

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from hf_dp._arguments import argument
-from hf_dp._validate import invalid
 from hf_dp.cli.config import DEFAULT_TASK, LengthArguments, read_yaml
 from hf_dp.cli.options import Parser, add_fields, taken
 from hf_dp.cli.recipes import (
@@ -24,9 +23,8 @@ from hf_dp.cli.recipes import (
     tuner_of,
 )
 from hf_dp.cli.tasks import check_recipe
-from hf_dp.errors import ConfigError, DataError, UnsupportedArgumentError
+from hf_dp.errors import ConfigError, DataError
 from hf_dp.planning import forecast
-from hf_dp.plans.bands import BANDS
 from hf_dp.trainer.privacy_arguments import BudgetArguments
 from hf_dp.trainer.row_arguments import users_of
 
@@ -119,9 +117,11 @@ def _suggestion(
             "Expected --target_epsilon, or a recipe (--config) that says it, got neither. Add "
             "--target_epsilon."
         )
-    if recipe.get(BANDS) is not None:
-        why = "What is suggested is for independent noise. Remove it, then compare by `hf-dp plan`."
-        raise invalid(BANDS, recipe[BANDS], "to be left out here", why, UnsupportedArgumentError)
+    if recipe.get("bands") is not None:
+        raise ConfigError(
+            f"Expected `bands` to be left out, got {recipe['bands']!r}: what is suggested is for "
+            "independent noise. Remove it, then compare with `hf-dp plan --bands auto`."
+        )
     # Batch and noise are what is chosen here; any valid ones let the other arguments be checked.
     args = PlannedArguments.of(recipe, expected_batch_size=1, noise_multiplier=None)
     assert args.target_epsilon is not None

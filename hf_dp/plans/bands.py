@@ -1,29 +1,28 @@
 """Noise that is correlated over ``bands`` steps, and the draw that keeps its epsilon small.
 
 The noise of step t is row t of C^-1 z for a lower triangular Toeplitz matrix C with ``bands``
-diagonals, so what one step adds, later ones take back in part, and the sum over steps has less
-noise than independent noise of the same epsilon would leave in it (Choquette-Choo et al. 2023,
-arXiv 2306.08153). A step's own noise is larger: only an optimizer that adds up steps gains.
-
-A step draws from one of ``bands`` classes of examples, in turn, so that the steps of one example
-lie ``bands`` apart: see :class:`hf_dp.accounting.BandedGaussian` for what that costs, and why.
+diagonals: what one step adds, later ones take back in part (Choquette-Choo et al. 2023, arXiv
+2306.08153). A step draws from one of ``bands`` classes of examples, in turn, so that the steps of
+one example lie ``bands`` apart (:class:`hf_dp.accounting.events.BandedGaussian`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import numpy as np
 
 from hf_dp import _validate
-from hf_dp.accounting import BandedGaussian, Event, TruncatedBandedGaussian
+from hf_dp.accounting import Event
+from hf_dp.accounting.events import BandedGaussian, TruncatedBandedGaussian
 from hf_dp.accounting.knows import BANDED, TRUNCATED_BANDED, Asked
 from hf_dp.errors import ConfigError, UnsupportedArgumentError
 from hf_dp.plans.draws import Draw, Poisson, Schedule, TruncatedPoisson, register_draw
-from hf_dp.plans.samplers import OfStep, PoissonSampler
+from hf_dp.plans.mechanism import Words
+from hf_dp.plans.samplers import PoissonSampler, Share
 
 BANDS, AUTO = "bands", "auto"
 
@@ -36,17 +35,18 @@ def check_bands(name: str, value: object) -> int | str:
     return _validate.integer(name, number, 2, f"Or {AUTO!r}. Leave it out for independent noise.")
 
 
-# -- C --
+# -- C, by its first column c_0 .. c_{b-1} --
 
 
 def square_root_column(bands: int) -> tuple[float, ...]:
-    """Return the first column of C, its b diagonals c_0 .. c_{b-1}, of norm 1.
+    """Return the first b coefficients of (1 - x)^(-1/2), binom(2k, k) / 4^k, divided by their norm.
 
-    They are the first b coefficients of (1 - x)^(-1/2), binom(2k, k) / 4^k, whose Toeplitz matrix
-    is the square root of the prefix sums' (Fichtenberger, Henzinger, Upadhyay 2022, arXiv
-    2202.11205; cut to bands, with columns of norm 1: Kalinin and Lampert 2024, arXiv 2405.13763).
-    All are made smaller by 2^-50, more than their rounding, so the exact norm is below 1.
+    The whole Toeplitz matrix is the square root of the prefix sums' (Fichtenberger, Henzinger,
+    Upadhyay 2022, arXiv 2202.11205; cut to bands: Kalinin and Lampert 2024, arXiv 2405.13763). All
+    are made smaller by 2^-50, more than their rounding, so the exact norm is below 1.
     """
+    if bands == 1:
+        return (1.0,)
     values = [1.0]
     for k in range(1, bands):
         values.append(values[-1] * (2 * k - 1) / (2 * k))
@@ -64,20 +64,14 @@ def solved(column: Sequence[float], weights: Sequence[float] | np.ndarray) -> np
 
 
 def noise_of_sum(column: Sequence[float], weights: Sequence[float]) -> float:
-    """Return the standard deviation of ``sum_t weights[t] x_t``, where x = C^-1 z and that of z is
-    1: the norm of C^-T weights."""
-    backwards = np.asarray(weights)[::-1]  # the transpose of a Toeplitz matrix, from the end
-    return float(np.linalg.norm(solved(column, backwards)))
+    """Return the standard deviation of ``sum_t weights[t] x_t``, x = C^-1 z, that of z being 1: the
+    norm of C^-T weights, which is solved from the end."""
+    return float(np.linalg.norm(solved(column, np.asarray(weights)[::-1])))
 
 
 def noise_of_steps(column: Sequence[float], steps: int) -> np.ndarray:
     """Return the standard deviation of each x_t, (T,): the norms of the rows of C^-1."""
     return np.asarray(np.cumsum(solved(column, np.eye(1, steps)[0]) ** 2) ** 0.5)
-
-
-def noise_of_prefixes(column: Sequence[float], steps: int) -> np.ndarray:
-    """Return the standard deviation of each ``x_0 + .. + x_t``, (T,)."""
-    return np.asarray(np.cumsum(solved(column, np.ones(steps)) ** 2) ** 0.5)
 
 
 # -- the draw --
@@ -87,9 +81,8 @@ def classes(num_examples: int, bands: int) -> np.ndarray:
     """Return the class, below b, of each place, (b ceil(N / b),): a function of place and b alone.
 
     Each b consecutive places are in b different classes, in the order of SplitMix64's outputs
-    (Steele, Lea, Flood 2014, seed 0). So a class has as many rows of each label as any other where
-    rows are sorted by label, and each process, which has every W-th place, has rows of each class.
-    Places from N on have no example; they make all classes equally large.
+    (Steele, Lea, Flood 2014, seed 0): also where rows are sorted by label, or a process has every
+    W-th place, each class has its part. Places from N on, without an example, make all equal.
     """
     blocks = -(-num_examples // bands)
     mixed = np.arange(1, blocks * bands + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -99,28 +92,32 @@ def classes(num_examples: int, bands: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class BandedSampler(PoissonSampler):
-    """Draws, for step n of a run, each example of class n mod b with probability ``sample_rate``.
+class Among(Share):
+    places: np.ndarray = field(kw_only=True)
 
-    Each draw carries the number of its step, which the run compares with its ledger: a draw is
-    released as that step or never.
-    """
+    def of(self, num_examples: int) -> np.ndarray:
+        return self.places
+
+
+@dataclass(frozen=True)
+class BandedSampler(PoissonSampler):
+    """Draws, for each step n of a run from ``first`` on, each example of class n mod b with
+    probability ``sample_rate``."""
 
     bands: int = 2
+    first: int = 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        first = self.begin()
         of_place = classes(self.num_examples, self.bands)
-        places = self.share.of(len(of_place))
-        parts = [places[of_place[places] == each] for each in range(self.bands)]
-        for step in range(first, first + self.steps):
-            # A place without an example is drawn, and can be cut off, as any other: of a truncated
-            # draw all classes are then the same.
-            drawn = self.drawn_from(parts[step % self.bands])
-            yield OfStep([index for index in drawn if index < self.num_examples], step)
+        own = self.share.of(len(of_place))
+        shares = (Among(places=own[of_place[own] == each]) for each in range(self.bands))
+        turn = [replace(self, share=share) for share in shares]
+        for step in range(self.first, self.first + self.steps):
+            # A place without an example is drawn, and can be cut off, as any other.
+            drawn = PoissonSampler.draw(turn[step % self.bands])
+            yield [index for index in drawn if index < self.num_examples]
 
     def draw(self) -> list[int]:
-        """Refuse: from which class to draw depends on the step."""
         raise ConfigError("Expected a step to draw for. Iterate over the sampler.")
 
     def event(self, noise_multiplier: float, steps: int = 1) -> Event:
@@ -131,14 +128,36 @@ class BandedSampler(PoissonSampler):
         return TruncatedBandedGaussian(*ran, of_class, self.max_batch_size)
 
 
+class OfStep(list[Any]):
+    """What was drawn for one step of a run, and for no other."""
+
+    step: int  # from 0 on, among those that the run's ledger holds
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """A loader of draws, each an :class:`OfStep`, from the step on that is next as it begins. The
+    k-th draw that a loader gives is its sampler's k-th, also where workers draw ahead."""
+
+    sampler: BandedSampler
+    loader: Callable[[BandedSampler], Iterable[Any]]
+    recorded: Callable[[], int]  # how many steps the ledger holds
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[OfStep]:
+        sampler = replace(self.sampler, first=self.recorded())
+        steps, draws = range(sampler.first, sampler.first + sampler.steps), self.loader(sampler)
+        for step, drawn in zip(steps, map(OfStep, draws), strict=True):
+            drawn.step = step
+            yield drawn
+
+
 @register_draw
 @dataclass(frozen=True)
 class Banded(Poisson):
-    """Each example of the step's class joins with the probability b B / N.
-
-    Args: bands: b >= 2, the classes, which take turns, and the steps over which noise is
-        correlated.
-    """
+    """Each example of the step's class, of b >= 2 in turn, joins with probability b B / N."""
 
     bands: int
 
@@ -154,45 +173,36 @@ class Banded(Poisson):
         return self.bands * schedule.expected_batch_size / schedule.drawn_from
 
     def sampler(self, schedule: Schedule, steps: int) -> PoissonSampler:
-        poisson = super().sampler(schedule, steps)
-        own = {field.name: getattr(poisson, field.name) for field in fields(PoissonSampler)}
-        return BandedSampler(**own, bands=self.bands)
-
-    @property
-    def noise_column(self) -> tuple[float, ...]:
-        return square_root_column(self.bands)
+        rate = self.sample_rate(schedule)
+        return BandedSampler(schedule.drawn_from, rate, steps, bands=self.bands)
 
     @property
     def conditions(self) -> tuple[str, ...]:
         return (
             *super().conditions,
             "whether the place of each row, or user, in the training set depends on no other's "
-            "content: sorting, filtering or removing rows by what they say moves others, and so "
-            "changes the part that they are in",
+            "content: sorting, filtering or removing rows by what they say moves others",
         )
 
     def check(self, schedule: Schedule) -> None:
-        super().check(schedule)
         _validate.integer(BANDS, self.bands, 2)
         most = schedule.drawn_from / schedule.expected_batch_size
-        if self.sample_rate(schedule) > 1:
-            expected = f"to be at most N / expected_batch_size ({most:.6g})"
-            why = "A step draws from N / bands examples. Lower one of the two."
-            raise _validate.invalid(BANDS, self.bands, expected, why)
-        if self.bands > schedule.steps:
+        expected = f"to be at most N / expected_batch_size ({most:.6g})"
+        if self.sample_rate(schedule) <= 1:
             expected = f"to be at most the steps of the run ({schedule.steps})"
-            raise _validate.invalid(BANDS, self.bands, expected, "Lower it, or make more steps.")
+        if self.sample_rate(schedule) > 1 or self.bands > schedule.steps:
+            raise _validate.invalid(BANDS, self.bands, expected, "Lower one of the two.")
 
     def words(self, schedule: Schedule) -> str:
-        one = schedule.one
+        b, one = self.bands, schedule.one
         return (
-            f"Poisson, in each step from one of {self.bands} parts of the {one}s, in turn: the "
-            f"part of a {one} is fixed by its place alone; in its part's steps each {one} joins "
+            f"Poisson, in each step from one of {b} parts of the {one}s, in turn: the part of a "
+            f"{one} is fixed by its place alone; in its part's steps each {one} joins "
             "independently with the probability sample_rate; an empty draw is a step"
         )
 
-    @property
-    def words_of_noise(self) -> tuple[str, str]:
+    def of_noise(self, words: Words) -> Words:
+        """Return a mechanism's words with those of its noise."""
         b = self.bands
         noise = (
             ". The noise is correlated over steps: of z_t, drawn anew with that standard deviation "
@@ -200,7 +210,9 @@ class Banded(Poisson):
             f"x_(t-{b - 1})) / c_0, with c_k proportional to binom(2k, k) / 4^k, their squares "
             "adding up to 1; x begins anew after each interruption, and is never saved"
         )
-        return noise, f", which are ceil(steps / {b}) steps of each part at the most"
+        of_parts = f", which are ceil(steps / {b}) steps of each part at the most"
+        mechanism, proof = words.mechanism + noise, words.proof + of_parts
+        return replace(words, mechanism=mechanism, proof=proof, sampling_code=Banded.name)
 
 
 @register_draw
@@ -214,12 +226,13 @@ class TruncatedBanded(TruncatedPoisson, Banded):
 
     asked = Banded.asked
 
+    def check(self, schedule: Schedule) -> None:
+        super().check(schedule)
+        Banded.check(self, schedule)
+
 
 def banded(draw: Draw, bands: int) -> Draw:
-    """Return a draw with its classes and its noise.
-
-    Raises: UnsupportedArgumentError for a draw of which that is not implemented.
-    """
+    """Return a draw with its classes and its noise. Raises: UnsupportedArgumentError."""
     if type(draw) is Poisson:
         return Banded(bands)
     if type(draw) is TruncatedPoisson:

@@ -235,8 +235,8 @@ class DpSgdPlan(MechanismPlan):
         mean_runs: float | None = None,
         views_per_example: int = 1,
     ) -> Self:
-        """Return the plan that these arguments ask for; the draw's as :func:`draw_of`, and its
-        ``bands`` as :func:`hf_dp.plans.bands.banded`.
+        """Return the plan that these arguments ask for; the draw's as :func:`draw_of`, and then
+        :func:`banded`.
 
         Raises: InvalidArgumentError.
         """
@@ -320,8 +320,6 @@ class DpSgdPlan(MechanismPlan):
         noise = "and Gaussian noise"
         if self.loss is not None:
             noise = "of gradients and losses, and Gaussian noise on both sums"
-        correlated, of_parts = self.draw.words_of_noise
-        composed = f"composed over the steps in the ledger{of_parts}"
         words = Words(
             name=name,
             mechanism=(
@@ -329,15 +327,17 @@ class DpSgdPlan(MechanismPlan):
                 f"{self.clipping_norm!r}; Gaussian noise with standard deviation noise_multiplier "
                 f"x clipping_norm (and {self.margin(schedule):.1e} of it more, for the rounding of "
                 "sums) is added once to their sum, which is divided by the expected batch size and "
-                f"handed to the optimizer{correlated}"
+                "handed to the optimizer"
             ),
             sampling=sampling,
             drawn=self.draw.drawn,
-            proof=f"{self.draw.drawn}, {clipping} {noise}, {composed}",
+            proof=f"{self.draw.drawn}, {clipping} {noise}, composed over the steps in the ledger",
             tag="dp-sgd",
-            sampling_code=Banded.name if correlated else self.draw.sampling,
+            sampling_code=self.draw.sampling,
             conditions=self.draw.conditions,
         )
+        if isinstance(self.draw, Banded):
+            words = self.draw.of_noise(words)
         if self.loss is not None:
             words = self.loss.words(words, schedule, self.sigma, self.views_per_example)
         return words if self.search is None else self.search.words(words)

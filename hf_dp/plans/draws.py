@@ -108,17 +108,6 @@ class Draw(Named, ABC):
         """Return how many examples a step uses at the most."""
         return schedule.drawn_from
 
-    @property
-    def noise_column(self) -> tuple[float, ...]:
-        """The first column of C, a Toeplitz matrix: the noise of the steps is C^-1 z."""
-        return (1.0,)
-
-    @property
-    def words_of_noise(self) -> tuple[str, str]:
-        """What a card adds of noise that is not independent from step to step: to the mechanism,
-        and to the proof."""
-        return "", ""
-
     def steps_per_epoch(self, drawn_from: int, expected_batch_size: float) -> int | None:
         """Return the whole number of steps in which each example takes part once, where there is
         one; None where it takes part once on average."""
@@ -189,7 +178,6 @@ class TruncatedPoisson(Poisson):
         return min(self.max_batch_size, schedule.drawn_from)
 
     def check(self, schedule: Schedule) -> None:
-        super().check(schedule)
         if self.max_batch_size < schedule.expected_batch_size:
             expected = f"to be at least expected_batch_size ({schedule.expected_batch_size:g})"
             why = "Cutting most draws costs privacy; 1.2 times that costs little at 1024."

@@ -35,8 +35,8 @@ class Words:
         drawn: the sampling in two or three words, for "900 steps of DP-SGD with ...".
         proof: why the epsilon holds, as the reason of the status "proven".
         tag: on the Hub.
-        sampling_code: the value of the argument ``sampling``, "banded" where ``bands`` says more,
-            or "none" where all examples take part at once.
+        sampling_code: the value of the argument ``sampling``, or "none" where all examples take
+            part at once.
         also_covered: what epsilon covers beside the weights; empty if nothing is released beside
             them.
         tuning: what epsilon does not cover of other runs.

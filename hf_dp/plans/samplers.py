@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
 
@@ -22,7 +21,6 @@ from hf_dp.accounting import (
 from hf_dp.errors import UnsupportedArgumentError
 
 RandomBytes = Callable[[int], bytes]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,25 +38,8 @@ class Share:
         return np.arange(self.rank, num_examples, self.count)
 
 
-def _first() -> int:
-    """Return the number of a run's first step."""
-    return 0
-
-
-class OfStep(list[T]):
-    """A draw, or what became of it, that belongs to one step of a run, and to no other.
-
-    Args: step: its number, from 0 on, among those that the run's ledger holds.
-    """
-
-    def __init__(self, values: Iterable[T], step: int):
-        super().__init__(values)
-        self.step = step
-
-
-def of_same_step(drawn: object, values: list[T]) -> list[T]:
-    """Return what became of a draw, which belongs to the step of that draw."""
-    return OfStep(values, drawn.step) if isinstance(drawn, OfStep) else values
+def _nothing() -> None:
+    """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +53,13 @@ class Sampler(ABC):
             for tests only: a predictable sampler voids the amplification that is counted on.
         share: which examples this sampler draws from; other processes draw from the others.
         begin: called as an iteration begins, before anything of it is known, by a sampler whose
-            steps are released together, or whose draws belong to certain steps; returns the number
-            of the step that comes next.
+            steps are released together.
     """
 
     num_examples: int
     random_bytes: RandomBytes = field(default=os.urandom, repr=False, compare=False, kw_only=True)
     share: Share = field(default=Share(), kw_only=True)
-    begin: Callable[[], int] = field(default=_first, repr=False, compare=False, kw_only=True)
+    begin: Callable[[], None] = field(default=_nothing, repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
         _validate.integer("num_examples", self.num_examples, 1)
@@ -154,10 +134,7 @@ class PoissonSampler(BernoulliSampler):
 
     def draw(self) -> list[int]:
         """Draw the indices of one logical batch, in increasing order."""
-        return self.drawn_from(self.share.of(self.num_examples))
-
-    def drawn_from(self, examples: np.ndarray) -> list[int]:
-        """Draw from these examples of the share, in increasing order."""
+        examples = self.share.of(self.num_examples)
         if self.sample_rate == 1:
             drawn = examples
         else:

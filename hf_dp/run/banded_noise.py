@@ -1,20 +1,14 @@
 """The shape of noise that is correlated over steps: row t of C^-1 z, in units of the mechanism.
 
 With c_0 .. c_{b-1} the first column of C, which is Toeplitz, what a step adds is
-
-    x_t = (z_t - c_1 x_{t-1} - ... - c_{b-1} x_{t-b+1}) / c_0
-
-(It takes the noise of earlier steps as it was added: the inverse of a banded matrix is dense, so
-their z alone would not do.) So the sum of a step must be released as row t of its block, or the
-block must end: what the accountant counts holds for C G + z alone
-(:class:`hf_dp.accounting.BandedGaussian`).
+``x_t = (z_t - c_1 x_{t-1} - ... - c_{b-1} x_{t-b+1}) / c_0``. So the sum of a step must be released
+as row t of its block, or the block must end: what the accountant counts holds for C G + z alone
+(:class:`hf_dp.accounting.events.BandedGaussian`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import NoReturn
 
@@ -28,35 +22,17 @@ from hf_dp.plans.bands import noise_of_steps
 from hf_dp.plans.mechanism import PlannedRelease
 from hf_dp.run.gate import IndependentNoise
 
-
-@dataclass(frozen=True)
-class Block:
-    """The rows of C that were released without a break.
-
-    Args:
-        count: how many.
-        next: the number of the step that is the next row, and of no other.
-        kept: of the last b - 1 of them, the newest first: its noise as it was added, in the order
-            in which it was drawn, and the ``std`` of its z.
-    """
-
-    count: int = 0
-    next: int | None = None
-    kept: tuple[tuple[list[Tensor], float], ...] = ()
+_OTHER_SUMS = (
+    "Expected sums of the same shapes as in the steps before: what trains has changed. Train the "
+    "same parameters in all steps, or leave `bands` out."
+)
 
 
 class BandedNoise(IndependentNoise):
     """Correlated noise on the sums of steps whose event says so; independent noise on all else.
 
-    A block ends, and the next step begins a new one, whenever a step may be in the ledger and was
-    not released as the block's next row: another step was recorded between, or something was
-    raised between the ledger's line and the end of the release. Neither copies nor files of it
-    exist: with the noise of earlier steps, that of later ones is known in part.
-
-    Args:
-        randomness: the source of z.
-        column: c_0 .. c_{b-1}.
-
+    A block ends whenever a step may be in the ledger and was not released as the next row: another
+    was recorded between, or something was raised between the ledger's line and the release's end.
     Raises: ConfigError for columns whose norm is above 1, of which no event tells.
     """
 
@@ -64,42 +40,38 @@ class BandedNoise(IndependentNoise):
         super().__init__(randomness)
         if not (column[0] > 0 and sum(Fraction(c) ** 2 for c in column) <= 1):
             raise ConfigError(
-                f"Expected a first column of C with c_0 > 0 and a norm of at most 1, got {column}: "
-                "the sensitivity would be larger than the ledger says. Divide it by its norm."
+                f"Expected a column of C with c_0 > 0 and a norm of at most 1, got {column}: the "
+                "sensitivity is larger than the ledger says. Divide it by its norm."
             )
         self.column = tuple(column)
-        self._block = Block()
+        self.rows: list[_Row] = []  # of the block, the last b - 1, the newest first
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError("Noise of earlier steps is neither copied nor saved: it tells of later.")
 
-    @contextmanager
-    def of(self, planned: PlannedRelease, step: int) -> Iterator[IndependentNoise]:
+    def of(self, planned: PlannedRelease, step: int) -> IndependentNoise:
         bands = planned.event.correlated_steps
         if bands == 1:
-            yield IndependentNoise(self.randomness)
-            return
+            return IndependentNoise(self.randomness)
         if bands != len(self.column):
             raise ConfigError(
-                f"Expected an event of {len(self.column)} bands, as many as C has, got {bands}. "
-                "Release what the run's plan makes."
+                f"Expected an event of {len(self.column)} bands, got {bands}. Release the plan's."
             )
-        block, self._block = self._block, Block()  # which is there again after a whole row alone
-        row = _NextRow(self.randomness, self.column, block if block.next == step else Block())
-        yield row
-        if row.whole:
-            kept = (row.drawn, row.std), *row.block.kept
-            self._block = Block(row.block.count + 1, step + 1, kept[: bands - 1])
+        before, self.rows = self.rows, []  # which are there again after a whole row alone
+        return _Row(self, step, before if before and before[0].step == step - 1 else [])
 
 
-class _NextRow(IndependentNoise):
-    """The noise of one step: the next row of a block, on its sum."""
+class _Row(IndependentNoise):
+    """The noise of one step on its sum: the row of its block after the rows ``before``.
 
-    def __init__(self, randomness: SecretRandomness, column: tuple[float, ...], block: Block):
-        super().__init__(randomness)
-        self.column, self.block = column, block
+    Attributes: drawn: noise as it was added, in the order in which it was drawn; std: of its z.
+    """
+
+    def __init__(self, block: BandedNoise, step: int, before: list[_Row]):
+        super().__init__(block.randomness)
+        self.block, self.step, self.before, self.std = block, step, before, 0.0
+        self.place: int = before[0].place + 1 if before else 0
         self.drawn: list[Tensor] = []
-        self.std, self.whole = 0.0, False
 
     @torch.no_grad()
     def like(self, values: Tensor, part: str, std: float) -> Tensor:
@@ -108,32 +80,21 @@ class _NextRow(IndependentNoise):
         noise = super().like(values, part, std)
         if part != SUM:
             return noise
-        self.std, place = std, len(self.drawn)
-        for weight, (earlier, of_row) in zip(self.column[1:], self.block.kept, strict=False):
-            if place >= len(earlier) or earlier[place].shape != noise.shape:
-                raise _other_sums()
-            noise.add_(earlier[place], alpha=-weight * std / of_row)
+        self.std, number = std, len(self.drawn)
+        for weight, row in zip(self.block.column[1:], self.before, strict=False):
+            if number >= len(row.drawn) or row.drawn[number].shape != noise.shape:
+                raise LedgerError(_OTHER_SUMS)
+            noise.add_(row.drawn[number], alpha=-weight * std / row.std)
         # Kept as the very tensor that is added: where processes hold copies of one shard, the noise
         # of one of them is written into it.
-        self.drawn.append(noise.div_(self.column[0]))
+        self.drawn.append(noise.div_(self.block.column[0]))
         return self.drawn[-1]
 
     def spread(self, part: str) -> float:
-        if part != SUM:
-            return 1.0
-        return float(noise_of_steps(self.column, self.block.count + 1)[-1])
+        return float(noise_of_steps(self.block.column, self.place + 1)[-1]) if part == SUM else 1.0
 
-    def end(self, part: str) -> None:
-        if part != SUM:
-            return
-        if any(len(earlier) != len(self.drawn) for earlier, _ in self.block.kept):
-            raise _other_sums()
-        self.whole = True
-
-
-def _other_sums() -> LedgerError:
-    return LedgerError(
-        "Expected sums of the same shapes as in the steps before, whose noise is taken back in "
-        "part: what trains has changed. Train the same parameters in all steps, or leave `bands` "
-        "out."
-    )
+    def end(self) -> None:
+        rows, self.before = [self, *self.before], []
+        if any(len(row.drawn) != len(self.drawn) for row in rows[1:] if self.drawn):
+            raise LedgerError(_OTHER_SUMS)
+        self.block.rows = rows[: len(self.block.column) - 1] if self.drawn else []

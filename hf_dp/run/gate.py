@@ -50,20 +50,15 @@ class IndependentNoise:
     """The shape of the noise: drawn anew for each value of each release.
 
     A gate has one such object. Noise that is correlated over steps is a subclass, which keeps what
-    it needs of earlier ones: :class:`hf_dp.run.banded_noise.BandedNoise`.
+    it needs of earlier ones (:mod:`hf_dp.run.banded_noise`).
     """
 
     def __init__(self, randomness: SecretRandomness):
         self.randomness = randomness
 
-    @contextmanager
-    def of(self, planned: PlannedRelease, step: int) -> Iterator[IndependentNoise]:
-        """Give the noise of one release. Entered before anything is recorded, and left when nothing
-        more leaves.
-
-        Args: step: how many training steps are recorded, which is the number of the next one.
-        """
-        yield self
+    def of(self, planned: PlannedRelease, step: int) -> IndependentNoise:
+        """Return the noise of one release, before it is recorded; ``step`` training steps are."""
+        return self
 
     def like(self, values: Tensor, part: str, std: float) -> Tensor:
         """Return the noise of this standard deviation on a part of a release, of its shape."""
@@ -73,8 +68,8 @@ class IndependentNoise:
         """Return the standard deviation of :meth:`like`, in units of ``std``."""
         return 1.0
 
-    def end(self, part: str) -> None:
-        """Note that all noise of a part was drawn and added."""
+    def end(self) -> None:
+        """Note that the release was made, without an error."""
 
 
 class Gate:
@@ -95,33 +90,31 @@ class Gate:
     def release(self, planned: PlannedRelease, drawn_for: int | None = None) -> Iterator[Release]:
         """Record ``planned``, durably, and give what lets its values out, inside the ``with`` only.
 
-        What is paid ahead is in the ledger already; each step uses up one that it paid for.
-
-        Args: drawn_for: the number of the training step that the examples were drawn for.
+        What is paid ahead is in the ledger already; each step uses up one that it paid for. A draw
+        may be released as the training step that it was ``drawn_for`` alone, where that matters.
 
         Raises:
             BudgetExceededError: it would pass the target; nothing is recorded then.
-            LedgerError: the step was not paid ahead, or the run is not open; or the examples were
-                drawn for another step, where that matters; nothing is recorded then.
+            LedgerError: the step was not paid ahead, or is another one, or the run is not open.
         """
         step = self._ledger.steps_made
         if planned.event.correlated_steps > 1 and drawn_for != step:
             raise LedgerError(
                 f"Expected what was drawn for step {step}, the next in the ledger, got what was "
-                f"drawn for {'no step' if drawn_for is None else f'step {drawn_for}'}: its rows "
-                "may be of another class. Each draw is released as its own step; take draws again "
-                "from `mechanism.logical_batches()` or `DPTrainer.train()`."
+                f"drawn for {'no step' if drawn_for is None else f'step {drawn_for}'}, which is of "
+                "another class of rows. Take draws again (`mechanism.logical_batches()`)."
             )
-        with self._noise.of(planned, step) as noise:
-            if planned.event.paid_ahead:
-                self._ledger.use_paid()
-            else:
-                self._ledger.append(planned.event, planned.purpose)
-            release = Release(planned, noise, self._ledger)
-            try:
-                yield release
-            finally:
-                release.close()
+        noise = self._noise.of(planned, step)
+        if planned.event.paid_ahead:
+            self._ledger.use_paid()
+        else:
+            self._ledger.append(planned.event, planned.purpose)
+        release = Release(planned, noise, self._ledger)
+        try:
+            yield release
+        finally:
+            release.close()
+        noise.end()
 
 
 class Release:
@@ -182,7 +175,6 @@ class Release:
         self._once(part)
         processes = Processes() if self._ledger is None else self._ledger.processes
         add_up_with_noise(sums, lambda total: self._noise(total, part), processes)
-        self._source().end(part)
 
     def _once(self, part: str) -> None:
         if part in self._out:

@@ -41,7 +41,7 @@ _ARGUMENTS = {
     "loss": "`noised_loss_bound`, `noised_loss_budget_ratio`",
     "noise_multiplier": "",
     "delta": "`target_delta`",
-    "draw": "`sampling`, `max_logical_batch_size`, `unit_sampling`, `bands`",
+    "draw": "`sampling`, `max_logical_batch_size`, `unit_sampling`",
 }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -31,9 +31,10 @@ from hf_dp.losses import each_row_read_as_alone, per_example_loss
 from hf_dp.noise import SecretRandomness
 from hf_dp.overlap import TrainingRows, TrainingUsers
 from hf_dp.planning import of_repeated_rows
+from hf_dp.plans.bands import BandedSampler, InTurn, OfStep, square_root_column
 from hf_dp.plans.mechanism import PlannedRelease
 from hf_dp.plans.privacy import PrivacyPlan
-from hf_dp.plans.samplers import OfStep, Sampler, Share
+from hf_dp.plans.samplers import Sampler, Share
 from hf_dp.run import checks
 from hf_dp.run.banded_noise import BandedNoise
 from hf_dp.run.clock import Clock
@@ -187,9 +188,9 @@ class PrivateRun:
 
     def _begin_noise(self) -> None:
         """Let no noise to come depend on that of the steps so far, which is forgotten."""
-        column, noise = self.plan.mechanism.draw.noise_column, IndependentNoise(self.randomness)
-        if len(column) > 1:
-            noise = BandedNoise(self.randomness, column)
+        bands, noise = self.plan.event().correlated_steps, IndependentNoise(self.randomness)
+        if bands > 1:
+            noise = BandedNoise(self.randomness, square_root_column(bands))
         self._gate = Gate(self.book, noise)
 
     def release(self, planned: PlannedRelease) -> AbstractContextManager[Release]:
@@ -364,15 +365,15 @@ class PrivateRun:
         Raises: DataError, as :meth:`training_data`; UnsupportedArgumentError, as :meth:`share`.
         """
         data = self.training_data()  # which also sees in what precision the loss computes
-        sampler = replace(sampler, begin=self._begin_draws)
-        return data.loader(self.share(sampler), self.precision().is_short, self._watched)
-
-    def _begin_draws(self) -> int:
-        """Return the number of the step that comes next. A whole allocation is recorded before it
-        is drawn."""
+        if isinstance(sampler, BandedSampler):
+            short, watched = self.precision().is_short, self._watched
+            loader = lambda own: data.loader(self.share(own), short, watched)  # noqa: E731
+            return cast(DataLoader, InTurn(sampler, loader, lambda: self.book.steps_made))
         if self.plan.mechanism.draw.steps_released_together(self.plan) > 1:
-            self._gate.pay_ahead(self.plan.step_release())
-        return self.book.steps_made
+            # A whole allocation is recorded before it is drawn.
+            begin = lambda: self._gate.pay_ahead(self.plan.step_release())  # noqa: E731
+            sampler = replace(sampler, begin=begin)
+        return data.loader(self.share(sampler), self.precision().is_short, self._watched)
 
     def _watched(self, sampler: Sampler) -> Any:
         """Return a sampler of what goes through the model."""

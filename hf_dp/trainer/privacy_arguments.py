@@ -21,10 +21,10 @@ from hf_dp.plans.draws import POISSON, check_sampling
 from hf_dp.plans.mechanism import MechanismPlan
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.units import BY_ROW, NEIGHBORING_RELATIONS, USER
-from hf_dp.plans.weighing import CHOICES, Weighed, best, weigh
 from hf_dp.statement.facts import CLIPPED_GRADIENT_NORM, RELEASABLE
 from hf_dp.trainer.forward_arguments import forward_plan
 from hf_dp.trainer.row_arguments import users_of
+from hf_dp.trainer.weighing import CHOICES, Weighed, weigh, workload_of
 
 if TYPE_CHECKING:
     from hf_dp.batches.units import UnitTable
@@ -131,11 +131,11 @@ class StepArguments(ArgumentGroup):
     bands: int | str | None = argument(
         None,
         "Correlate the noise over so many steps, 2 or more, or auto: what a step adds, later ones "
-        "take back in part. A step draws from one of as many parts of the rows, in turn. The "
-        "weights at the end have less noise for the same epsilon in runs of few epochs, at a "
-        "learning rate that suits a step's larger noise. auto takes what leaves the least for "
-        "the learning-rate schedule, of up to 16; each but the first keeps as much memory as the "
-        "numbers that train. `hf-dp plan` compares. Unset means independent noise.",
+        "take back in part. A step draws from one of as many parts of the rows, in turn. In runs "
+        "of few epochs the weights at the end have less noise for the same epsilon, at a learning "
+        "rate that suits a step's larger noise. auto: what leaves the least for the learning-rate "
+        "schedule, of up to 16; each but the first takes 4 bytes a number that trains. `hf-dp "
+        "plan` compares. Unset means independent noise.",
         check_bands,
     )
     views_per_example: int = argument(
@@ -185,30 +185,22 @@ class StepArguments(ArgumentGroup):
             "adam_bc_floor audit_canaries",
             BANDS,
             (None,),
-            "It is implemented for noise that is independent from step to step. Remove one of the "
-            "two.",
+            "It is implemented for noise that is independent from step to step. Remove one.",
             UnsupportedArgumentError,
         ),
         Need(
-            BANDS,
+            f"views_per_example {BANDS}",
             "privacy_mode",
             (dp_sgd.DP_SGD,),
-            "It is implemented for the steps of DP-SGD. Remove it.",
-            UnsupportedArgumentError,
-        ),
-        Need(
-            "views_per_example",
-            "privacy_mode",
-            (dp_sgd.DP_SGD,),
-            "Only a step of DP-SGD averages gradients of views before it clips them. Remove it.",
+            "Only a step of DP-SGD averages gradients of views before it clips them, or has noise "
+            "that is correlated with others'. Remove it.",
             UnsupportedArgumentError,
         ),
     )
 
     @staticmethod
     def problems(args: Any, found: Problems) -> None:
-        """Note a missing batch, bands that nothing decides, and a clip that is not what it
-        seems."""
+        """Note a missing batch, and a clip that is not what it seems."""
         if args.bands == AUTO and args.target_epsilon is None:
             why = "At the same noise, epsilon differs. Set a target, or a number of bands."
             found.refuse(BANDS, "to be a number without `target_epsilon`", why)
@@ -395,18 +387,17 @@ def register_mode(name: str, plan: PlanOfArguments) -> None:
         raise ConfigError(f"Expected a privacy_mode of its own, got {name!r}, which is taken.")
 
 
-def plans_of(
+def plan_of(
     args: Any,
     num_examples: int,
     tuner: Tuner | None,
     num_classes: int | None = None,
     units: UnitTable | None = None,
-    compare: bool = False,
-) -> tuple[PrivacyPlan, list[Weighed]]:
-    """Return the plan of a run, or of one that is only planned, for so many rows or users, and the
-    numbers of bands it was chosen from; with ``compare`` also what a given number is beside
-    independent noise. An accountant that cannot describe it is refused here, and not after the
-    training."""
+    watch: Callable[[list[Weighed]], object] | None = None,
+) -> PrivacyPlan:
+    """Return the plan of a run, or of one that is only planned, for so many rows or users. An
+    accountant that cannot describe it is refused here, and not after the training. ``watch`` is
+    called with independent noise beside the bands, or beside those that "auto" chooses among."""
     spent: tuple[Event, ...] = ()
     if args.earlier_runs:
         from hf_dp.run.earlier import (
@@ -420,31 +411,32 @@ def plans_of(
     if args.bands is not None and tuner is not None and not tuner.gradients_are_noised_sums:
         expected = "to be unset with this peft_config, whose sums mean something else in each step"
         raise invalid(BANDS, args.bands, expected, "Remove it.", UnsupportedArgumentError)
+    solve = partial(
+        PrivacyPlan.solve,
+        num_examples=num_examples,
+        expected_batch_size=args.expected_batch_size,
+        num_train_epochs=args.num_train_epochs,
+        max_steps=args.max_steps,
+        target_epsilon=args.target_epsilon,
+        target_delta=args.target_delta,
+        accountant=args.accountant or "pld",
+        selection=None if tuner is None else tuner.plan(args.per_example_max_grad_norm),
+        prior_events=spent,
+        privacy_unit=args.privacy_unit,
+        neighboring_relation=args.neighboring_relation,
+        users=users_of(args, units),
+    )
 
     def solved(bands: int | None) -> PrivacyPlan:
         own = mechanism if bands is None else replace(mechanism, draw=banded(mechanism.draw, bands))
-        plan = PrivacyPlan.solve(
-            num_examples=num_examples,
-            expected_batch_size=args.expected_batch_size,
-            mechanism=own,
-            num_train_epochs=args.num_train_epochs,
-            max_steps=args.max_steps,
-            target_epsilon=args.target_epsilon,
-            target_delta=args.target_delta,
-            accountant=args.accountant or "pld",
-            selection=None if tuner is None else tuner.plan(args.per_example_max_grad_norm),
-            prior_events=spent,
-            privacy_unit=args.privacy_unit,
-            neighboring_relation=args.neighboring_relation,
-            users=users_of(args, units),
-        )
+        plan = solve(mechanism=own)
         epsilon((*spent, *plan.events()), plan.delta, plan.accountant)
         return plan
 
     auto = args.bands == AUTO
-    if not auto and (not compare or args.bands is None or args.target_epsilon is None):
-        return solved(args.bands), []  # at a given noise, epsilon differs: nothing to compare
-    from hf_dp.trainer.workload import workload_of  # which takes torch
-
+    if not auto and (watch is None or args.bands is None or args.target_epsilon is None):
+        return solved(args.bands)  # at a given noise, epsilon differs: nothing to compare
     found = weigh(solved, partial(workload_of, args), CHOICES if auto else (args.bands,))
-    return (best(found) if auto else found[-1]).plan, found
+    if watch is not None:
+        watch(found)
+    return (min(found, key=lambda one: one.weights) if auto else found[-1]).plan

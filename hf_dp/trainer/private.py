@@ -38,7 +38,7 @@ from hf_dp.trainer.arguments import DPTrainingArguments, options_of
 from hf_dp.trainer.given import Given, Rows
 from hf_dp.trainer.launch import without_ddp
 from hf_dp.trainer.plain import Prepared, Training, loaded
-from hf_dp.trainer.privacy_arguments import plans_of
+from hf_dp.trainer.privacy_arguments import plan_of
 from hf_dp.trainer.publishing import Publishing
 
 # Arguments that concern one process alone: what it prints, and which one it is.
@@ -81,10 +81,9 @@ class PrivateTraining(Training):
             known.refuse(given.eval_dataset, search=searches) and rows.compared
         )
         classes = getattr(getattr(model, "config", None), "num_labels", None)
-        self.plan, _ = plans_of(args, num_examples, self.tuner, classes, rows.units)
+        self.plan = plan_of(args, num_examples, self.tuner, classes, rows.units)
         args.max_steps = self.plan.steps
-        # Draws are fresh, so a resume has none to skip; and banded ones belong to certain steps.
-        args.ignore_data_skip |= len(self.plan.mechanism.draw.noise_column) > 1
+        args.ignore_data_skip |= args.bands is not None  # their draws belong to certain steps
         model = self.prepared_model(given)
         given.check_private_model(model, args)
         return model
@@ -124,7 +123,7 @@ class PrivateTraining(Training):
         self.refuse_optimizers()
         if args.bands == AUTO and (trainer.optimizer or trainer.lr_scheduler) is not None:
             expected = "to be a number with an optimizer or schedule of your own"
-            why = "What it makes of steps is not known beforehand. `hf-dp plan` compares numbers."
+            why = "`hf-dp plan` compares numbers for those of the arguments."
             raise invalid(BANDS, AUTO, expected, why, UnsupportedArgumentError)
         self._seen = Seen(
             args=args,

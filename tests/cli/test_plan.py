@@ -20,7 +20,7 @@ from hf_dp.accounting import (
 )
 from hf_dp.plans.bands import square_root_column
 from hf_dp.trainer.arguments import DPTrainingArguments
-from hf_dp.trainer.privacy_arguments import plans_of
+from hf_dp.trainer.privacy_arguments import plan_of
 from hf_dp.tuners.base import Tuner
 
 SST2 = "plan --num-examples 67349 --expected_batch_size 1024 --num_train_epochs 3".split()
@@ -59,31 +59,22 @@ def test_json_and_cross_check(printed):
 def test_bands_beside_independent_noise(printed, refused):
     words = [*SST2, "--target-epsilon", "3", *RDP]
     out = printed(*words, "--bands", "8", "--parameters", "22700000")
-    assert out.startswith("67,349 examples, 1024 expected in a step: sample rate 0.121635")
+    assert "sample rate 0.121635, cyclic Poisson sampling" in out and "effective" not in out
     independent, banded = (line.split() for line in out.splitlines()[-2:])
     assert independent[2:] == ["1.000"] * 4 + ["0", "MiB"] and banded[-2:] == ["606", "MiB"]
-    sigma = float(banded[2]) / float(independent[1])
-    steps = np.arange(198)  # linear decay, and Adam's first moment
-    kept = np.tril(0.9 ** np.clip(steps[:, None] - steps, 0, None))
-    weights = (1 - steps / 198) @ kept
-    inverse = np.linalg.inv(matrix(square_root_column(8), 198))
-    left = np.linalg.norm(weights @ inverse) / np.linalg.norm(weights)
-    assert float(banded[3]) == pytest.approx(sigma * left, abs=1e-3)
-    assert float(banded[5]) == pytest.approx(sigma * np.linalg.norm(inverse) / 198**0.5, abs=1e-3)
+    sigma, steps = float(banded[2]) / float(independent[1]), np.arange(198)
+    kept = np.tril(0.9 ** np.clip(steps[:, None] - steps, 0, None))  # of Adam's first moment
+    weights = (1 - steps / 198) @ kept  # linear decay
+    left = weights @ np.linalg.inv(matrix(square_root_column(8), 198))
+    expected = sigma * np.linalg.norm(left) / np.linalg.norm(weights)
+    assert float(banded[3]) == pytest.approx(expected, abs=1e-3)
     found = json.loads(printed(*words, "--bands", "auto", "--json"))
-    chosen = found["plan"]
-    rows = [line.split() for line in printed(*words, "--bands", "auto").splitlines()[-5:]]
-    least = min(rows, key=lambda row: 1.0 if row[0] == "independent" else float(row[3]))
-    assert str(chosen["mechanism"]["draw"]["bands"]) == least[0]
-    compared = {one["bands"]: (one["weights"], one["plan"]) for one in found["bands"]}
-    assert compared[int(least[0])] == (pytest.approx(float(least[3]), abs=1e-3), chosen)
-    swept = printed(*SST2, "--noise-multiplier", "1", *RDP, "--sweep", "bands=2,8")
-    assert "; effective: of a step, / its share of the rows; " in swept
-    fixed = printed(*SST2, "--noise-multiplier", "1", *RDP, "--bands", "8")
-    assert (
-        "sample rate 0.121635, cyclic Poisson sampling" in fixed
-        and "relative to independent" not in fixed
-    )
+    assert {one["bands"] for one in found["bands"]} == {1, 2, 4, 8, 16}
+    least = min(found["bands"], key=lambda one: one["weights"])
+    assert found["plan"] == least["plan"] and least["bands"] == 16
+    given = [*SST2, "--noise-multiplier", "1", *RDP]
+    assert "\nnoise: noise multiplier; epsilon" in printed(*given, "--sweep", "bands=2,8")
+    assert "in units of independent" not in printed(*given, "--bands", "8")
     refused([*words, "--bands", "66"], "at most N / expected_batch_size (65.7705)")
 
 
@@ -237,7 +228,7 @@ def test_the_plan_is_that_of_the_run(name, plan, printed, tmp_path):
     found = json.loads(printed(*plan(values, "--json")))
     given = {key: value for key, value in values.items() if key != "class_names"}
     args = DPTrainingArguments(str(tmp_path), use_cpu=True, **given)
-    expected, _ = plans_of(args, N, Tuner(), 2)
+    expected = plan_of(args, N, Tuner(), 2)
     assert found["plan"] == json.loads(json.dumps(expected.to_dict()))
     assert (found["effective_noise_multiplier"], found["examples"]) == (None, examples)
 

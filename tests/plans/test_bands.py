@@ -12,13 +12,12 @@ from dp_accounting.pld.pld_privacy_accountant import PLDAccountant
 from dp_accounting.privacy_accountant import NeighboringRelation
 from scipy import stats
 
-from hf_dp.accounting import (
+from hf_dp.accounting import Ledger, epsilon
+from hf_dp.accounting.events import (
     BandedGaussian,
-    Ledger,
     PoissonSampledGaussian,
     TruncatedBandedGaussian,
     TruncatedPoissonSampledGaussian,
-    epsilon,
 )
 from hf_dp.errors import (
     ConfigError,
@@ -29,7 +28,7 @@ from hf_dp.errors import (
 from hf_dp.plans import PrivacyPlan, bands
 from hf_dp.plans.bands import BandedSampler, classes, square_root_column
 from hf_dp.plans.samplers import Share
-from hf_dp.plans.weighing import best, weigh
+from hf_dp.trainer.weighing import weigh
 
 REJECT = 1e-9
 
@@ -49,13 +48,10 @@ def test_the_column_is_the_square_root_of_prefix_sums_cut_and_of_norm_one(width,
 
 @pytest.mark.parametrize("width", [1, 2, 8])
 def test_what_is_left_in_sums_is_that_of_the_dense_inverse(width):
-    steps, column = 50, square_root_column(width)
-    inverse = np.linalg.inv(matrix(column, steps))
-    weights = np.linspace(1, 0.1, steps) ** 2
+    column, weights = square_root_column(width), np.linspace(1, 0.1, 50) ** 2
+    inverse = np.linalg.inv(matrix(column, 50))
     assert bands.noise_of_sum(column, weights) == pytest.approx(np.linalg.norm(weights @ inverse))
-    of_prefixes = np.linalg.norm(np.tri(steps) @ inverse, axis=1)
-    assert bands.noise_of_prefixes(column, steps) == pytest.approx(of_prefixes)
-    assert bands.noise_of_steps(column, steps) == pytest.approx(np.linalg.norm(inverse, axis=1))
+    assert bands.noise_of_steps(column, 50) == pytest.approx(np.linalg.norm(inverse, axis=1))
 
 
 def planned(width=None, **changes):
@@ -70,17 +66,15 @@ def test_the_comparison_is_that_of_the_dense_matrices_at_equal_epsilon():
     assert (plain.bands, banded.bands) == (1, 8)
     assert (plain.weights, plain.sums, plain.step, plain.resumed) == pytest.approx((1, 1, 1, 1))
     sigma = banded.plan.noise_multiplier / plain.plan.noise_multiplier
-    assert (
-        1 < sigma < 3 and 2.9 < epsilon(banded.plan.events(), banded.plan.delta, "rdp").value <= 3
-    )
-    column, ones = square_root_column(8), np.ones(40)
-    inverse = np.linalg.inv(matrix(column, 40))
-    assert banded.weights == pytest.approx(sigma * np.linalg.norm(ones @ inverse) / 40**0.5)
-    assert banded.step == pytest.approx(sigma * np.linalg.norm(inverse) / 40**0.5)
-    inverse[20:, :20] = 0  # a block of 20 steps, and another
-    resumed = np.linalg.norm(ones @ inverse) / 40**0.5
-    assert banded.resumed == pytest.approx(sigma * resumed) and banded.resumed > banded.weights
-    assert best([plain, banded]) is (banded if banded.weights < 1 else plain)
+    assert 2.9 < epsilon(banded.plan.events(), banded.plan.delta, "rdp").value <= 3
+    inverse, of = np.linalg.inv(matrix(square_root_column(8), 40)), np.linalg.norm
+    cut = inverse.copy()
+    cut[20:, :20] = 0  # a block of 20 steps, and another
+    ones, tri = np.ones(40), np.tri(40)
+    weights, resumed, step = (of(each) / 40**0.5 for each in (ones @ inverse, ones @ cut, inverse))
+    expected = sigma * np.array([weights, of(tri @ inverse) / of(tri), step, resumed])
+    found = (banded.weights, banded.sums, banded.step, banded.resumed)
+    assert found == pytest.approx(expected) and banded.resumed > banded.weights
     assert [one.bands for one in weigh(planned, lambda steps: [1.0] * steps, (80, 99))] == [1]
 
 
@@ -120,46 +114,40 @@ def sampler(width=3, rate=0.3, count=31, steps=600, **changes) -> BandedSampler:
     return BandedSampler(count, rate, steps, bands=width, **changes)
 
 
-def are_draws_of_their_classes(made: BandedSampler, first: int = 0) -> bool:
-    """Whether each draw is of the class of its step, at the sampler's rate."""
-    of_place, drawn = classes(made.num_examples, made.bands), np.zeros((made.bands, 40))
-    steps = np.zeros(made.bands)
-    for number, draw in enumerate(made, first):
-        expected = number % made.bands
-        if draw.step != number or any(of_place[place] != expected for place in draw):
-            return False
-        drawn[expected, draw] += 1
-        steps[expected] += 1
-    in_class = of_place[: made.num_examples]
-    counts = drawn[in_class, np.arange(made.num_examples)]
-    law = stats.binom(steps[in_class], made.sample_rate)
+def are_draws_of_their_classes(made: BandedSampler, first: int) -> bool:
+    """Whether each draw, from this step on, is of the class of its step, at the sampler's rate."""
+    joined = np.array([np.isin(np.arange(made.num_examples), draw) for draw in made])
+    turns = np.arange(first, first + len(joined)) % made.bands
+    own = turns[:, None] == classes(made.num_examples, made.bands)[: made.num_examples]
+    law, counts = stats.binom(own.sum(0), made.sample_rate), joined.sum(0)
     tails = 2 * np.minimum(law.cdf(counts), law.sf(counts - 1))
-    return bool(tails.min() > REJECT)
+    return not (joined & ~own).any() and bool(tails.min() > REJECT)
 
 
-@pytest.mark.parametrize("first", [0, 4])
-def test_a_draw_is_of_its_steps_class_at_its_rate(first):
-    assert are_draws_of_their_classes(sampler(begin=lambda: first), first)
+def test_a_draw_is_of_its_steps_class_at_its_rate(monkeypatch):
+    assert are_draws_of_their_classes(sampler(), 0)
+    assert are_draws_of_their_classes(sampler(first=4), 4)
+    assert not are_draws_of_their_classes(sampler(first=4), 5)  # planted
+    monkeypatch.setattr(bands.Among, "of", lambda self, num_examples: np.arange(num_examples))
+    assert not are_draws_of_their_classes(sampler(first=4), 4)
 
 
-def test_planted_draws_are_seen(monkeypatch):
-    made = sampler(begin=lambda: 4)
-    assert not are_draws_of_their_classes(made, 5)
-    honest = BandedSampler.drawn_from
-    everyone = lambda self, examples: honest(self, np.arange(self.num_examples))  # noqa: E731
-    monkeypatch.setattr(BandedSampler, "drawn_from", everyone)
-    assert not are_draws_of_their_classes(made, 4)
-
-
-def test_processes_share_one_draw_and_a_draw_without_a_step_is_refused():
-    parts = [set(), set()]
+def test_draws_are_shared_cut_and_those_of_a_step():
+    parts = []
     for rank in range(2):
-        for draw in sampler(rate=1.0, steps=3, share=Share(rank, 2)):
-            assert all(place % 2 == rank for place in draw)
-            parts[rank] |= {*draw}
-    assert parts[0] | parts[1] == {*range(31)}
+        draws = [*sampler(rate=1.0, steps=3, share=Share(rank, 2))]
+        parts.append({place for draw in draws for place in draw})
+    assert parts == [{*range(0, 31, 2)}, {*range(1, 31, 2)}]
+    cut = [*sampler(rate=0.5, max_batch_size=4)]
+    assert max(map(len, cut)) == 4
+    assert all(classes(31, 3)[place] == n % 3 for n, draw in enumerate(cut) for place in draw)
     with pytest.raises(ConfigError, match="step to draw for"):
         sampler().draw()
+    numbered = [*bands.InTurn(sampler(steps=3), iter, lambda: 4)]
+    assert [draw.step for draw in numbered] == [4, 5, 6]
+    assert all(classes(31, 3)[place] == draw.step % 3 for draw in numbered for place in draw)
+    with pytest.raises(ValueError, match="shorter"):  # a loader that loses a draw
+        list(bands.InTurn(sampler(steps=3), lambda draws: [*draws][1:], lambda: 4))
 
 
 # -- the event --
@@ -185,77 +173,65 @@ def test_what_is_claimed_of_neighbors_and_of_other_runs():
     assert epsilon(event, 1e-5, relation="replace_one").value > epsilon(event, 1e-5).value
     # Both runs begin with class 0: 2 steps of it, and not 1 as 8 steps of one run have.
     both, own = Ledger(), Ledger()
-    for _ in range(2):
-        both.append(event, "earlier run")
-    for _ in range(4):
+    for number in range(4):
         own.append(BandedGaussian(1.3, 0.12, 1, 8), "training")
-    twice = epsilon(PoissonSampledGaussian(1.3, 0.12, 2), 1e-5)
-    for joined in (both, Ledger.from_list(own.to_list() + own.to_list())):
+        if number < 2:
+            both.append(event, "earlier run")
+    for joined in (both, Ledger.from_list(own.to_list() * 2)):
         joined = Ledger.from_list(joined.to_list())
-        assert joined.events == (event, event) and joined.epsilon(1e-5) == twice
-    assert own.events == (event,) and own.epsilon(1e-5) == epsilon(event, 1e-5)
+        assert joined.events == (event, event) and own.events == (event,)
+        assert joined.epsilon(1e-5) == epsilon(PoissonSampledGaussian(1.3, 0.12, 2), 1e-5)
 
 
-def delta(present: dict, absent: dict, sigma: float, epsilons) -> list[float]:
-    """The exact delta of mixtures of Gaussians in R^T against each other, the larger of both
-    directions, by summing over a grid. Args: the probability of each mean."""
-    steps = len(next(iter(present)))
+def delta(present, absent, column, sigma: float, epsilon: float) -> float:
+    """The exact delta of the outcomes C G + z under two laws of G, the larger of both directions, by
+    summing over a grid. Args: present, absent: pairs of a G (T,) and its probability."""
+    steps = len(present[0][0])
     axis = np.arange(-6 * sigma - 2, 6 * sigma + 2, 0.2 * sigma)
-    grid = np.meshgrid(*[axis] * steps, indexing="ij")
+    grid = np.stack(np.meshgrid(*[axis] * steps, indexing="ij"), -1)
 
     def density(law):
-        total = np.zeros_like(grid[0])
-        for mean, weight in law.items():
-            square = sum((g - m) ** 2 for g, m in zip(grid, mean, strict=True))
-            total += weight * np.exp(-square / (2 * sigma**2))
+        means = [(matrix(column, steps) @ np.array(g), weight) for g, weight in law]
+        squares = ((((grid - mean) / sigma) ** 2).sum(-1) for mean, _ in means)
+        total = sum(w * np.exp(-one / 2) for (_, w), one in zip(means, squares, strict=True))
         return total / total.sum()
 
     p, q = density(present), density(absent)
-    ways = [(p, q), (q, p)]
-    return [max(np.clip(a - np.exp(e) * b, 0, None).sum() for a, b in ways) for e in epsilons]
-
-
-def exact(column, of_class, rate, sigma, epsilons) -> list[float]:
-    """Of an example that joins each of these steps of a run, in the outcomes C G + z."""
-    steps, law = 3, {}
-    for joins in itertools.product((0, 1), repeat=len(of_class)):
-        g = np.zeros(steps)
-        g[of_class] = joins
-        mean = tuple(matrix(column, steps) @ g)
-        law[mean] = law.get(mean, 0) + rate ** sum(joins) * (1 - rate) ** (len(joins) - sum(joins))
-    return delta(law, {(0.0,) * steps: 1.0}, sigma, epsilons)
+    return max(np.clip(a - np.exp(epsilon) * b, 0, None).sum() for a, b in ((p, q), (q, p)))
 
 
 def test_the_epsilon_is_that_of_all_outcomes_of_a_tiny_run():
     """Three steps, two bands; the example is of class 0, steps 0 and 2."""
     sigma, rate, column = 1.1, 0.4, square_root_column(2)
     claimed = epsilon(BandedGaussian(sigma, rate, 3, 2), 1e-3).value
-    assert exact(column, [0, 2], rate, sigma, [claimed])[0] <= 1e-3
+
+    def exact(its_steps, column=column, claimed=claimed):
+        law = []
+        for joins in itertools.product((0, 1), repeat=len(its_steps)):
+            weight = np.prod([rate if join else 1 - rate for join in joins])
+            law.append(
+                ([dict(zip(its_steps, joins, strict=True)).get(t, 0) for t in range(3)], weight)
+            )
+        return delta(law, [([0, 0, 0], 1.0)], column, sigma, claimed)
+
+    assert exact([0, 2]) <= 1e-3
     # Of two whole columns it would be exact; the last one is cut, so a little less is true, too.
-    assert exact(column, [0, 2], rate, sigma, [0.75 * claimed])[0] > 1e-3
+    assert exact([0, 2], claimed=0.75 * claimed) > 1e-3
     # Planted: columns above norm 1; a draw of class 0 in the step after; one more step of it.
-    assert exact(np.multiply(column, 1.5), [0, 2], rate, sigma, [claimed])[0] > 1e-3
-    assert exact(column, [0, 1], rate, sigma, [claimed])[0] > 1e-3
-    assert exact(column, [0, 1, 2], rate, sigma, [claimed])[0] > 1e-3
+    assert exact([0, 2], np.multiply(column, 1.5)) > 1e-3
+    assert exact([0, 1]) > 1e-3 and exact([0, 1, 2]) > 1e-3
 
 
 def test_the_epsilon_of_truncated_draws_is_that_of_all_outcomes_of_a_tiny_run():
     """Two steps, two bands; class 0 is the example and another one, of which one is kept. If it is
     drawn, it may push out the other, whose gradient is the opposite."""
     sigma, rate, column = 1.6, 0.5, square_root_column(2)
-    alone, both = rate * (1 - rate), rate**2
-    laws = []
-    for own in (1.0, 0.0):  # the example, or nothing in its place
-        law: dict = {}
-        kept = [(own, alone + both / 2), (-1.0, alone + both / 2), (0.0, (1 - rate) ** 2)]
-        for value, weight in kept:
-            mean = tuple(matrix(column, 2) @ np.array([value, 0.0]))
-            law[mean] = law.get(mean, 0) + weight
-        laws.append(law)
-    event = TruncatedBandedGaussian(sigma, rate, 2, 2, 2, 1)
-    claimed = epsilon(event, 1e-3).value
-    assert delta(*laws, sigma, [claimed])[0] <= 1e-3
-    assert delta(*laws, sigma, [claimed / 4])[0] > 1e-3
+    kept = rate * (1 - rate) + rate**2 / 2
+    present = [((1, 0), kept), ((-1, 0), kept), ((0, 0), (1 - rate) ** 2)]
+    absent = [((-1, 0), kept), ((0, 0), 1 - kept)]  # nothing in its place
+    claimed = epsilon(TruncatedBandedGaussian(sigma, rate, 2, 2, 2, 1), 1e-3).value
+    assert delta(present, absent, column, sigma, claimed) <= 1e-3
+    assert delta(present, absent, column, sigma, claimed / 4) > 1e-3
 
 
 # -- plans --
@@ -263,17 +239,14 @@ def test_the_epsilon_of_truncated_draws_is_that_of_all_outcomes_of_a_tiny_run():
 
 def test_a_plan_draws_and_accounts_the_same():
     fixed = {"noise_multiplier": 1.0, "target_epsilon": None, "accountant": "pld"}
-    plan = planned(8, max_batch_size=130, **fixed)
+    plan, words = planned(8, max_batch_size=130, **fixed), planned(8, **fixed).words
     assert plan.sample_rate == plan.sampler().sample_rate == plan.event().sample_rate == 0.2
-    assert plan.event() == TruncatedBandedGaussian(plan.noise_multiplier, 0.2, 40, 8, 500, 130)
+    assert plan.event() == TruncatedBandedGaussian(1.0, 0.2, 40, 8, 500, 130)
     assert type(plan).from_dict(plan.to_dict()) == plan
-    assert plan.event(1).correlated_steps == len(plan.mechanism.draw.noise_column) == 8
     assert "one of 8 parts" in plan.words.sampling and "130 rows" in plan.words.sampling
-    assert "correlated over steps" in plan.words.mechanism
-    assert "ceil(steps / 8) steps of each part" in plan.words.proof
-    assert (
-        plan.words.sampling_code == "banded" and "depends on no other's" in plan.words.conditions[0]
-    )
+    assert "correlated over steps" in words.mechanism and words.sampling_code == "banded"
+    assert "ceil(steps / 8) steps of each part" in words.proof
+    assert "depends on no other's" in words.conditions[0]
     assert "correlated" not in planned(**fixed).words.mechanism
 
 

@@ -6,24 +6,24 @@ import itertools
 import math
 import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
-from banded import BANDS, COLUMN, LIMIT, covariance, farthest, is_banded, matrix, power
+from banded import BANDS, COLUMN, LIMIT, covariance, is_banded, matrix, power
 from processes import on_processes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from hf_dp.accounting import BandedGaussian, PoissonSampledGaussian
+from hf_dp.accounting import Ledger
+from hf_dp.accounting.events import BandedGaussian, PoissonSampledGaussian
 from hf_dp.distributed.processes import Processes, add_up_with_noise
 from hf_dp.errors import BudgetExceededError, ConfigError, LedgerError
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans import PlannedRelease, PrivacyPlan
 from hf_dp.plans.bands import square_root_column
-from hf_dp.run import banded_noise
-from hf_dp.run.banded_noise import BandedNoise
+from hf_dp.run.banded_noise import BandedNoise, _Row
+from hf_dp.run.budget import Budget
 from hf_dp.run.gate import Gate, IndependentNoise
 from hf_dp.run.ledger import RunLedger
 
@@ -79,38 +79,32 @@ def test_planted_other_covariances_are_seen(book, factor):
     assert not is_banded(factor * released(gate_of(book), book), [STEPS])
 
 
-def test_columns_above_norm_one_are_refused():
+def test_columns_above_norm_one_are_refused_and_what_is_kept_is_not_copied():
     for column in ([1.0, 1e-3], [0.9, 0.5], [0.0, 1.0], [-0.5, 0.5]):
         with pytest.raises(ConfigError, match="norm of at most 1"):
             BandedNoise(SecretRandomness(), column)
     for width in range(2, 200):
-        BandedNoise(SecretRandomness(), square_root_column(width))
-
-
-def test_the_standard_deviation_that_is_told_is_that_of_the_row(book):
-    made, rows = gate_of(book), np.linalg.norm(np.linalg.inv(matrix(COLUMN, STEPS)), axis=1)
-    for row in rows:
-        with made.release(PLAN.step_release(), book.steps_made) as release:
-            assert release.noise_std("sum") == pytest.approx(STD * row)
-            assert release.noise_std("loss") == release.planned.noise_std("loss")
-            release.sum({"w": torch.zeros(2)})
+        kept = BandedNoise(SecretRandomness(), square_root_column(width))
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="neither copied nor saved"):
+            copied(kept)
 
 
 def test_the_noised_loss_and_other_releases_have_independent_noise(book):
-    """Neither takes part in a row, nor ends a block."""
+    """Neither takes part in a row, nor ends a block. What is told of a row's noise is its own."""
     made, losses, sums, others = gate_of(book), [], [], []
     other = PlannedRelease(PoissonSampledGaussian(2.0, 0.1, 1), "selection", {"sum": 3.0})
-    for _ in range(STEPS):
+    for row in np.linalg.norm(np.linalg.inv(matrix(COLUMN, STEPS)), axis=1):
         with made.release(PLAN.step_release(), book.steps_made) as release:
+            assert release.noise_std("sum") == pytest.approx(STD * row)
             loss = release.loss(torch.zeros(SIZE, dtype=torch.float64))
-            losses.append(loss / release.planned.noise_std("loss"))
+            losses.append(loss / release.noise_std("loss"))
             sums.append(release.sum({"w": torch.zeros(SIZE)})["w"].double() / STD)
         with made.release(other) as release:
             others.append(release.sum({"w": torch.zeros(SIZE)})["w"].double() / 6.0)
     assert is_banded(torch.stack(sums).numpy(), [STEPS])
-    for independent in (losses, others):
-        found = torch.stack(independent).numpy()
-        assert farthest(found, [1] * STEPS) > LIMIT  # rows of C^-1 are longer than 1
+    for independent in map(torch.stack, (losses, others)):
+        found = independent.numpy()
         assert np.abs(found @ found.T / SIZE - np.eye(STEPS)).max() < LIMIT * math.sqrt(2 / SIZE)
 
 
@@ -128,86 +122,69 @@ def of_falling_norms(made: Gate, book: RunLedger) -> np.ndarray:
     return np.stack(found)
 
 
-def test_a_norm_that_changes_leaves_the_covariance_in_its_units(book):
+def test_a_norm_that_changes_leaves_the_covariance_in_its_units(book, monkeypatch):
     assert is_banded(of_falling_norms(gate_of(book), book), [STEPS])
 
-
-def test_planted_noise_that_is_correlated_in_raw_units_is_seen(book, monkeypatch):
-    def raw(self, values, part, std):  # z times C_t before C^-1
+    def raw(self, values, part, std):  # planted: z times C_t before C^-1
         noise = IndependentNoise.like(self, values, part, std)
-        for weight, (earlier, _) in zip(self.column[1:], self.block.kept, strict=False):
-            noise.add_(earlier[len(self.drawn)], alpha=-weight)
-        self.drawn.append(noise.div_(self.column[0]))
+        for weight, row in zip(COLUMN[1:], self.before, strict=False):
+            noise.add_(row.drawn[len(self.drawn)], alpha=-weight)
+        self.drawn.append(noise.div_(COLUMN[0]))
         return self.drawn[-1]
 
-    monkeypatch.setattr(banded_noise._NextRow, "like", raw)
+    monkeypatch.setattr(_Row, "like", raw)
     assert not is_banded(of_falling_norms(gate_of(book), book), [STEPS])
 
 
 # -- blocks --
 
 
-def raised(made: Gate, book: RunLedger, after: bool) -> None:
-    """A step that fails after its line is in the ledger, before or after its sum."""
-
-    def fails(release):
-        if after:
-            release.sum({"w": torch.zeros(SIZE // 2, 1), "v": torch.zeros(SIZE // 2)})
-        raise ZeroDivisionError
-
-    number = book.steps_made
-    with pytest.raises(ZeroDivisionError), made.release(PLAN.step_release(), number) as release:
-        fails(release)
-    assert book.steps_made == number + 1
+def unused(made: Gate, book: RunLedger, fails=None) -> None:
+    with made.release(PLAN.step_release(), book.steps_made) as release:
+        if fails is not None:
+            fails(release)
 
 
-def unused(made: Gate, book: RunLedger) -> None:
-    with made.release(PLAN.step_release(), book.steps_made):
-        pass
+def raised(made: Gate, book: RunLedger, before=lambda release: None) -> None:
+    """A step that fails after its line is in the ledger."""
+    with pytest.raises(ZeroDivisionError):
+        unused(made, book, lambda release: (before(release), 1 / 0))
+
+
+def raised_after(made: Gate, book: RunLedger) -> None:
+    """The same, after its sum is out."""
+    sums = {"w": torch.zeros(SIZE // 2, 1), "v": torch.zeros(SIZE // 2)}
+    raised(made, book, lambda release: release.sum(sums))
 
 
 def recorded_elsewhere(made: Gate, book: RunLedger) -> None:
     book.append(PLAN.event(1), "training")
 
 
-def forgotten(made: Gate, book: RunLedger, monkeypatch) -> None:
+def forgotten(made: Gate, book: RunLedger) -> None:
     """The ledger's line fails: nobody knows whether it is on the disk."""
-
-    def fails(event, purpose):
-        raise OSError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(book, "append", fails)
-        with pytest.raises(OSError), made.release(PLAN.step_release(), book.steps_made):
-            pass
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(book, "append", lambda event, purpose: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            unused(made, book)
 
 
-@pytest.mark.parametrize("breaks", ["before", "after", "unused", "recorded", "forgotten"])
-def test_a_block_ends_where_a_recorded_step_was_not_its_next_row(book, monkeypatch, breaks):
+@pytest.mark.parametrize("breaks", [unused, raised, raised_after, recorded_elsewhere, forgotten])
+def test_a_block_ends_where_a_recorded_step_was_not_its_next_row(book, breaks):
     made = gate_of(book)
     first = released(made, book, 4)
-    {
-        "before": lambda: raised(made, book, False),
-        "after": lambda: raised(made, book, True),
-        "unused": lambda: unused(made, book),
-        "recorded": lambda: recorded_elsewhere(made, book),
-        "forgotten": lambda: forgotten(made, book, monkeypatch),
-    }[breaks]()
+    breaks(made, book)
     noise = np.concatenate([first, released(made, book, 3)])
     assert is_banded(noise, (4, 3)) and not is_banded(noise, (7,))
 
 
 @pytest.mark.parametrize("breaks", [unused, recorded_elsewhere])
 def test_planted_blocks_that_go_on_are_seen(book, monkeypatch, breaks):
-    @contextmanager
-    def goes_on(self, planned, number):
-        row = banded_noise._NextRow(self.randomness, self.column, self._block)
-        yield row
-        if row.whole:
-            kept = ((row.drawn, row.std), *self._block.kept)[: BANDS - 1]
-            self._block = banded_noise.Block(number, number + 1, kept)
+    def end(self):
+        self.block.rows = [self, *self.block.rows][: BANDS - 1] if self.drawn else self.block.rows
 
-    monkeypatch.setattr(BandedNoise, "of", goes_on)
+    monkeypatch.setattr(BandedNoise, "of", lambda self, planned, n: _Row(self, n, self.rows))
+    monkeypatch.setattr(_Row, "end", end)
     made = gate_of(book)
     first = released(made, book, 4)
     breaks(made, book)
@@ -222,13 +199,6 @@ def test_other_shapes_than_before_end_the_block_and_the_step(book):
             with made.release(PLAN.step_release(), book.steps_made) as release:
                 release.sum(sums)
         step(made, book)
-
-
-def test_noise_of_earlier_steps_is_neither_copied_nor_saved():
-    kept = BandedNoise(SecretRandomness(), COLUMN)
-    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match="neither copied nor saved"):
-            copied(kept)
 
 
 # -- draws --
@@ -247,18 +217,30 @@ def test_what_was_drawn_for_another_step_is_not_released_nor_recorded(book, draw
         pytest.fail("an event of other bands")
 
 
+GIVEN = {"num_examples": 1000, "expected_batch_size": 100, "clipping_norm": 0.5}
+GIVEN |= {"target_epsilon": 3.0, "max_steps": 20}
+OTHER = PoissonSampledGaussian(50.0, 0.01, 1), "other"
+
+
+@pytest.mark.parametrize("own", [{}, {"max_batch_size": 130}, {"sampling": "random_allocation"}])
+def test_the_budget_of_steps_that_add_up_does_not_depend_on_releases_between_them(own):
+    plan, allowed = PrivacyPlan.create(**GIVEN, **own), []
+    steps = [(plan.event(10), "training"), (plan.event(20), "training")]
+    for entries in ([steps[0], OTHER, steps[1], OTHER], [OTHER, OTHER, *steps]):
+        ledger = Ledger()
+        list(itertools.starmap(ledger.append, entries))
+        allowed.append(Budget(plan, ledger).allowed_steps(20))
+    assert allowed[0] == allowed[1] >= 20
+
+
 def test_releases_between_steps_leave_the_target_whole(tmp_path):
     """Each begins a new entry of the ledger, and so a new turn of the classes: with one between any
     two steps, a step costs what two would."""
-    plan = PrivacyPlan.create(
-        num_examples=1000, expected_batch_size=100, clipping_norm=0.5, target_epsilon=3.0,
-        accountant="rdp", max_steps=20, bands=2,
-    )  # fmt: skip
+    plan = PrivacyPlan.create(**GIVEN, accountant="rdp", bands=2)
     book = RunLedger(tmp_path / "run", plan)
     book.start(20)
-    turn = [(plan.event(1), "training"), (PoissonSampledGaussian(50.0, 0.01, 1), "other")]
     with pytest.raises(BudgetExceededError):
-        list(itertools.starmap(book.append, itertools.cycle(turn)))
+        list(itertools.starmap(book.append, [(plan.event(1), "training"), OTHER] * 20))
     book.stop()
     assert 2.5 < book.ledger.epsilon(plan.delta, "rdp").value <= 3
     assert 8 <= book.ledger.steps("training") <= 10
@@ -277,9 +259,9 @@ def noised(count: int, sharded: bool) -> np.ndarray:
         if sharded:  # over two processes, and copies of it on two others
             mesh = init_device_mesh("cpu", (2, count // 2))
             sums = [DTensor.from_local(torch.zeros(20_000), mesh, [Replicate(), Shard(0)])]
-        with kept.of(planned, number) as row:
-            add_up_with_noise(sums, lambda total, row=row: row.like(total, "sum", 1.0), here)
-            row.end("sum")
+        row = kept.of(planned, number)
+        add_up_with_noise(sums, lambda total, row=row: row.like(total, "sum", 1.0), here)
+        row.end()
         whole = [each.full_tensor() if sharded else each.flatten() for each in sums]
         found.append(torch.cat(whole).double().numpy())
     return np.stack(found)

@@ -1,6 +1,8 @@
 """Correlated noise in whole runs: whose rows a step draws, what its sums are noised with, what the
 ledger says, and what a resume does. With planted bugs."""
 
+from dataclasses import replace
+
 import banded
 import loops
 import numpy as np
@@ -13,15 +15,17 @@ from processes import results
 from transformers import TrainerCallback
 
 from hf_dp import DPTrainer, FrostConfig, RgpConfig
-from hf_dp.accounting import BandedGaussian, TruncatedBandedGaussian, epsilon
+from hf_dp.accounting import epsilon
+from hf_dp.accounting.events import BandedGaussian
 from hf_dp.cards.verify import verify
 from hf_dp.errors import InvalidArgumentError, LedgerError, StepError, UnsupportedArgumentError
 from hf_dp.mechanisms import mechanism_for
-from hf_dp.plans.bands import BandedSampler, classes
+from hf_dp.mechanisms.dp_sgd import DpSgd
+from hf_dp.plans.bands import Among, InTurn, classes
 from hf_dp.run.gate import Observer
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.private_run import PrivateRun
-from hf_dp.trainer.workload import workload_of
+from hf_dp.trainer.weighing import workload_of
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -30,17 +34,13 @@ CLASSES = classes(40, BANDS)
 EVENT = BandedGaussian(1.0, BANDS * 8 / 40, 1, BANDS)
 
 
-def numbered() -> list[dict]:
+def numbered(label: str = "label"):
     """Rows whose first two words are their number."""
     words = [(number // 8, number % 8) for number in range(40)]
     sentences = [" ".join([tiny.WORDS[a], tiny.WORDS[b], *["the"] * (a + b % 3)]) for a, b in words]
     encoded = tiny.tokenizer()(sentences)
-    return [
-        {"input_ids": ids, "attention_mask": mask, "label": number % 2}
-        for number, (ids, mask) in enumerate(
-            zip(encoded["input_ids"], encoded["attention_mask"], strict=True)
-        )
-    ]
+    kept = {name: encoded[name] for name in ("input_ids", "attention_mask")}
+    return tiny.datasets.Dataset.from_dict({**kept, label: [number % 2 for number in range(40)]})
 
 
 def places(inputs) -> list[int]:
@@ -75,9 +75,15 @@ class Sums(Observer):
 
 def trainer(folder, **options) -> Noting:
     kind = type("Noting", (Noting,), {"noted": []})
-    rows = tiny.datasets.Dataset.from_list(numbered())
-    given = {"train_dataset": rows, **options.pop("given", {})}
+    given = {"train_dataset": numbered(), **options.pop("given", {})}
     return tiny.trainer(folder, cls=kind, given=given, **{**IN_BANDS, **options})
+
+
+def of_four(folder, **options) -> Noting:
+    made = trainer(folder, **options, max_steps=4)
+    made.train()
+    assert made.ledger.events == (EVENT.with_steps(4),)
+    return made
 
 
 def are_of_their_classes(noted) -> bool:
@@ -85,12 +91,9 @@ def are_of_their_classes(noted) -> bool:
     return bool(noted) and all(CLASSES[row] == n % BANDS for n, rows in noted for row in rows)
 
 
-class StopsAfter(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
+class StopsAfter5(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop |= state.global_step == self.step
+        control.should_training_stop |= state.global_step == 5
 
 
 WORKERS = {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 4}
@@ -103,12 +106,10 @@ def test_a_run_draws_and_counts_class_by_class(tmp_path, workers):
     made.train()
     assert are_of_their_classes(made.noted) and {n for n, _ in made.noted} >= {0, 3, 6}
     assert made.ledger.events == (EVENT.with_steps(7),)
-    statement = made.privacy_statement()
-    assert statement.status == "proven" and statement.sample_rates == (0.6,)
-    assert statement.epsilon == epsilon(EVENT.with_steps(7), 1 / 80).rounded_up(3)
-    told = statement.to_dict()
-    assert (told["sampling"], told["bands"], told["steps"]) == ("banded", 3, 7)
-    assert "7 steps of DP-SGD with cyclic Poisson sampling and banded noise" in statement.sentence()
+    told = made.privacy_statement().to_dict()
+    stated = [told[name] for name in ("status", "sampling", "bands", "steps", "epsilon")]
+    spent = epsilon(EVENT.with_steps(7), 1 / 80).rounded_up(3)
+    assert stated == ["proven", "banded", 3, 7, spent]
     made.save_model()
     assert verify(tmp_path).outcome != "FAILED"
     made.train()  # anew: what was drawn ahead for steps 7 to 9 is not used
@@ -116,22 +117,20 @@ def test_a_run_draws_and_counts_class_by_class(tmp_path, workers):
 
 
 def resumed(folder, again: bool) -> tuple[list, np.ndarray, Noting]:
-    """A run of 8 steps, stopped after 5 and resumed from its checkpoint of step 3, by the same
-    trainer or another: what it noted, and its noise."""
-    kept = {"max_steps": 8, "save_strategy": "steps", "save_steps": 3}
-    made = trainer(folder, **kept, given={"callbacks": [StopsAfter(5)]})
-    made.run.let_inside(seen := Sums(made.run))
-    made.train()
-    noted, noise = made.noted, seen.noise
+    """What a run of 8 steps noted, and its noise, which is stopped after 5 and resumed from its
+    checkpoint of step 3, by the same trainer or another."""
+    kept, noted, noise = {"max_steps": 8, "save_strategy": "steps", "save_steps": 3}, [], []
+    first = trainer(folder, **kept, given={"callbacks": [StopsAfter5()]})
+    first.run.let_inside(seen := Sums(first.run))
+    first.train()
+    first.remove_callback(StopsAfter5)
+    made = first if again else trainer(folder, **kept)
     if not again:
-        made = trainer(folder, **kept)
+        noted, noise = first.noted, seen.noise
         made.run.let_inside(seen := Sums(made.run))
-    made.remove_callback(StopsAfter)
     tiny.resumed(made, 3)
-    if not again:
-        noted, noise = noted + made.noted, noise + seen.noise
     assert made.state.global_step == 8
-    return noted, torch.stack(noise).numpy(), made
+    return noted + made.noted, torch.stack(noise + seen.noise).numpy(), made
 
 
 @pytest.mark.parametrize("again", [True, False], ids=["same trainer", "another"])
@@ -150,22 +149,15 @@ def test_planted_block_that_goes_on_after_a_resume_is_seen(tmp_path, monkeypatch
 
 
 def test_planted_draws_that_begin_with_class_0_after_a_resume_are_refused(tmp_path, monkeypatch):
-    honest = BandedSampler.__iter__
-
-    def forgetful(self):
-        object.__setattr__(self, "begin", lambda: 0)
-        return honest(self)
-
-    monkeypatch.setattr(BandedSampler, "__iter__", forgetful)
+    honest = InTurn.__iter__
+    monkeypatch.setattr(InTurn, "__iter__", lambda self: honest(replace(self, recorded=lambda: 0)))
     with pytest.raises(LedgerError, match="for step 5, the next in the ledger, got .* step 0"):
         resumed(tmp_path, False)
 
 
 def test_planted_draws_of_another_class_are_seen(tmp_path, monkeypatch):
-    of_next = lambda count, bands: (classes(count, bands) + 1) % bands  # noqa: E731
-    monkeypatch.setattr("hf_dp.plans.bands.classes", of_next)
-    made = trainer(tmp_path, max_steps=3)
-    made.train()
+    monkeypatch.setattr("hf_dp.plans.bands.classes", lambda *given: (classes(*given) + 1) % BANDS)
+    made = of_four(tmp_path)
     assert not are_of_their_classes(made.noted)
 
 
@@ -213,20 +205,15 @@ def test_draws_that_were_passed_over_are_released_for_no_other_step(tmp_path):
 
 def test_a_draw_whose_step_failed_is_drawn_again(tmp_path, monkeypatch):
     """Between draw and release: step 4 is not in the ledger, and its class is next."""
-    made, honest = trainer(tmp_path, save_strategy="steps", save_steps=2), Noting.training_step
-
-    def fails(self, *given):
-        if self.ledger.steps("training") == 4:
-            inside = self.mechanism.clip
-            monkeypatch.setattr(self.mechanism, "clip", lambda b: (inside(b), 1 / 0))
-        return honest(self, *given)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Noting, "training_step", fails)
-        with pytest.raises((ZeroDivisionError, StepError)):
-            made.train()
+    kept = {"save_strategy": "steps", "save_steps": 2}
+    made, honest = trainer(tmp_path, **kept), DpSgd.clip
+    fails = lambda self, b: (honest(self, b), 1 / (4 - self.run.book.steps_made))[0]  # noqa: E731
+    monkeypatch.setattr(DpSgd, "clip", fails)
+    with pytest.raises((ZeroDivisionError, StepError)):
+        made.train()
+    monkeypatch.setattr(DpSgd, "clip", honest)
     assert made.ledger.steps() == 4
-    again = tiny.resumed(trainer(tmp_path, save_strategy="steps", save_steps=2), 4)
+    again = tiny.resumed(trainer(tmp_path, **kept), 4)
     assert are_of_their_classes(made.noted + again.noted) and again.state.global_step == 7
     assert again.ledger.events == (EVENT.with_steps(7),)
 
@@ -239,21 +226,17 @@ def summed(folder, without: int) -> np.ndarray:
     none) adds nothing; the draws and the noise are always the same."""
 
     def losses(model, inputs):
-        honest = loops_loss(model, inputs)
+        given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        loss = torch.nn.functional.cross_entropy
+        honest = loss(model(**given).logits, inputs["labels"], reduction="none")
         return torch.where(torch.tensor(places(inputs)) == without, 0.0 * honest, honest)
 
     plan = loops.plan(mechanism=loops.DpSgdPlan.of(0.02, 1.0, bands=BANDS), max_steps=12)
-    rows = tiny.datasets.Dataset.from_list(numbered()).rename_column("label", "labels")
     own = {"insecure_seed": 11, "compute_per_example_loss": losses}
-    run = loops.run(folder / str(without), plan, train_dataset=rows, **own)
+    run = loops.run(folder / str(without), plan, train_dataset=numbered("labels"), **own)
     run.let_inside(seen := Sums(run))
     assert len(list(loops.steps(mechanism_for(run)))) == 12
     return torch.stack(seen.sums).numpy() / 0.02
-
-
-def loops_loss(model, inputs):
-    logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
-    return torch.nn.functional.cross_entropy(logits, inputs["labels"], reduction="none")
 
 
 def moves_too_far(differences: np.ndarray, column=COLUMN) -> bool:
@@ -274,9 +257,7 @@ def test_a_row_moves_what_is_noised_by_its_norm(tmp_path, monkeypatch):
         assert not moves_too_far(differences)
         assert moves_too_far(differences, np.multiply(COLUMN, 1.1))  # planted
     # Planted: draws of all classes, in which a row's steps are not 3 apart.
-    honest = BandedSampler.drawn_from
-    everyone = lambda self, examples: honest(self, np.arange(40))  # noqa: E731
-    monkeypatch.setattr(BandedSampler, "drawn_from", everyone)
+    monkeypatch.setattr(Among, "of", lambda self, num_examples: np.arange(num_examples))
     planted = tmp_path / "planted"
     assert moves_too_far(summed(planted, -1) - summed(planted, 17))
 
@@ -285,60 +266,31 @@ def test_a_row_moves_what_is_noised_by_its_norm(tmp_path, monkeypatch):
 
 
 def of_two(folder):
-    made = trainer(folder, max_steps=4)
-    made.train()
-    return made.noted, made.ledger.events, tiny.weights(made.model)
+    made = of_four(folder)
+    assert are_of_their_classes(made.noted)
+    return {row % 2 for _, rows in made.noted for row in rows}, tiny.weights(made.model)
 
 
 def test_processes_draw_their_parts_of_one_class_and_train_the_same(tmp_path):
-    (first, events, weights), (second, others, same) = results(2, lambda: of_two(tmp_path))
-    assert are_of_their_classes(first) and are_of_their_classes(second)
-    assert {row % 2 for _, rows in first for row in rows} == {0}
-    assert {row % 2 for _, rows in second for row in rows} == {1}
-    assert events == others == (EVENT.with_steps(4),)
+    (first, weights), (second, same) = results(2, lambda: of_two(tmp_path))
+    assert (first, second) == ({0}, {1})
     assert all(torch.equal(weights[name], same[name]) for name in weights)
 
 
-def test_users_are_of_one_class_with_all_of_their_rows(tmp_path):
-    made = users.trainer(tmp_path, bands=2, max_steps=3, target_delta=None)
+def test_views_of_a_row_are_of_its_class_and_users_of_one_with_all_of_their_rows(tmp_path):
+    given = {"model": tiny.model(dropout=0.1)}
+    made = of_four(tmp_path / "views", views_per_example=2, accountant="rdp", given=given)
+    assert are_of_their_classes(made.noted)
+    made = users.trainer(tmp_path / "users", bands=2, max_steps=3, target_delta=None)
     made.train()
     assert made.ledger.events == (BandedGaussian(1.0, 2 * 4 / 12, 3, 2),)
-    assert "one of 2 parts of the users" in made.privacy_statement().plan.words.sampling
-
-
-def test_views_of_a_row_are_of_its_class(tmp_path):
-    given = {"model": tiny.model(dropout=0.1)}
-    made = trainer(tmp_path, views_per_example=2, max_steps=4, accountant="rdp", given=given)
-    made.train()
-    assert are_of_their_classes(made.noted) and made.ledger.events == (EVENT.with_steps(4),)
-
-
-def test_truncated_draws_are_of_their_class_and_no_larger(tmp_path):
-    drawn = []
-
-    def losses(model, inputs):
-        if run._step_is_open:  # and not of made-up rows
-            drawn.append((run.ledger.steps(), places(inputs)))
-        return loops_loss(model, inputs)
-
-    mechanism = loops.DpSgdPlan.of(0.1, 1.0, bands=BANDS, max_batch_size=8)
-    plan = loops.plan(mechanism=mechanism, accountant="pld", max_steps=6)
-    rows = tiny.datasets.Dataset.from_list(numbered()).rename_column("label", "labels")
-    run = loops.run(tmp_path, plan, train_dataset=rows, compute_per_example_loss=losses)
-    assert len(list(loops.steps(mechanism_for(run)))) == 6
-    assert run.ledger.events == (TruncatedBandedGaussian(1.0, 0.6, 6, BANDS, 14, 8),)
-    sizes = np.zeros(6)
-    for number, places_of_batch in drawn:
-        sizes[number] += len(places_of_batch)
-    assert sizes.max() == 8 and are_of_their_classes(drawn)
 
 
 def test_a_noised_loss_beside_and_signal_beside_a_rows_noise(tmp_path):
     loss = {"noised_loss_bound": 0.7, "noised_loss_budget_ratio": 0.2, "logging_strategy": "steps"}
     made = trainer(tmp_path, **loss, accountant="rdp")
     made.train()
-    planned = made.privacy_plan.event(7)
-    assert made.ledger.events == (planned,) and dict(planned.beside).keys() == {"loss"}
+    assert made.ledger.events == (made.privacy_plan.event(7),)
     numbers = sum(p.numel() for p in made.model.parameters())
     row = np.linalg.norm(np.linalg.inv(matrix(COLUMN, 7))[-1])
     expected = numbers**0.5 * row * made.privacy_plan.noise_std / 8
@@ -352,12 +304,9 @@ def test_a_noised_loss_beside_and_signal_beside_a_rows_noise(tmp_path):
     [
         ({"adam_bc_floor": 0.1}, "adam_bc_floor.*independent from step to step"),
         ({"audit_canaries": 10}, "audit_canaries.*independent from step to step"),
-        ({"privacy_mode": "dp_fp", "dp_fp_variant": "frozen"}, "bands.*steps of DP-SGD"),
+        ({"privacy_mode": "dp_fp", "dp_fp_variant": "frozen"}, "bands.*step of DP-SGD"),
         ({"bands": "auto"}, "bands.*without `target_epsilon`"),
         ({"bands": "some"}, "`bands`.*'auto'"),
-        ({"sampling": "random_allocation"}, "Poisson draws alone are implemented"),
-        ({"bands": 6}, "`bands` to be at most N / expected_batch_size"),
-        ({"bands": 5, "max_steps": 4}, "at most the steps of the run"),
         ({"given": {"peft_config": RgpConfig(rank=2, task_type="SEQ_CLS")}}, "mean something else"),
         ({"given": {"peft_config": FrostConfig(task_type="SEQ_CLS")}}, "not implemented"),
     ],
@@ -373,8 +322,7 @@ AUTO = {"bands": "auto", "target_epsilon": 8.0, "accountant": "rdp", "max_steps"
 
 
 def test_auto_takes_what_leaves_the_least_noise_in_the_weights(tmp_path):
-    few = trainer(tmp_path, **AUTO, expected_batch_size=2)
-    plan = few.privacy_plan
+    plan = trainer(tmp_path, **AUTO, expected_batch_size=2).privacy_plan
     assert plan.mechanism.draw.bands in (4, 8, 16)
     assert 7.9 < epsilon(plan.events(), plan.delta, "rdp").value <= 8
     # What is independent is best where every row takes part in nearly every step.
@@ -403,11 +351,6 @@ def test_the_workload_is_what_of_each_steps_gradient_the_weights_have(tmp_path, 
     found = np.array(workload_of(made.args, 10))
     made.train()
     logged = [row["learning_rate"] for row in made.state.log_history if "learning_rate" in row]
-    rates = np.array(logged) / made.args.learning_rate
-    moved = np.zeros(10)
-    for first in range(10):  # a gradient of 1 in one step alone
-        moment = 0.0
-        for step in range(10):
-            moment = momentum * moment + (step == first)
-            moved[first] += rates[step] * moment
-    np.testing.assert_allclose(found, moved, atol=1e-12)
+    steps = np.arange(10)
+    kept = np.tril(momentum ** np.clip(steps[:, None] - steps, 0, None))  # [t, s]
+    np.testing.assert_allclose(found, logged @ kept / made.args.learning_rate, atol=1e-12)

@@ -16,7 +16,7 @@ from hf_dp.trainer import arguments as arguments_module
 from hf_dp.trainer import private as trainer_module
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.inherited import REFUSED
-from hf_dp.trainer.privacy_arguments import plans_of
+from hf_dp.trainer.privacy_arguments import plan_of
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -93,7 +93,7 @@ def read_though_free(tmp_path, monkeypatch):
     options = trainer_module.options_of(trainer.args)  # memory and speed alone
     monkeypatch.setattr(trainer_module, "options_of", lambda args: options)
     with reads_noted(monkeypatch) as noted:
-        plans_of(trainer.args, 40, trainer.tuner)
+        plan_of(trainer.args, 40, trainer.tuner)
         trainer.privacy_statement()
     assert noted >= {"noise_multiplier", "max_steps", "load_best_model_at_end"}
     return (noted | REFUSED.keys()) & changeable(trainer.args)

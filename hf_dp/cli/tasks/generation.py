@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_dp._validate import invalid
 from hf_dp.cli import tasks
-from hf_dp.errors import ConfigError, DataError, UnsupportedArgumentError
-from hf_dp.plans.bands import BANDS
+from hf_dp.errors import ConfigError, DataError
 from hf_dp.tasks.classification import one_or_all
 from hf_dp.tasks.generation.arguments import DecodingArguments, TextArguments
 from hf_dp.tasks.models import TextModelArguments, check_positions
@@ -59,13 +57,10 @@ class Writing(tasks.PrivateTask):
                 "that writes has one for each token. Use privacy_mode: dp_sgd."
             )
         if data.drop_long_rows and args.bands is not None:
-            expected = (
-                "to be unset with drop_long_rows: a row that is left out moves all later ones"
+            raise ConfigError(
+                f"Expected `bands` to be unset with drop_long_rows, got {args.bands!r}: a row that "
+                "is left out moves all later ones. Protect a file of the rows that are short."
             )
-            why = (
-                "Write the rows that are short enough to a file, which are then what is protected."
-            )
-            raise invalid(BANDS, args.bands, expected, why, UnsupportedArgumentError)
         with args.main_process_first(desc="loading the rows"):  # into a cache that all share
             rows, evaluation_rows = load_train(data), load_evaluation(data)
         set_seed(args.seed)  # initial weights
