@@ -52,11 +52,11 @@ class Budget:
         if plan.accountant not in BOUNDS:
             # DP-FP as published: steps beyond those of its figure would not have that figure.
             return plan.steps
-        # Own steps are one event: in a private selection, steps to come are further steps of the
-        # same search and not a second one.
-        own = [each for each in self.ledger.entries if self._is_step(each)]
-        others = tuple(each.event for each in self.ledger.entries if each not in own)
-        ran = sum(each.event.steps for each in own)
+        # Steps to come continue the ledger's last entry if that is of steps, too, and are one event
+        # with it: further steps of the same search. After another release they are a second one.
+        entries = self.ledger.entries
+        ran = entries[-1].event.steps if entries and self._is_step(entries[-1]) else 0
+        others = tuple(each.event for each in (entries[:-1] if ran else entries))
         if self._reserved and plan.selection is not None:
             others = (*others, plan.selection.event(self._reserved))
         if done + planned_steps <= plan.steps and self._is_as_planned(
