@@ -35,15 +35,14 @@ quick: $(VENV)/installed-test
 slow: $(VENV)/installed-slow
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 
-# The first minutes on a GPU (recipes/gpu/README.md), with an environment of one's own: PYTHON=python3.
+# The first minutes on a GPU (recipes/gpu/README.md), with what is installed beside PYTHON; nothing is installed here.
 GPU_TESTS = tests/clipping/test_architectures.py tests/clipping/test_engine_contract.py tests/clipping/test_sensitivity.py \
 	tests/clipping/test_sharded.py tests/test_noise.py
 
 gpu:
-	@$(PYTHON) -c "import torch; assert torch.cuda.is_available(), 'make gpu needs a CUDA device, and torch sees none.'"
-	mkdir -p outputs
-	-PYTHONPATH=. timeout 180 $(PYTHON) -m pytest -q -m gpu $(GPU_TESTS)
-	PYTHONPATH=. $(PYTHON) recipes/gpu/measure.py outputs/gpu.json --seconds 300
+	@$(PYTHON) -c "import sys, torch; torch.cuda.is_available() or sys.exit('make gpu needs a CUDA device, and torch sees none.')"
+	@PYTHONPATH=. timeout 180 $(PYTHON) -m pytest -q -m gpu $(GPU_TESTS); tested=$$?; \
+	PYTHONPATH=. $(PYTHON) recipes/gpu/measure.py outputs/gpu.json --seconds 300; measured=$$?; exit $$((tested | measured))
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check hf_dp tests recipes

@@ -99,7 +99,7 @@ class PublishError(HfDpError, RuntimeError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an allocation failed, on the device or on the host."""
-    import torch  # not needed by any error
+    import torch  # only here: errors are imported where torch is not
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True

@@ -53,7 +53,8 @@ class Budget:
             # DP-FP as published: steps beyond those of its figure would not have that figure.
             return plan.steps
         # Steps to come continue the ledger's last entry if that is of steps, too, and are one event
-        # with it: further steps of the same search, or of the same turn of the parts.
+        # with it: further steps of the same search, or of the same turn of the parts. After another
+        # release they are a second one.
         entries = self.ledger.entries
         ran = entries[-1].event.steps if entries and self._is_step(entries[-1]) else 0
         others = tuple(each.event for each in (entries[:-1] if ran else entries))

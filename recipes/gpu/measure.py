@@ -1,6 +1,6 @@
 """Time forward and backward of private steps on this GPU, beside steps without privacy and Opacus.
 
-    PYTHONPATH=. python recipes/gpu/measure.py OUTPUT.json [--seconds 300] [--cases 0,3]
+    PYTHONPATH=. python recipes/gpu/measure.py OUTPUT.json [--seconds 300] [--cases 0 3]
 
 Weights are random, so nothing is downloaded. The noise multiplier, which no time depends on, is not
 needed: noise and update cost the same in all modes and are left out. A case that does not fit into
@@ -92,22 +92,25 @@ def measured(workload: Workload, rounds: int) -> dict[str, Any]:
 
 
 def clear() -> None:
+    """Give the GPU's memory back before the next model is built."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def main(argv: list[str]) -> int:
+    """Measure the cases asked for, until the time is up; print and write what was found."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output")
     parser.add_argument("--seconds", type=float, default=300)
-    parser.add_argument("--cases", help="their numbers, with commas; `small` for tests")
+    numbers = range(len(CASES))
+    parser.add_argument("--cases", type=int, nargs="+", choices=numbers, default=[*numbers])
+    parser.add_argument("--small", action="store_true", help="two tiny cases instead, for tests")
     parser.add_argument("--rounds", type=int, default=5, help="at least 3")
     asked = parser.parse_args(argv)
     gc.freeze()  # what was imported is not searched before each step
-    cases = SMALL if asked.cases == "small" else CASES
-    if asked.cases and asked.cases != "small":
-        cases = [CASES[int(number)] for number in asked.cases.split(",")]
+    cases = SMALL if asked.small else [CASES[number] for number in asked.cases]
+    Path(asked.output).parent.mkdir(parents=True, exist_ok=True)  # before anything is measured
     end = time.monotonic() + asked.seconds
     report: list[dict[str, Any]] = []
     for model, size, length, bf16 in cases:

@@ -19,13 +19,13 @@ def without_the_rest(program: str) -> str:
 
 
 def test_each_mode_of_each_case_is_printed_and_written_and_one_that_fails_costs_no_other(tmp_path):
-    out = tmp_path / "gpu.json"
+    out = tmp_path / "new" / "gpu.json"
     program = f"""
 sys.path.insert(0, "recipes/gpu")
 import measure
 measure.SMALL[0] = ("tiny", 4, 10**6, False)
-measure.main([{str(out)!r}, "--cases", "small", "--rounds", "3"])
-measure.main([{str(out)!r} + "l", "--cases", "small", "--seconds", "-1"])
+measure.main([{str(out)!r}, "--small", "--rounds", "3"])
+measure.main([{str(out)!r} + "l", "--small", "--seconds", "-1"])
 """
     printed = without_the_rest(program)
     first, second = json.loads(out.read_text())

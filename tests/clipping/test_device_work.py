@@ -125,9 +125,9 @@ def test_a_gpu_handles_the_gradients_of_adapters_together(monkeypatch):
     """Matrices too large to be copied on a CPU, explicit because texts are long. One by one they
     take 1.81 times the operations of plain training."""
     wide = {"hidden_size": 320, "intermediate_size": 640, "max_position_embeddings": 128}
-    model = models.llama(dtype=torch.float32, num_hidden_layers=4, use_cache=False, **wide)
     lora = LoraConfig(task_type="CAUSAL_LM", r=64, target_modules="all-linear")
-    model = get_peft_model(model, lora).train()
+    base = models.llama(dtype=torch.float32, num_hidden_layers=4, use_cache=False, **wide)
+    model = get_peft_model(base, lora).train()
     monkeypatch.setitem(forms._LARGEST, "cpu", forms._LARGEST["cuda"])
     plain, private = counted(model, False, 128), counted(model, True, 128)
     additions = sum(parameter.requires_grad for parameter in model.parameters())

@@ -11,6 +11,7 @@ from models import BUILDERS, alone, batch_for, bert, gpt2, llama
 from torch import Tensor, nn
 
 from hf_dp.clipping import norms, rules, self_check
+from hf_dp.clipping.engine import ClippingEngine
 from hf_dp.clipping.gradients import Dense, Weights
 from hf_dp.errors import SelfCheckError, UnaccountedGradientError, UnsupportedModelError
 from hf_dp.losses import per_example_loss
@@ -51,6 +52,38 @@ COUPLED = {
 def test_coupled_losses_are_refused(case):
     with pytest.raises(SelfCheckError, match="beside a longer one"):
         check(bert(), COUPLED[case])
+
+
+# Where 16 bits compute, only examples of one shape share a batch.
+OF_SHAPE = {"divided by the padded length", "attention to padding"}
+
+
+@pytest.mark.parametrize("case", sorted(COUPLED.keys() - OF_SHAPE))
+def test_coupled_losses_are_refused_in_16_bits(case):
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(SelfCheckError):
+        check(bert(dtype=torch.float32), COUPLED[case])
+
+
+class RoundedByShape(nn.Module):
+    """What 16 bits do to a loss and its gradient where logits are large: by the shape of the batch,
+    they are up to a fifth away."""
+
+    def forward(self, losses: Tensor, shape: torch.Size) -> Tensor:
+        return losses * (1 + 0.2 / sum(shape)) if torch.is_autocast_enabled("cpu") else losses
+
+
+def test_what_16_bits_round_by_shape_is_not_taken_for_a_coupling(monkeypatch):
+    rounded = RoundedByShape()
+
+    def loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        return 8 * rounded(per_example_loss(model, inputs), inputs["input_ids"].shape[:1])
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        check(bert(dtype=torch.float32), loss)
+        backward = ClippingEngine.backward
+        monkeypatch.setattr(ClippingEngine, "backward", lambda *given: 1.1 * backward(*given))
+        with pytest.raises(SelfCheckError, match="by autograd but"):
+            check(bert(dtype=torch.float32), loss)
 
 
 def test_a_coupling_that_keeps_every_loss_is_refused():

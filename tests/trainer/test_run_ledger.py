@@ -5,6 +5,7 @@ import os
 import shlex
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -15,9 +16,12 @@ import torch
 from transformers import AutoModelForSequenceClassification
 from watch import watch
 
+from hf_dp.accounting import Ledger, PoissonSampledGaussian
 from hf_dp.errors import LedgerError
 from hf_dp.plans import DpSgdPlan, PrivacyPlan
+from hf_dp.plans.dp_sgd import Search
 from hf_dp.run import ledger_file
+from hf_dp.run.budget import Budget
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.ledger_file import COPY, HEAD, LEDGER, read_copy, read_head, read_own
 from hf_dp.run.witnesses import HEAD_KEY, add_metadata, head_in, read_run, refuse_foreign
@@ -485,3 +489,18 @@ def test_a_whole_run_with_an_older_ledger_is_refused_until_it_is_put_back(run):
     again.save_model(str(run / "final"))
     assert head_in(run / "final" / "model.safetensors") == again.run.book.lines.head
     assert read_copy(run / "final").ledger == again.ledger
+
+
+def test_releases_between_the_steps_of_a_search_leave_the_target_whole():
+    """The ledger takes such steps for two searches. The budget took them for one and let 3.11 pass
+    for 3."""
+    given = {"num_examples": 1000, "expected_batch_size": 100, "clipping_norm": 0.5}
+    plan = PrivacyPlan.create(**given, target_epsilon=3.0, max_steps=40, accountant="rdp")
+    mechanism = replace(plan.mechanism, search=Search(5), noise_multiplier=2.4)
+    plan, ledger = replace(plan, mechanism=mechanism), Ledger()
+    for _ in range(2):
+        ledger.append(plan.event(10), "training")
+        ledger.append(PoissonSampledGaussian(50.0, 0.01, 1), "other")
+    more = int(Budget(plan, ledger).allowed_steps(20)) - 20
+    ledger.append(plan.event(more), "training")
+    assert more >= 15 and 2.9 < ledger.epsilon(plan.delta, "rdp").value <= 3
