@@ -12,6 +12,11 @@ from hf_dp.errors import ConfigError, HfDpError, LedgerError
 T = TypeVar("T")
 
 
+# Metadata of a field that came later: it is left out where it has its default, so that what was
+# written before can be read, and what does not use it is written as ever.
+LATER = {"later": True}
+
+
 def default_of(field: dataclasses.Field[Any]) -> Any:
     """Return a field's default, made anew where there is a factory for it."""
     if field.default_factory is not dataclasses.MISSING:
@@ -47,7 +52,11 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if not dataclasses.is_dataclass(value):
         return value
-    own = {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    own = {
+        item.name: plain(getattr(value, item.name))
+        for item in dataclasses.fields(value)
+        if "later" not in item.metadata or getattr(value, item.name) != item.default
+    }
     return {"name": value.name, **own} if isinstance(value, Named) else own
 
 
@@ -66,7 +75,8 @@ def read(cls: type[T], values: object, error: type[HfDpError] = ConfigError) -> 
         cls = cls.known[name]
     found: type[Any] = cls
     known = {item.name for item in dataclasses.fields(found)}
-    unknown, missing = sorted(given.keys() - known), sorted(known - given.keys())
+    later = {item.name for item in dataclasses.fields(found) if "later" in item.metadata}
+    unknown, missing = sorted(given.keys() - known), sorted(known - given.keys() - later)
     if unknown or missing:
         raise error(
             f"{cls.__name__} cannot be read: it lacks or adds fields (unknown {unknown}, missing "

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_dp import _validate
 from hf_dp.clipping import sharding
-from hf_dp.clipping.clipped_sum import ClippedSum, LargeUnit, book_keeping, two_pass
+from hf_dp.clipping.clipped_sum import ClippedSum, LargeUnit, Watch, book_keeping, two_pass
 from hf_dp.clipping.coupling import refuse_coupling
 from hf_dp.clipping.fallback import Method, fallback_forward, find_shared_method, own_parameters
 from hf_dp.clipping.forms import RunningSums
@@ -65,6 +65,8 @@ class ClippingEngine:
     """
 
     regrouped = SMALL_GROUP
+    _gauge = 1.0
+    _watch: Watch | None = None
     clippings: ClassVar[tuple[str, ...]] = CLIPPINGS  # those that a subclass can do
 
     def __init__(
@@ -162,6 +164,23 @@ class ClippingEngine:
             sharding.reshard(self.model)
         self._tape = Tape()
 
+    def measure(self, gauge: float, watch: Watch | None = None) -> None:
+        """Measure gradients by a public number r from now on: what is clipped to C and added is
+        the gradient / r, so C remains what one example adds at most.
+
+        Args:
+            gauge: r > 0.
+            watch: sees, in each :meth:`backward` that counts, the norms before they are divided by
+                r, as weights are computed from them, (K, units), and which units are used. Not
+                private.
+
+        Raises: InvalidArgumentError where gradients would be clipped to less than float32 can tell.
+        """
+        if self.clipping_norm * _validate.positive("gauge", gauge) < SMALLEST_CLIPPING_NORM:
+            least = SMALLEST_CLIPPING_NORM / self.clipping_norm
+            raise _validate.invalid("gauge", gauge, f"to be at least {least:.3g}", "Raise it.")
+        self._gauge, self._watch = gauge, watch
+
     @property
     def groups(self) -> dict[str, int]:
         """The group of each parameter, numbered from 0, inside the ``with``."""
@@ -256,6 +275,8 @@ class ClippingEngine:
             model_bytes=self._model_bytes,
             rows_per_unit=rows_per_unit,
             slack_cap=slack_cap(self.regrouped),
+            gauge=self._gauge,
+            watch=self._watch,
         )
 
     def _check_losses(self, losses: Tensor) -> None:

@@ -16,8 +16,13 @@ the norm of group k and w_k its weight, the example's contribution is the concat
 * ``per_layer``, K groups: ``w_k = min(1, (C / sqrt(K)) / n_k)``, so the norm is at most
   ``sqrt(K (C / sqrt(K))^2) = C`` (McMahan et al. 2018, section 2.3, all layers alike).
 
-A second norm may bound the weights further: the example's ``w_k`` is as if its norm were at least
-that one. :func:`hf_dp.plans.rounding.slack_cap` says why.
+Norms come with the slack of rounding, and are at least as large as it asks for:
+:func:`hf_dp.plans.rounding.slack_cap` says why.
+
+**The gauge.** Gradients may be measured by a public number r: ``G / r`` is clipped to C and added.
+Its norm is n / r, so the weight of G is ``(1/r) min(1, C / (n/r)) = C / max(n, r C)``. So gradients
+are clipped to r C, and C is what one example adds at most. All bounds, those of rounding too, are
+of ``w_k n_k`` and of ``w_k`` times a slack, and hold for every r.
 """
 
 from __future__ import annotations
@@ -265,31 +270,29 @@ AUTOMATIC_GAMMA = 0.01
 
 
 def clipping_weights(
-    clipping: str, norms: Tensor, clipping_norm: float, at_least: Tensor | None = None
+    clipping: str, norms: Tensor, clipping_norm: float, gauge: float = 1.0
 ) -> Tensor:
     """Return the weight of each group of each example, (K, b) as ``norms``.
 
     Guarantee: for finite norms, ``sqrt(sum_k (weights[k] norms[k])^2) <= clipping_norm``, up to
-    one rounding; and the same of ``at_least``.
+    one rounding.
 
     | norm (flat) | weight |
     |-------------|--------|
-    | 0           | 1      |
-    | <= C        | 1      |
-    | > C         | C/norm |
+    | 0           | 1/r    |
+    | <= r C      | 1/r    |
+    | > r C       | C/norm |
     | inf or NaN  | 0 in all groups (the caller also zeroes its gradients: 0 * NaN is NaN) |
 
     Args:
         clipping: one of :data:`hf_dp.plans.dp_sgd.CLIPPINGS`.
         norms: (K, b), float.
-        clipping_norm: C > 0, in the units of the norms.
-        at_least: norms below which none counts, (K, b); None for 0.
+        clipping_norm: C > 0.
+        gauge: r > 0, by which gradients are measured.
     """
-    if at_least is not None:
-        norms = torch.maximum(norms, at_least)
     if clipping == "automatic":
-        weights = clipping_norm / (norms + AUTOMATIC_GAMMA)
+        weights = clipping_norm / (norms + AUTOMATIC_GAMMA * gauge)
     else:
         bound = clipping_norm / math.sqrt(len(norms))  # one group: C itself
-        weights = bound / norms.clamp_min(bound)
+        weights = bound / norms.clamp_min(bound * gauge)
     return torch.where(torch.isfinite(norms).all(0), weights, torch.zeros_like(weights))

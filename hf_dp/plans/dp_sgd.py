@@ -1,23 +1,24 @@
 """DP-SGD: per-example gradients, clipped, summed, noised (Li et al., algorithm 1).
 
-Its plan is composed of a draw, of a noised loss beside the gradients, and of a search of which the
-run is one.
+Its plan is composed of a draw, of a noised loss and a noised count of norms beside the gradients,
+and of a search of which the run is one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from hf_dp import _validate
+from hf_dp._dataclasses import LATER
 from hf_dp.accounting import LOSS, SUM, BestOfRandomRuns, Event
 from hf_dp.accounting.event import joint_noise_multiplier
-from hf_dp.accounting.knows import LOSS as LOSS_KIND
-from hf_dp.accounting.knows import SEARCH, SELECTION, USER_ROWS, Asked, refuse_together
+from hf_dp.accounting.knows import BESIDE, SEARCH, SELECTION, USER_ROWS, Asked, refuse_together
 from hf_dp.plans.draws import POISSON, Draw, Poisson, Schedule, draw_of
 from hf_dp.plans.mechanism import MechanismPlan, Words, register_plan
+from hf_dp.plans.quantile import ClippingQuantile
 from hf_dp.plans.rounding import clipping_share, rounding_margin
 from hf_dp.plans.units import BY_USER, Users
 
@@ -59,9 +60,22 @@ class NoisedLoss:
     bound: float
     budget_ratio: float
 
+    name: ClassVar[str] = "a noised loss"
+    logged: ClassVar[str] = "noised losses"
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "bound", loss_bound(BOUND, self.bound))
         object.__setattr__(self, "budget_ratio", budget_ratio(RATIO, self.budget_ratio))
+
+    @property
+    def asked(self) -> Asked:
+        """What a user set to get it, for a refusal."""
+        return Asked(BESIDE, BOUND, self.bound)
+
+    @property
+    def sensitivities(self) -> Mapping[str, float]:
+        """How far one example moves the sum of losses."""
+        return {LOSS: self.bound}
 
     def part(self, noise_multiplier: float) -> Mapping[str, float]:
         """Return the noise multiplier of the losses beside this one of the gradients."""
@@ -92,23 +106,16 @@ class NoisedLoss:
             f"noise multiplier {joint_noise_multiplier(noise_multiplier, losses):.6g}"
         )
 
-    def words(self, alone: Words, schedule: Schedule, noise_multiplier: float) -> Words:
-        """Return how a statement speaks of both sums. Args: alone: how it does of the gradients."""
+    def said(self, schedule: Schedule, noise_multiplier: float) -> str:
+        """Return how a statement speaks of it."""
         losses = self.part(noise_multiplier)[LOSS]
         of_same = "The losses of the same rows"
         if schedule.users is not None:
             of_same = f"The losses of the same draw, the mean over the rows of each {schedule.one}"
-        return replace(
-            alone,
-            name=f"{alone.name} and a noised loss",
-            mechanism=(
-                f"{alone.mechanism}. {of_same}, each clipped to [0, {self.bound!r}], are summed, "
-                f"too; Gaussian noise with standard deviation {losses:.6g} x {self.bound!r} is "
-                "added once to their sum, which is divided by the expected batch size and logged "
-                "as noised_loss. Each step's two sums are accounted together, as one with noise "
-                f"multiplier {joint_noise_multiplier(noise_multiplier, losses):.6g}"
-            ),
-            also_covered="the noised losses in its logs, and whatever is computed from them",
+        return (
+            f"{of_same}, each clipped to [0, {self.bound!r}], are summed, too; Gaussian noise with "
+            f"standard deviation {losses:.6g} x {self.bound!r} is added once to their sum, which "
+            "is divided by the expected batch size and logged as noised_loss"
         )
 
 
@@ -194,6 +201,9 @@ class DpSgdPlan(MechanismPlan):
         draw: who takes part in a step.
         loss: the sum of losses that a step releases with noise of its own; None: none.
         search: the search of which this is one run; None: it is none.
+        clipping_quantile: how the clipping norm of a step follows from noised counts; C is then
+            that of the first step, and the unit in which gradients and noise of all steps are
+            measured. None: it is C in all.
 
     Raises: InvalidArgumentError.
     """
@@ -202,6 +212,7 @@ class DpSgdPlan(MechanismPlan):
     draw: Draw = Poisson()
     loss: NoisedLoss | None = None
     search: Search | None = None
+    clipping_quantile: ClippingQuantile | None = field(default=None, metadata=LATER)
 
     name: ClassVar[str] = "dp_sgd"
     privacy_mode: ClassVar[str] = DP_SGD
@@ -210,6 +221,8 @@ class DpSgdPlan(MechanismPlan):
     def __post_init__(self) -> None:
         super().__post_init__()
         _validate.one_of("clipping", self.clipping, CLIPPINGS)
+        if self.clipping_quantile is not None:
+            self.clipping_quantile.check(self.clipping, self.clipping_norm)
 
     @classmethod
     def of(
@@ -224,6 +237,7 @@ class DpSgdPlan(MechanismPlan):
         noised_loss_bound: float | None = None,
         noised_loss_budget_ratio: float | None = None,
         mean_runs: float | None = None,
+        clipping_quantile: ClippingQuantile | None = None,
     ) -> Self:
         """Return the plan that these arguments ask for; the draw's as :func:`draw_of`.
 
@@ -238,7 +252,17 @@ class DpSgdPlan(MechanismPlan):
             loss = NoisedLoss(noised_loss_bound, noised_loss_budget_ratio)
         search = None if mean_runs is None else Search(mean_runs)
         draw = draw_of(sampling, max_batch_size, by_row)
-        return cls(clipping_norm, noise_multiplier, clipping, draw, loss, search)
+        own = (clipping, draw, loss, search, clipping_quantile)
+        return cls(clipping_norm, noise_multiplier, *own)
+
+    @property
+    def beside(self) -> tuple[NoisedLoss | ClippingQuantile, ...]:
+        """What a step releases of the same draw beside the gradients."""
+        return tuple(each for each in (self.loss, self.clipping_quantile) if each is not None)
+
+    @property
+    def norm_moves(self) -> str:
+        return "" if self.clipping_quantile is None else " at first, and then as noised counts say"
 
     @property
     def is_searched(self) -> bool:
@@ -254,13 +278,18 @@ class DpSgdPlan(MechanismPlan):
 
     def step_event(self, schedule: Schedule, noise_multiplier: float, steps: int) -> Event:
         event: Any = self.draw.event(schedule, noise_multiplier, steps)
-        if self.loss is not None:
-            event = replace(event, beside=self.loss.part(noise_multiplier))
+        if self.beside:
+            event = replace(event, beside=self._multipliers(noise_multiplier))
         return event if self.search is None else BestOfRandomRuns((event,), self.search.mean_runs)
 
     def sensitivities(self, schedule: Schedule) -> Mapping[str, float]:
-        own = {SUM: self.clipping_norm * (1 + self.margin(schedule))}
-        return own if self.loss is None else {**own, LOSS: self.loss.bound}
+        others = {name: most for each in self.beside for name, most in each.sensitivities.items()}
+        return {SUM: self.clipping_norm * (1 + self.margin(schedule)), **others}
+
+    def _multipliers(self, noise_multiplier: float) -> dict[str, float]:
+        """Return the noise multipliers beside this one of the gradients, by part."""
+        parts = (each.part(noise_multiplier) for each in self.beside)
+        return {name: multiplier for part in parts for name, multiplier in part.items()}
 
     def check_users(self, users: Users | None) -> None:
         by_row = users is not None and users.by_row
@@ -273,15 +302,21 @@ class DpSgdPlan(MechanismPlan):
         super().check(schedule, selects)
         asked = [] if self.search is None else [Asked(SEARCH, MEAN_RUNS, self.search.mean_runs)]
         asked.append(self.draw.asked)
-        if self.loss is not None:
-            asked.append(Asked(LOSS_KIND, BOUND, self.loss.bound))
+        asked.extend(each.asked for each in self.beside)
         if selects:
             asked.append(Asked(SELECTION, "peft_config", "one that selects what trains"))
         refuse_together(asked, schedule.accountant)
         self.draw.check(schedule)
 
     def outline(self, schedule: Schedule) -> tuple[str, ...]:
-        return () if self.loss is None else (self.loss.outline(schedule, self.sigma),)
+        lines = [each.outline(schedule, self.sigma) for each in self.beside]
+        if len(lines) > 1:
+            lines.append(f"all of a step's sums, as one with noise multiplier {self._joint():.6g}")
+        return tuple(lines)
+
+    def _joint(self) -> float:
+        """Return the noise multiplier of all sums of a step, as of one."""
+        return joint_noise_multiplier(self.sigma, *self._multipliers(self.sigma).values())
 
     def words(self, schedule: Schedule) -> Words:
         users, one = schedule.users, schedule.one
@@ -294,9 +329,11 @@ class DpSgdPlan(MechanismPlan):
                 f"; of a drawn {one} with more than {users.max_rows} rows, that many of them are "
                 "used, chosen uniformly at random in each draw"
             )
-        noise = "and Gaussian noise"
+        noise = f"and Gaussian noise{('', ' on both sums', ' on all three sums')[len(self.beside)]}"
+        if self.clipping_quantile is not None:
+            noise = f"with a bounded count, {noise}"
         if self.loss is not None:
-            noise = "of gradients and losses, and Gaussian noise on both sums"
+            noise = f"of gradients and losses, {noise}"
         words = Words(
             name="DP-SGD",
             mechanism=(
@@ -313,8 +350,18 @@ class DpSgdPlan(MechanismPlan):
             sampling_code=self.draw.sampling,
             conditions=self.draw.conditions,
         )
-        if self.loss is not None:
-            words = self.loss.words(words, schedule, self.sigma)
+        if self.beside:
+            logged = " and ".join(each.logged for each in self.beside)
+            words = replace(
+                words,
+                name=" and ".join([words.name, *(each.name for each in self.beside)]),
+                mechanism=". ".join(
+                    [words.mechanism, *(each.said(schedule, self.sigma) for each in self.beside)]
+                )
+                + f". Each step's {('two', 'three')[len(self.beside) - 1]} sums are accounted "
+                f"together, as one with noise multiplier {self._joint():.6g}",
+                also_covered=f"the {logged} in its logs, and whatever is computed from them",
+            )
         return words if self.search is None else self.search.words(words)
 
 

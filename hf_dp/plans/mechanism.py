@@ -165,6 +165,11 @@ class MechanismPlan(Named, ABC):
         return "flat"
 
     @property
+    def norm_moves(self) -> str:
+        """How the clipping norm changes, for the card; empty if it does not."""
+        return ""
+
+    @property
     def is_searched(self) -> bool:
         """Whether a run is one of several, of which the best by a score is released."""
         return False

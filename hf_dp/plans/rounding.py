@@ -78,6 +78,35 @@ def regrouping_share(regrouped: int) -> float:
     return (1 + _moved(_LARGE_GROUP)) / (1 + _moved(max(regrouped, _LARGE_GROUP)))
 
 
+# w: a count of norms falls from 1/2 to -1/2 between (1 - w) C and (1 + w) C.
+RAMP = 0.25
+
+
+def count_margin() -> float:
+    """Return by how much of its sensitivity, 1/2, the noise on a count of norms is scaled up, for
+    physical batches of up to 64 (:mod:`hf_dp.plans.quantile`).
+
+    A regrouped example's norm was found with a relative error of up to a = e + cap, with the
+    example that leaves and without it. (A slack moves the norms that weights are computed from by
+    at most cap, relative to them: :func:`slack_cap`.) Where one of the two is below (1 + w) C, they
+    differ by at most 2 a (1 + w) C / (1 - a), and what is counted by that / (2 w C). For R examples
+    this is at most ``(2 R cap + 2 R e) (1 + w) / (2 w)``, where one e more than in the sums makes
+    up for 1 - a. What the example itself adds is at most 1/2, whatever its norm is taken for.
+    """
+    return 2 * _count_moved(_LARGE_GROUP)
+
+
+def count_share(regrouped: int) -> float:
+    """Return what counts in large groups are multiplied by: 1 up to 64 regrouped examples, 0.834
+    for 256."""
+    largest = max(regrouped, _LARGE_GROUP)
+    return (0.5 + _count_moved(_LARGE_GROUP)) / (0.5 + _count_moved(largest))
+
+
+def _count_moved(regrouped: int) -> float:
+    return _moved(regrouped) * (1 + RAMP) / (2 * RAMP)
+
+
 def _moved(regrouped: int) -> float:
     return 2 * regrouped * slack_cap(regrouped) + (1 + 2 * regrouped) * _NORM_ERROR
 

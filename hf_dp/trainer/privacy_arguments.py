@@ -14,7 +14,7 @@ from hf_dp.accounting import ACCOUNTANTS, epsilon
 from hf_dp.accounting.event import Event
 from hf_dp.accounting.knows import NO_BOUND
 from hf_dp.errors import ConfigError, UnsupportedArgumentError
-from hf_dp.plans import dp_sgd
+from hf_dp.plans import dp_sgd, quantile
 from hf_dp.plans.dp_fp import DP_FP, PRIVATE_ENCODER, PUBLISHED
 from hf_dp.plans.draws import POISSON, check_sampling
 from hf_dp.plans.mechanism import MechanismPlan
@@ -136,6 +136,24 @@ class StepArguments(ArgumentGroup):
         "per_layer: each of the K layers to it divided by sqrt(K). The sensitivity is the same.",
         dp_sgd.CLIPPINGS,
     )
+    clipping_quantile: float | None = argument(
+        None,
+        "Only for dp_sgd, with flat clipping: lets the clipping norm find itself. From "
+        "per_example_max_grad_norm on, it moves towards the norm that this share of the gradients, "
+        "in (0, 1), has at most (arXiv 1905.03871), by noised counts, which epsilon covers.",
+        quantile.check_quantile,
+    )
+    clipping_quantile_learning_rate: float = argument(
+        quantile.LEARNING_RATE,
+        "With clipping_quantile: how fast the norm moves. A step in which no gradient was clipped "
+        "changes its logarithm by this times the share that should be.",
+    )
+    clipping_quantile_budget_ratio: float = argument(
+        quantile.BUDGET_RATIO,
+        "With clipping_quantile: the share of the privacy budget, in (0, 1), that the counts get; "
+        "the gradient's noise grows by the factor 1/sqrt(1 - share).",
+        quantile.check_ratio,
+    )
     max_grad_norm: float | None = argument(
         None,
         "The Trainer's own clip, of the averaged gradient after noise. Unset means 0 (off) in "
@@ -161,6 +179,26 @@ class StepArguments(ArgumentGroup):
             (None,),
             f"{NO_BOUND} Remove one of the two.",
             UnsupportedArgumentError,
+        ),
+        Need(
+            quantile.NORM_QUANTILE,
+            "privacy_mode",
+            (dp_sgd.DP_SGD,),
+            "Only the steps of DP-SGD measure gradients by it. Remove it.",
+            UnsupportedArgumentError,
+        ),
+        Need(
+            "adam_bc_floor",
+            quantile.NORM_QUANTILE,
+            (None,),
+            "Noise whose variance changes from step to step is not implemented. Remove one.",
+            UnsupportedArgumentError,
+        ),
+        Need(
+            f"{quantile.RATE} {quantile.RATIO}",
+            quantile.NORM_QUANTILE,
+            is_given,
+            "It is of a clipping norm that finds itself. Set both, or remove it.",
         ),
     )
 
@@ -242,7 +280,15 @@ class ReleaseArguments(ArgumentGroup):
 
     @staticmethod
     def problems(args: Any, found: Problems) -> None:
-        """Note a norm of clipped gradients where a step adds up other things, too."""
+        """Note a norm of clipped gradients where a step adds up other things, too, or measures them
+        in a unit of its own."""
+        moves = quantile.NORM_QUANTILE
+        if getattr(args, moves) is not None and CLIPPED_GRADIENT_NORM in (args.release or ()):
+            found.unsupported(
+                "release",
+                f"to be without {CLIPPED_GRADIENT_NORM!r} with `{moves}`",
+                "A norm in the units of its step is not implemented. Remove one of the two.",
+            )
         if args.privacy_mode != dp_sgd.DP_SGD and CLIPPED_GRADIENT_NORM in (args.release or ()):
             found.unsupported(
                 "release",
@@ -327,6 +373,13 @@ def gradient_plan(args: Any, num_classes: int | None) -> dp_sgd.DpSgdPlan:
         noised_loss_bound=args.noised_loss_bound,
         noised_loss_budget_ratio=args.noised_loss_budget_ratio,
         mean_runs=args.private_selection_mean_runs,
+        clipping_quantile=None
+        if args.clipping_quantile is None
+        else quantile.ClippingQuantile(
+            args.clipping_quantile,
+            args.clipping_quantile_learning_rate,
+            args.clipping_quantile_budget_ratio,
+        ),
     )
 
 

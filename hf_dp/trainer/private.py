@@ -306,6 +306,7 @@ class PrivateTraining(Training):
     def write_beside_weights(self, folder: str) -> None:
         """Write what belongs beside a run's weights: selection, ledger, statement and card."""
         self.tuner.save(folder)
+        self.mechanism.save(folder)
         self.run.book.go_with(folder)
         self.write_files(folder)
 

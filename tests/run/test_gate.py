@@ -52,7 +52,7 @@ def has_the_planned_noise(gate: Gate, planned: PlannedRelease, part: str = "sum"
         if part == "sum":
             noise = release.sum({"w": torch.zeros(20_000)})["w"]
         elif part == "loss":
-            noise = release.loss(torch.zeros(20_000, dtype=torch.float64))
+            noise = release.beside("loss", torch.zeros(20_000, dtype=torch.float64))
         else:
             noise = release.vectors(torch.zeros(200, 100)).flatten()
     multiplier = planned.event.noise_multipliers[part]
@@ -168,7 +168,7 @@ def test_a_closed_release_lets_nothing_out(book):
     nothing = NothingReleased()
     for leave in (
         lambda: nothing.sum({"w": torch.zeros(3)}),
-        lambda: nothing.loss(torch.zeros(())),
+        lambda: nothing.beside("loss", torch.zeros(())),
         lambda: nothing.vectors(torch.zeros(2, 3)),
     ):
         with pytest.raises(LedgerError, match="closed"):
@@ -181,16 +181,16 @@ def test_what_the_event_does_not_release_cannot_leave(book):
         with pytest.raises(ConfigError, match="got 'vectors'"):
             release.vectors(torch.zeros(2, 3))
         with pytest.raises(ConfigError, match="got 'loss'"):
-            release.loss(torch.zeros(()))
+            release.beside("loss", torch.zeros(()))
 
 
 def test_sums_losses_and_vectors_leave_once(book):
     gate = gate_of(book)
     with gate.release(WITH_A_LOSS) as release:
-        release.loss(torch.zeros(()))
+        release.beside("loss", torch.zeros(()))
         release.sum({"w": torch.zeros(3)})
         for again in (
-            lambda: release.loss(torch.zeros(())),
+            lambda: release.beside("loss", torch.zeros(())),
             lambda: release.sum({"w": torch.zeros(3)}),
         ):
             with pytest.raises(LedgerError, match="Record another release"):
@@ -198,7 +198,7 @@ def test_sums_losses_and_vectors_leave_once(book):
     with gate.release(WITH_A_LOSS) as closed:
         pass
     with pytest.raises(LedgerError, match="closed"):
-        closed.loss(torch.zeros(()))
+        closed.beside("loss", torch.zeros(()))
     rows = PlannedRelease(RecordRelease(2.0, 1), "release", {"vectors": 1.0})
     with gate.release(rows) as release:
         release.vectors(torch.zeros(2, 3))

@@ -1,0 +1,108 @@
+"""The gauge of a step: public numbers by which gradients are measured before they are noised.
+
+The sums of a step, their sensitivity and their noise are in units of the *mechanism*: gradients are
+divided by the gauge before they are clipped to C, the plan's norm, and what has left the gate is
+multiplied by it again. So sensitivity and noise are the same numbers in all steps, however the
+clipping norm moves, and noise that is correlated over steps means what its analysis says.
+
+A gauge is one number for all gradients: the step's clipping norm / C (:mod:`hf_dp.plans.quantile`).
+
+A gauge is a function of public numbers and of what earlier steps released. So all that a step does
+with it is chosen before the step's draw, as adaptive composition allows, or comes after the gate.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hf_dp.clipping import ClippingEngine
+from hf_dp.errors import ConfigError
+from hf_dp.plans.dp_sgd import DpSgdPlan
+from hf_dp.plans.quantile import COUNT, FARTHEST
+from hf_dp.run.private_run import PrivateRun
+
+FILE_NAME = "_gauge.json"  # "_": not published
+
+
+class Gauge:
+    """The gauge of a run's steps, from the first one to the next.
+
+    Args: rules: the plan that says how it moves; by default it stays, and is 1.
+
+    Attributes: ratio: the norm of the next step, divided by C.
+    """
+
+    def __init__(self, run: PrivateRun, rules: DpSgdPlan):
+        self.run, self.plan, self.quantile, self.ratio = run, run.plan, rules.clipping_quantile, 1.0
+
+    @property
+    def clipping_norm(self) -> float:
+        """What the gradients of the next step are clipped to."""
+        return self.ratio * self.plan.clipping_norm
+
+    def measure(self, engine: ClippingEngine) -> dict[str, Tensor]:
+        """Let an engine measure gradients; return the sums that it adds to meanwhile, each (), by
+        part of the step's event. They are not private."""
+        quantile, norm, device = self.quantile, self.clipping_norm, self.run.device
+        if quantile is None:
+            return {}
+        total = torch.zeros((), dtype=torch.float64, device=device)
+
+        def count(sizes: Tensor, used: Tensor) -> None:
+            found = quantile.counted(sizes[0], used, norm, engine.regrouped, self.plan)
+            total.add_(found.to(device))
+
+        engine.measure(self.ratio, count)
+        return {COUNT: total}
+
+    @torch.no_grad()
+    def undo(self, noised: Mapping[str, Tensor]) -> float:
+        """Put noised sums back into the units of gradients, in place. Return the root of the sum of
+        the squares of what their numbers were multiplied by: the norm of noise that had 1 in each.
+        """
+        if self.quantile is not None:
+            for total in noised.values():
+                total.mul_(self.ratio)
+        return math.sqrt(sum(total.numel() for total in noised.values())) * self.ratio
+
+    def learn(self, released: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Move on to the next step, by what was released of this one; return what this one's log
+        may say. Args: released: noised sums beside the gradients, by part of the event."""
+        if self.quantile is None:
+            return {}
+        used = torch.tensor(self.clipping_norm, dtype=torch.float64)
+        self.ratio = self.quantile.moved(self.ratio, float(released[COUNT]), self.plan)
+        return {"clipping_norm": used}
+
+    # -- kept with a run --
+
+    def save(self, folder: str) -> None:
+        """Write into a checkpoint what :meth:`load` reads."""
+        if self.quantile is not None:
+            Path(folder, FILE_NAME).write_text(json.dumps({"ratio": self.ratio}), encoding="utf-8")
+
+    def load(self, checkpoint: str) -> None:
+        """Go on from a checkpoint.
+
+        Raises: ConfigError for one that does not say where the gauge was.
+        """
+        if self.quantile is None:
+            return
+        path = Path(checkpoint, FILE_NAME)
+        try:
+            ratio = float(json.loads(path.read_text(encoding="utf-8"))["ratio"])
+        except (OSError, ValueError, KeyError, TypeError):
+            ratio = math.nan
+        if not 1 / FARTHEST <= ratio <= FARTHEST:
+            raise ConfigError(
+                f"Cannot resume: the checkpoint {path.parent.name!r} has no {FILE_NAME} that says "
+                "which clipping norm its next step has. Copy the whole checkpoint, resume from "
+                "another, or start a new run in a new output_dir."
+            )
+        self.ratio = ratio

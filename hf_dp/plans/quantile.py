@@ -1,0 +1,188 @@
+"""A clipping norm that finds itself: a quantile of the norms, by noised counts (Andrew et al. 2021,
+arXiv 1905.03871, algorithm 1).
+
+**The count.** Each example that is drawn adds a number h to a second sum over the draw, which is
+noised as a part of the step's event. In the paper h is 1/2 where the norm n is at most C_t, else
+-1/2. Here it falls from the one to the other between (1 - w) C_t and (1 + w) C_t:
+
+    h = (1 - n / C_t) / (2 w), clipped to [-1/2, 1/2], with w = 1/4
+
+since a jump would break the bound. Norms are believed with a relative error, and those of up to R
+*other* examples may change by it when one example leaves (:mod:`hf_dp.plans.rounding`). If R equal
+rows have a norm next to C_t, the paper's count could move by R. Here each of them moves it by the
+change of n / C_t, divided by 2 w (:func:`hf_dp.plans.rounding.count_margin`). An example that is
+removed adds 0.
+
+**The event.** An example moves the count by at most 1/2, so noise of standard deviation sigma_b has
+the multiplier 2 sigma_b, and is scaled up by the margin, as that of the gradients is. Together with
+the gradients: 1 / sigma_eff^2 = 1 / sigma^2 + 1 / (2 sigma_b)^2 (section 2.3;
+:class:`hf_dp.accounting.event.NoisedSum`).
+
+**The norm.** share = 1/2 + noised sum / B, with B the expected batch, estimates the share of
+examples whose norms are at most C_t; and C_{t+1} = C_t exp(-eta (share - gamma)). So the norm is a
+function of public numbers and of what was released before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from hf_dp import _validate
+from hf_dp.accounting.event import joint_noise_multiplier
+from hf_dp.accounting.knows import BESIDE, Asked
+from hf_dp.errors import UnsupportedArgumentError
+from hf_dp.plans.draws import Schedule
+from hf_dp.plans.rounding import RAMP, count_margin, count_share
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+COUNT = "count"  # the part of a step's event
+
+# The arguments.
+NORM_QUANTILE = "clipping_quantile"
+RATE = "clipping_quantile_learning_rate"
+RATIO = "clipping_quantile_budget_ratio"
+
+LEARNING_RATE, BUDGET_RATIO = 0.2, 0.01  # the former is the paper's
+
+# How far the norm may go from where it starts, either way, as a factor.
+FARTHEST = 1000.0
+# Below it, the smallest norm would be less than what float32 can tell from 0.
+SMALLEST_START = 1e-5
+_MOST = 0.5  # that one example adds
+
+
+def check_quantile(name: str, value: object) -> float:
+    """Return the quantile, a number in (0, 1). Raises: InvalidArgumentError."""
+    return _validate.in_unit_interval(name, value, "0.5 is the median of the gradients' norms.")
+
+
+def check_ratio(name: str, value: object) -> float:
+    """Return the part of the budget that the counts get. Raises: InvalidArgumentError."""
+    return _validate.in_unit_interval(name, value, "A hundredth is enough for most draws.")
+
+
+@dataclass(frozen=True)
+class ClippingQuantile:
+    """Noise on the count of examples within the clipping norm, over the draw whose gradients are
+    summed; and the norms that follow.
+
+    Budgets add up in terms of 1 / noise_multiplier^2. The counts get ``budget_ratio`` of what they
+    and the gradients have together. A noise multiplier that is given is that of the gradients.
+
+    Args:
+        quantile: gamma, in (0, 1): the share of examples that shall not be clipped.
+        learning_rate: eta > 0, of the logarithm of the norm.
+        budget_ratio: in (0, 1).
+
+    Raises: InvalidArgumentError.
+    """
+
+    quantile: float
+    learning_rate: float = LEARNING_RATE
+    budget_ratio: float = BUDGET_RATIO
+
+    name: ClassVar[str] = "a noised count"
+    logged: ClassVar[str] = "clipping norms"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "quantile", check_quantile(NORM_QUANTILE, self.quantile))
+        rate = _validate.positive(RATE, self.learning_rate, "0.2 is the paper's.")
+        object.__setattr__(self, "learning_rate", rate)
+        object.__setattr__(self, "budget_ratio", check_ratio(RATIO, self.budget_ratio))
+
+    # -- what is released --
+
+    @property
+    def asked(self) -> Asked:
+        """What a user set to get it, for a refusal."""
+        return Asked(BESIDE, NORM_QUANTILE, self.quantile)
+
+    def check(self, clipping: str, clipping_norm: float) -> None:
+        """Raise InvalidArgumentError for a way to clip, or a first norm, that it does not go with;
+        UnsupportedArgumentError for one that is not implemented."""
+        expected, error = f"to be 'flat' with `{NORM_QUANTILE}`", UnsupportedArgumentError
+        if clipping == "automatic":
+            why = "It scales every gradient, so no share of them is clipped. Use 'flat'."
+            raise _validate.invalid("clipping", clipping, expected, why)
+        if clipping != "flat":
+            why = "Norms of layers that find themselves are not implemented. Use 'flat'."
+            raise _validate.invalid("clipping", clipping, expected, why, error)
+        if clipping_norm < SMALLEST_START:
+            expected = f"to be at least {SMALLEST_START:g} with `{NORM_QUANTILE}`"
+            why = "It may fall to a thousandth of that. Raise it, or scale the loss up."
+            raise _validate.invalid("per_example_max_grad_norm", clipping_norm, expected, why)
+
+    @property
+    def sensitivities(self) -> Mapping[str, float]:
+        """How far one example moves the count, with what rounding adds."""
+        return {COUNT: _MOST * (1 + count_margin())}
+
+    def part(self, noise_multiplier: float) -> Mapping[str, float]:
+        """Return the noise multiplier of the count beside this one of the gradients."""
+        return {COUNT: noise_multiplier * math.sqrt((1 - self.budget_ratio) / self.budget_ratio)}
+
+    def std(self, schedule: Schedule, noise_multiplier: float) -> float:
+        """Return the standard deviation of the noise in one step's share."""
+        noise = self.part(noise_multiplier)[COUNT] * self.sensitivities[COUNT]
+        return noise / schedule.expected_batch_size
+
+    # -- what is counted, and what follows from it --
+
+    def counted(
+        self, sizes: Tensor, used: Tensor, norm: float, regrouped: int, schedule: Schedule
+    ) -> Tensor:
+        """Return what examples add to the count, (), float64. It is not private.
+
+        Each adds a multiple of a power of two, and all N of them less than 2^53 such units, so that
+        the sum is exact in whatever order and in however many parts it is formed.
+
+        Args:
+            sizes, used: (b,), the norms, and which examples are in the sum of gradients.
+            norm: C_t.
+            regrouped: as :attr:`hf_dp.clipping.ClippingEngine.regrouped`.
+        """
+        unit = math.ldexp(1.0, schedule.num_examples.bit_length() - 53)
+        h = ((1 - sizes.double() / norm) / (2 * RAMP)).clamp(-_MOST, _MOST)
+        h = (h * count_share(regrouped)).where(used, h.new_zeros(()))
+        return (h / unit).trunc().mul(unit).sum()
+
+    def moved(self, ratio: float, noised: float, schedule: Schedule) -> float:
+        """Return the next norm, relative to the first one.
+
+        Args: ratio: the present one. noised: the released sum of h.
+        """
+        share = 0.5 + noised / schedule.expected_batch_size
+        step = min(-self.learning_rate * (share - self.quantile), 100.0)  # exp would overflow
+        return min(max(ratio * math.exp(step), 1 / FARTHEST), FARTHEST)
+
+    # -- how it is spoken of --
+
+    def outline(self, schedule: Schedule, noise_multiplier: float) -> str:
+        """Return its numbers, on one line."""
+        counts = self.part(noise_multiplier)[COUNT]
+        return (
+            f"clipping norm: moves towards the norm that a share of {self.quantile:g} of the "
+            f"gradients has at most, by noised counts with noise multiplier {counts:.6g}, standard "
+            f"deviation of a step's share {self.std(schedule, noise_multiplier):.4g}; with the "
+            "gradients, as one sum with noise multiplier "
+            f"{joint_noise_multiplier(noise_multiplier, counts):.6g}"
+        )
+
+    def said(self, schedule: Schedule, noise_multiplier: float) -> str:
+        """Return how a statement speaks of it."""
+        return (
+            "The clipping norm is that of the first step. It then moves towards the norm that a "
+            f"share of {self.quantile!r} of the gradients has at most, within {FARTHEST:g} times "
+            f"less and more, with the learning rate {self.learning_rate!r}. To this end each "
+            f"{schedule.one} that is drawn counts 0.5 where its gradient's norm is far below the "
+            "step's, -0.5 where it is far above, and a number between them elsewhere; Gaussian "
+            f"noise with standard deviation {self.part(noise_multiplier)[COUNT]:.6g} x 0.5 (and "
+            f"{count_margin():.1e} of it more, for the rounding of norms) is added once to the sum "
+            "of the counts. Gradients and their noise are in units of the step's norm, which is a "
+            "function of the noised counts before and is logged as clipping_norm"
+        )

@@ -1,0 +1,158 @@
+"""A clipping norm that finds itself in whole runs: from the argument to logs, ledger, statement and
+card, and over a resume."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import tiny
+import users
+from peft import LoraConfig
+
+from hf_dp.accounting import PoissonSampledGaussian, epsilon
+from hf_dp.cli.main import main
+from hf_dp.errors import ConfigError, InvalidArgumentError, LedgerError, UnsupportedArgumentError
+from hf_dp.mechanisms.gauge import FILE_NAME, Gauge
+from hf_dp.plans.quantile import ClippingQuantile
+from hf_dp.publishing.allowed import sort_files
+from hf_dp.statement.evidence import disagreements, read
+from hf_dp.trainer.trainer import DPTrainer
+from hf_dp.tuners.rgp import RgpConfig
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+NORM = {"clipping_quantile": 0.5, "clipping_quantile_budget_ratio": 0.2, "accountant": "rdp"}
+SAVING = {"save_strategy": "steps", "save_steps": 2}
+
+
+def made(folder: Path, **options) -> DPTrainer:
+    return tiny.trainer(folder, **{**NORM, **options})
+
+
+def logged(trainer: DPTrainer) -> list[float]:
+    history = trainer.state.log_history
+    return [row["clipping_norm"] for row in history if "clipping_norm" in row]
+
+
+@pytest.fixture(scope="module")
+def paid(tmp_path_factory) -> DPTrainer:
+    """The trainer of a run that spent its target, with checkpoints at 2 and 4."""
+    trainer = made(tmp_path_factory.mktemp("paid"), target_epsilon=3.0, **SAVING)
+    trainer.train()
+    trainer.save_model()
+    return trainer
+
+
+def test_ledger_statement_card_and_logs_name_it(paid):
+    folder, plan = Path(paid.args.output_dir), paid.privacy_plan
+    (event,) = paid.ledger.events
+    assert event == plan.event() and set(event.noise_multipliers) == {"sum", "count"}
+    assert 2.99 < epsilon(event, plan.delta, "rdp").value <= 3.0
+    norms = logged(paid)
+    assert norms[0] == 0.1 and len(set(norms)) == 4
+    record = read(folder)
+    assert record.status == "proven" and disagreements(record) == []
+    assert main(["verify", str(folder)]) == 0
+    written = json.loads((folder / "privacy.json").read_text())["plan"]["mechanism"]
+    assert written["clipping_quantile"]["quantile"] == 0.5
+    statement = paid.privacy_statement()
+    assert "4 steps of DP-SGD and a noised count with Poisson sampling" in statement.sentence()
+    assert statement.covered.endswith(
+        "the clipping norms in its logs, and whatever is computed from them"
+    )
+    card = (folder / "README.md").read_text()
+    assert "an L2 norm of 0.1 at first, and then as noised counts say" in card
+    assert "(count)" in card and "The clipping norm" not in card.split("##")[0]
+    goes, stays = sort_files(folder)
+    assert FILE_NAME in stays and FILE_NAME not in goes
+
+
+def goes_on_with_its_norm(folder: Path) -> bool:
+    """Whether a resumed run's first norm is the one that followed from the checkpoint's steps."""
+    first = made(folder, **SAVING)
+    first.train()
+    saved = json.loads((folder / "checkpoint-2" / FILE_NAME).read_text())["ratio"]
+    assert 0.1 * saved == pytest.approx(logged(first)[2])
+    again = tiny.resumed(made(folder, **SAVING), 2)
+    assert again.ledger.events == (PoissonSampledGaussian(1.0, 0.2, 6, beside={"count": 2.0}),)
+    return logged(again)[2] == logged(first)[2] != 0.1  # 0 and 1 are those of the checkpoint
+
+
+def test_a_resumed_run_goes_on_with_its_norm(tmp_path, monkeypatch):
+    assert goes_on_with_its_norm(tmp_path / "honest")
+    monkeypatch.setattr(Gauge, "load", lambda gauge, checkpoint: None)  # planted
+    assert not goes_on_with_its_norm(tmp_path / "planted")
+
+
+def test_a_resume_with_another_norm_or_without_it_is_refused(paid, tmp_path):
+    folder = Path(shutil.copytree(paid.args.output_dir, tmp_path / "copy"))
+    for changed in ({**NORM, "clipping_quantile": 0.6}, {"accountant": "rdp"}):
+        again = tiny.trainer(folder, **{**SAVING, **changed, "target_epsilon": 3.0})
+        with pytest.raises(LedgerError, match="`clipping_quantile`"):
+            again.train(resume_from_checkpoint=True)
+    again, state = made(folder, target_epsilon=3.0, **SAVING), folder / "checkpoint-4" / FILE_NAME
+    for broken in ('{"ratio": 1e9}', '{"ratio": NaN}', "{}", None):
+        state.unlink() if broken is None else state.write_text(broken)
+        with pytest.raises(ConfigError, match=FILE_NAME):
+            again.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"peft_config": RgpConfig(rank=2, task_type="SEQ_CLS")},
+     {"peft_config": LoraConfig(r=2, task_type="SEQ_CLS")}],
+    ids=["rgp", "lora"],
+)  # fmt: skip
+def test_tuners_have_it(given, tmp_path):
+    trainer = made(tmp_path, given=given, max_steps=2)
+    trainer.train()
+    norms = logged(trainer)
+    assert len(norms) == 2 and norms[0] == 0.1 != norms[1]
+    assert disagreements(read(tmp_path)) == []
+
+
+def test_a_user_is_counted_once_in_however_many_parts(tmp_path, monkeypatch):
+    """Of up to 7 rows, in physical batches of 2."""
+    counted, drawn, honest = [], [], ClippingQuantile.counted
+
+    def count(self, sizes, used, norm, regrouped, schedule):
+        counted.append(len(sizes))
+        return honest(self, sizes, used, norm, regrouped, schedule)
+
+    monkeypatch.setattr(ClippingQuantile, "counted", count)
+    options = {"per_device_train_batch_size": 2, "max_rows_per_unit": 7, "max_steps": 3}
+    trainer = users.trainer(tmp_path, **{**NORM, "accountant": "pld"}, **options)
+    honest_draw = type(trainer.privacy_plan.sampler()).draw
+
+    def draw(self):
+        found = honest_draw(self)
+        drawn.append(len(found))
+        return found
+
+    monkeypatch.setattr(type(trainer.privacy_plan.sampler()), "draw", draw)
+    trainer.train()
+    assert sum(counted) == sum(drawn[:3]) > 0
+    assert "each user that is drawn counts" in trainer.privacy_statement().mechanism
+
+
+# -- what is refused --
+
+REFUSED = {
+    "a quantile of 1": ({"clipping_quantile": 1.0}, InvalidArgumentError, "`clipping_quantile` to be in"),
+    "no quantile": ({"clipping_quantile": None}, InvalidArgumentError, "`clipping_quantile_budget_ratio`"),
+    "automatic": ({"clipping": "automatic"}, InvalidArgumentError, "`clipping` to be 'flat'"),
+    "per layer": ({"clipping": "per_layer"}, UnsupportedArgumentError, "not implemented"),
+    "adam_bc": ({"adam_bc_floor": 0.1}, UnsupportedArgumentError, "`adam_bc_floor`.*not implemented"),
+    "its norm": ({"release": ["clipped_gradient_norm"]}, UnsupportedArgumentError, "not implemented"),
+    "dp_fp": ({"privacy_mode": "dp_fp", "dp_fp_variant": "private_encoder"}, InvalidArgumentError, "`clipping_quantile`"),
+    "allocation": ({"sampling": "random_allocation", "accountant": "pld"}, UnsupportedArgumentError,
+                   "`clipping_quantile` to be left out"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_go_with_it_is_refused(case, tmp_path):
+    options, error, match = REFUSED[case]
+    with pytest.raises(error, match=match):
+        made(tmp_path, **options)
