@@ -7,7 +7,7 @@ parameters has a forward that lets its rule see, in backward, what its parameter
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import ClassVar, Self
 
@@ -22,6 +22,7 @@ from hf_dp.clipping.fallback import Method, fallback_forward, find_shared_method
 from hf_dp.clipping.forms import RunningSums
 from hf_dp.clipping.rounding import SMALLEST_CLIPPING_NORM, zero_sum
 from hf_dp.clipping.rules import find_rule
+from hf_dp.clipping.scales import Scale
 from hf_dp.clipping.tape import Tape
 from hf_dp.errors import UnaccountedGradientError, UnsupportedLossError, UnsupportedModelError
 from hf_dp.plans.dp_sgd import CLIPPINGS, MEMORY_RATIO, STRATEGIES, check_memory_ratio
@@ -164,22 +165,39 @@ class ClippingEngine:
             sharding.reshard(self.model)
         self._tape = Tape()
 
-    def measure(self, gauge: float, watch: Watch | None = None) -> None:
-        """Measure gradients by a public number r from now on: what is clipped to C and added is
-        the gradient / r, so C remains what one example adds at most.
+    def measure(
+        self,
+        gauge: float = 1.0,
+        watch: Watch | None = None,
+        scales: Mapping[str, Scale] | None = None,
+    ) -> None:
+        """Measure gradients by public numbers from now on, inside the ``with``: what is clipped to
+        C and added is ``s * g / r``, so C remains what one example adds at most.
 
         Args:
             gauge: r > 0.
             watch: sees, in each :meth:`backward` that counts, the norms before they are divided by
                 r, as weights are computed from them, (K, units), and which units are used. Not
                 private.
+            scales: s of parameters, by name; 1 for the others. ``collect`` returns the sums of what
+                was scaled, and ``watch`` sees its norms.
 
-        Raises: InvalidArgumentError where gradients would be clipped to less than float32 can tell.
+        Raises: InvalidArgumentError where gradients would be clipped to less than float32 can tell,
+            and for scales that are not those of a trainable parameter.
         """
         if self.clipping_norm * _validate.positive("gauge", gauge) < SMALLEST_CLIPPING_NORM:
             least = SMALLEST_CLIPPING_NORM / self.clipping_norm
             raise _validate.invalid("gauge", gauge, f"to be at least {least:.3g}", "Raise it.")
+        for name, scale in (scales or {}).items():
+            if name not in self._parameters:
+                raise _validate.invalid("scales", name, "to name a trainable parameter")
+            scale.check(name, self._parameters[name].shape)
+        if scales and self._sharded:
+            raise UnsupportedModelError(
+                "Scales of a sharded parameter are not implemented. Train with DDP, or without."
+            )
         self._gauge, self._watch = gauge, watch
+        self._tape.scales = {self._parameters[name]: each for name, each in (scales or {}).items()}
 
     @property
     def groups(self) -> dict[str, int]:

@@ -12,11 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hf_dp._validate import invalid
 from hf_dp.accounting import LOSS, SUM
+from hf_dp.errors import UnsupportedArgumentError, UnsupportedModelError
 from hf_dp.mechanisms.base import Batches, Clipped, Mechanism, register_mechanism
 from hf_dp.mechanisms.gauge import Gauge
 from hf_dp.plans.dp_sgd import DpSgdPlan
 from hf_dp.plans.mechanism import MechanismPlan
+from hf_dp.plans.scaling import BETA
 from hf_dp.run.gate import Release
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.tuners.base import Tuner
@@ -39,7 +42,19 @@ class DpSgd(Mechanism):
     def save(self, folder: str) -> None:
         self.gauge.save(folder)
 
+    def refuse_shards(self, sharded: bool) -> None:
+        super().refuse_shards(sharded)
+        if sharded and self.gauge.scales is not None:
+            raise UnsupportedModelError(
+                "Scales of gradients that are spread over processes are not implemented. Train "
+                f"with DDP (an accelerate configuration without FSDP), or leave out `{BETA}`."
+            )
+
     def prepare(self) -> None:
+        if self.gauge.scales is not None and self.tuner.clips_in_its_own_way:
+            why, error = "It clips other numbers than gradients.", UnsupportedArgumentError
+            name = type(self.tuner).__name__
+            raise invalid("peft_config", name, f"to be one without it with `{BETA}`", why, error)
         self.run.check_engine()
 
     def clip(self, batches: Batches) -> Clipped:
@@ -71,7 +86,7 @@ class DpSgd(Mechanism):
         for total in noised.values():
             total.div_(divisor)
         spread = self.gauge.undo(noised)
-        self.noised = told | self.gauge.learn(beside)
+        self.noised = told | self.gauge.learn(beside, noised)
         own = {id(total) for total in noised.values()}
         gradients = self.tuner.finish(noised)  # a function of what is noised: free
         as_noised = {id(gradient) for gradient in gradients.values()} == own
@@ -83,6 +98,7 @@ class DpSgd(Mechanism):
         """Clip made-up batches, and give the optimizer zeros: sums without noise must not reach
         it."""
         with self.tuner.engine(self.run) as engine:
+            self.gauge.rehearse(engine)
             for batch in batches:
                 engine.backward(self.run.losses(batch))
             sums = engine.collect()

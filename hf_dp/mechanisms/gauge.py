@@ -5,7 +5,8 @@ divided by the gauge before they are clipped to C, the plan's norm, and what has
 multiplied by it again. So sensitivity and noise are the same numbers in all steps, however the
 clipping norm moves, and noise that is correlated over steps means what its analysis says.
 
-A gauge is one number for all gradients: the step's clipping norm / C (:mod:`hf_dp.plans.quantile`).
+A gauge is one number for all gradients, the step's clipping norm / C (:mod:`hf_dp.plans.quantile`);
+or it has one for each number of a gradient, 1 / scale (:mod:`hf_dp.plans.scaling`); or both.
 
 A gauge is a function of public numbers and of what earlier steps released. So all that a step does
 with it is chosen before the step's draw, as adaptive composition allows, or comes after the gate.
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from hf_dp.clipping import ClippingEngine
 from hf_dp.errors import ConfigError
+from hf_dp.mechanisms.scales import Scales, Squares, scales_of
 from hf_dp.plans.dp_sgd import DpSgdPlan
 from hf_dp.plans.quantile import COUNT, FARTHEST
 from hf_dp.run.private_run import PrivateRun
@@ -35,11 +37,16 @@ class Gauge:
 
     Args: rules: the plan that says how it moves; by default it stays, and is 1.
 
-    Attributes: ratio: the norm of the next step, divided by C.
+    Attributes:
+        ratio: the norm of the next step, divided by C.
+        scales: what the gradients of the next step are multiplied by; None: 1.
     """
 
     def __init__(self, run: PrivateRun, rules: DpSgdPlan):
         self.run, self.plan, self.quantile, self.ratio = run, run.plan, rules.clipping_quantile, 1.0
+        self.scales: Scales | None = None
+        if rules.gradient_scaling is not None:
+            self.scales = Scales(rules.gradient_scaling, run.processes)
 
     @property
     def clipping_norm(self) -> float:
@@ -50,7 +57,12 @@ class Gauge:
         """Let an engine measure gradients; return the sums that it adds to meanwhile, each (), by
         part of the step's event. They are not private."""
         quantile, norm, device = self.quantile, self.clipping_norm, self.run.device
+        scales, trained = {}, engine.groups  # what trains may change between steps
+        if self.scales is not None:
+            scales = {name: each for name, each in self.scales.now.items() if name in trained}
         if quantile is None:
+            if scales:
+                engine.measure(scales=scales)
             return {}
         total = torch.zeros((), dtype=torch.float64, device=device)
 
@@ -58,22 +70,43 @@ class Gauge:
             found = quantile.counted(sizes[0], used, norm, engine.regrouped, self.plan)
             total.add_(found.to(device))
 
-        engine.measure(self.ratio, count)
+        engine.measure(self.ratio, count, scales)
         return {COUNT: total}
+
+    def rehearse(self, engine: ClippingEngine) -> None:
+        """Let an engine take the memory that it takes in steps."""
+        if self.scales is not None:
+            trained = self.run.model.named_parameters()
+            ones = {n: torch.ones_like(p) for n, p in trained if p.requires_grad}
+            engine.measure(scales=scales_of({n: Squares.of(each) for n, each in ones.items()}))
 
     @torch.no_grad()
     def undo(self, noised: Mapping[str, Tensor]) -> float:
         """Put noised sums back into the units of gradients, in place. Return the root of the sum of
         the squares of what their numbers were multiplied by: the norm of noise that had 1 in each.
         """
-        if self.quantile is not None:
-            for total in noised.values():
+        scales = {} if self.scales is None else self.scales.now
+        squares = 0.0
+        for name, total in noised.items():
+            if (scale := scales.get(name)) is not None:
+                scale.undo(total)
+            if self.quantile is not None:
                 total.mul_(self.ratio)
-        return math.sqrt(sum(total.numel() for total in noised.values())) * self.ratio
+            squares += total.numel() if scale is None else scale.inverse_squares()
+        return math.sqrt(squares) * self.ratio
 
-    def learn(self, released: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def learn(
+        self, released: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Move on to the next step, by what was released of this one; return what this one's log
-        may say. Args: released: noised sums beside the gradients, by part of the event."""
+        may say.
+
+        Args:
+            released: noised sums beside the gradients, by part of the event.
+            gradients: noised, by name.
+        """
+        if self.scales is not None:
+            self.scales.learn(gradients)
         if self.quantile is None:
             return {}
         used = torch.tensor(self.clipping_norm, dtype=torch.float64)
@@ -86,12 +119,16 @@ class Gauge:
         """Write into a checkpoint what :meth:`load` reads."""
         if self.quantile is not None:
             Path(folder, FILE_NAME).write_text(json.dumps({"ratio": self.ratio}), encoding="utf-8")
+        if self.scales is not None:
+            self.scales.save(folder)
 
     def load(self, checkpoint: str) -> None:
         """Go on from a checkpoint.
 
         Raises: ConfigError for one that does not say where the gauge was.
         """
+        if self.scales is not None:
+            self.scales.load(checkpoint, self.run.device)
         if self.quantile is None:
             return
         path = Path(checkpoint, FILE_NAME)

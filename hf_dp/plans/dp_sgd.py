@@ -20,6 +20,7 @@ from hf_dp.plans.draws import POISSON, Draw, Poisson, Schedule, draw_of
 from hf_dp.plans.mechanism import MechanismPlan, Words, register_plan
 from hf_dp.plans.quantile import ClippingQuantile
 from hf_dp.plans.rounding import clipping_share, rounding_margin
+from hf_dp.plans.scaling import GradientScaling
 from hf_dp.plans.units import BY_USER, Users
 
 DP_SGD = "dp_sgd"
@@ -204,6 +205,8 @@ class DpSgdPlan(MechanismPlan):
         clipping_quantile: how the clipping norm of a step follows from noised counts; C is then
             that of the first step, and the unit in which gradients and noise of all steps are
             measured. None: it is C in all.
+        gradient_scaling: how the scales of a step follow from the noised gradients before, by which
+            gradients are multiplied before they are clipped. None: they are 1.
 
     Raises: InvalidArgumentError.
     """
@@ -213,6 +216,7 @@ class DpSgdPlan(MechanismPlan):
     loss: NoisedLoss | None = None
     search: Search | None = None
     clipping_quantile: ClippingQuantile | None = field(default=None, metadata=LATER)
+    gradient_scaling: GradientScaling | None = field(default=None, metadata=LATER)
 
     name: ClassVar[str] = "dp_sgd"
     privacy_mode: ClassVar[str] = DP_SGD
@@ -238,6 +242,7 @@ class DpSgdPlan(MechanismPlan):
         noised_loss_budget_ratio: float | None = None,
         mean_runs: float | None = None,
         clipping_quantile: ClippingQuantile | None = None,
+        gradient_scaling: GradientScaling | None = None,
     ) -> Self:
         """Return the plan that these arguments ask for; the draw's as :func:`draw_of`.
 
@@ -252,8 +257,8 @@ class DpSgdPlan(MechanismPlan):
             loss = NoisedLoss(noised_loss_bound, noised_loss_budget_ratio)
         search = None if mean_runs is None else Search(mean_runs)
         draw = draw_of(sampling, max_batch_size, by_row)
-        own = (clipping, draw, loss, search, clipping_quantile)
-        return cls(clipping_norm, noise_multiplier, *own)
+        gauge = (clipping_quantile, gradient_scaling)
+        return cls(clipping_norm, noise_multiplier, clipping, draw, loss, search, *gauge)
 
     @property
     def beside(self) -> tuple[NoisedLoss | ClippingQuantile, ...]:
@@ -262,7 +267,9 @@ class DpSgdPlan(MechanismPlan):
 
     @property
     def norm_moves(self) -> str:
-        return "" if self.clipping_quantile is None else " at first, and then as noised counts say"
+        scaled = "" if self.gradient_scaling is None else " of the scaled gradient"
+        moves = "" if self.clipping_quantile is None else " at first, and then as noised counts say"
+        return scaled + moves
 
     @property
     def is_searched(self) -> bool:
@@ -350,6 +357,9 @@ class DpSgdPlan(MechanismPlan):
             sampling_code=self.draw.sampling,
             conditions=self.draw.conditions,
         )
+        if self.gradient_scaling is not None:
+            scaled = f"{words.mechanism}. {self.gradient_scaling.said()}"
+            words = replace(words, name=f"{words.name} with scaled gradients", mechanism=scaled)
         if self.beside:
             logged = " and ".join(each.logged for each in self.beside)
             words = replace(

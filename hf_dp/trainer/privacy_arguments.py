@@ -14,7 +14,7 @@ from hf_dp.accounting import ACCOUNTANTS, epsilon
 from hf_dp.accounting.event import Event
 from hf_dp.accounting.knows import NO_BOUND
 from hf_dp.errors import ConfigError, UnsupportedArgumentError
-from hf_dp.plans import dp_sgd, quantile
+from hf_dp.plans import dp_sgd, quantile, scaling
 from hf_dp.plans.dp_fp import DP_FP, PRIVATE_ENCODER, PUBLISHED
 from hf_dp.plans.draws import POISSON, check_sampling
 from hf_dp.plans.mechanism import MechanismPlan
@@ -154,6 +154,14 @@ class StepArguments(ArgumentGroup):
         "the gradient's noise grows by the factor 1/sqrt(1 - share).",
         quantile.check_ratio,
     )
+    gradient_scaling_beta: float | None = argument(
+        None,
+        "Only for dp_sgd: before they are clipped, gradients are scaled as Adam would scale them, "
+        "by moving averages, with this decay in (0, 1), of the squares of noised gradients; the "
+        "noised sum is divided by the scales (scale-then-privatize, arXiv 2507.01129). It costs no "
+        "privacy; the clipping norm is that of the scaled gradient.",
+        scaling.check_beta,
+    )
     max_grad_norm: float | None = argument(
         None,
         "The Trainer's own clip, of the averaged gradient after noise. Unset means 0 (off) in "
@@ -181,17 +189,34 @@ class StepArguments(ArgumentGroup):
             UnsupportedArgumentError,
         ),
         Need(
-            quantile.NORM_QUANTILE,
+            f"{quantile.NORM_QUANTILE} {scaling.BETA}",
             "privacy_mode",
             (dp_sgd.DP_SGD,),
             "Only the steps of DP-SGD measure gradients by it. Remove it.",
             UnsupportedArgumentError,
         ),
+        *(
+            Need(
+                "adam_bc_floor",
+                moves,
+                (None,),
+                "Noise whose variance changes from step to step is not implemented. Remove one.",
+                UnsupportedArgumentError,
+            )
+            for moves in (quantile.NORM_QUANTILE, scaling.BETA)
+        ),
         Need(
-            "adam_bc_floor",
-            quantile.NORM_QUANTILE,
-            (None,),
-            "Noise whose variance changes from step to step is not implemented. Remove one.",
+            scaling.BETA,
+            "chunked_loss",
+            (False,),
+            "Scaled gradients of a head that are formed by blocks are not implemented. Remove one.",
+            UnsupportedArgumentError,
+        ),
+        Need(
+            scaling.BETA,
+            "audit_scores",
+            lambda scores: scores != "directions",
+            "The direction of a scaled gradient is not implemented. Use another score.",
             UnsupportedArgumentError,
         ),
         Need(
@@ -282,13 +307,13 @@ class ReleaseArguments(ArgumentGroup):
     def problems(args: Any, found: Problems) -> None:
         """Note a norm of clipped gradients where a step adds up other things, too, or measures them
         in a unit of its own."""
-        moves = quantile.NORM_QUANTILE
-        if getattr(args, moves) is not None and CLIPPED_GRADIENT_NORM in (args.release or ()):
-            found.unsupported(
-                "release",
-                f"to be without {CLIPPED_GRADIENT_NORM!r} with `{moves}`",
-                "A norm in the units of its step is not implemented. Remove one of the two.",
-            )
+        for moves in (quantile.NORM_QUANTILE, scaling.BETA):
+            if getattr(args, moves) is not None and CLIPPED_GRADIENT_NORM in (args.release or ()):
+                found.unsupported(
+                    "release",
+                    f"to be without {CLIPPED_GRADIENT_NORM!r} with `{moves}`",
+                    "A norm in the units of its step is not implemented. Remove one of the two.",
+                )
         if args.privacy_mode != dp_sgd.DP_SGD and CLIPPED_GRADIENT_NORM in (args.release or ()):
             found.unsupported(
                 "release",
@@ -380,6 +405,9 @@ def gradient_plan(args: Any, num_classes: int | None) -> dp_sgd.DpSgdPlan:
             args.clipping_quantile_learning_rate,
             args.clipping_quantile_budget_ratio,
         ),
+        gradient_scaling=None
+        if args.gradient_scaling_beta is None
+        else scaling.GradientScaling(args.gradient_scaling_beta),
     )
 
 

@@ -284,7 +284,9 @@ def test_planted_norms_from_counts_without_noise_are_seen(tmp_path, monkeypatch)
         return clipped
 
     monkeypatch.setattr(DpSgd, "clip", keeping)
-    monkeypatch.setattr(Gauge, "learn", lambda gauge, released: learn(gauge, kept))
+    monkeypatch.setattr(
+        Gauge, "learn", lambda gauge, released, gradients: learn(gauge, kept, gradients)
+    )
     assert not norms_follow_from_releases(tmp_path)
 
 

@@ -1,0 +1,53 @@
+"""Scale, then privatize: gradients are scaled as Adam would scale them, before they are clipped and
+noised (Ganesh, McMahan, Thakurta 2025, arXiv 2507.01129).
+
+What an example adds is w s g, with public scales s and w = min(1, C / |s g|). The optimizer gets
+the noised sum divided by s: ``sum w g + N(0, (sigma C)^2) / s``. So noise is small where gradients
+are small. The sensitivity is C in the norm |s .|, in which sum and noise are released; in the plain
+norm it can be C / min s, of which nothing is claimed.
+
+s is 1 in the first step, and then a function of the noised gradients before: of their squares'
+moving averages over rows and over columns of each parameter (as Adafactor has them: Shazeer and
+Stern 2018, arXiv 1804.04235), s = 1 / sqrt(v), limited so that the scales of a run are at most
+:data:`SPREAD`^3 = 1,000 times apart, with the root mean square 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_dp import _validate
+
+BETA = "gradient_scaling_beta"  # the argument
+
+# How far apart scales may be within rows, within columns and between parameters, at most.
+SPREAD = 10.0
+
+
+def check_beta(name: str, value: object) -> float:
+    """Return the decay of the moving averages, in (0, 1). Raises: InvalidArgumentError."""
+    return _validate.in_unit_interval(name, value, "0.95 averages about 20 steps.")
+
+
+@dataclass(frozen=True)
+class GradientScaling:
+    """Scales that follow from the noised gradients.
+
+    Args: beta: in (0, 1), the decay of the moving averages of their squares.
+
+    Raises: InvalidArgumentError.
+    """
+
+    beta: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "beta", check_beta(BETA, self.beta))
+
+    def said(self) -> str:
+        """Return how a statement speaks of it."""
+        return (
+            "Before it is clipped, each gradient is multiplied by scales, one for each number, "
+            "which are a function of the noised gradients of earlier steps (decay "
+            f"{self.beta!r}); the norm is that of the scaled gradient, and the noised sum is "
+            "divided by the scales"
+        )
