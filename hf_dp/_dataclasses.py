@@ -12,16 +12,19 @@ from hf_dp.errors import ConfigError, HfDpError, LedgerError
 T = TypeVar("T")
 
 
-# Metadata of a field that came later: it is left out where it has its default, so that what was
-# written before can be read, and what does not use it is written as ever.
-LATER = {"later": True}
-
-
 def default_of(field: dataclasses.Field[Any]) -> Any:
     """Return a field's default, made anew where there is a factory for it."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
+
+
+_UNASKED = "unasked"
+
+
+def unless_asked(default: Any) -> Any:
+    """Return a field that is written only where it is not at its default, of what few ask for."""
+    return dataclasses.field(default=default, kw_only=True, metadata={_UNASKED: True})
 
 
 class Named:
@@ -55,7 +58,7 @@ def plain(value: Any) -> Any:
     own = {
         item.name: plain(getattr(value, item.name))
         for item in dataclasses.fields(value)
-        if "later" not in item.metadata or getattr(value, item.name) != item.default
+        if not (item.metadata.get(_UNASKED) and getattr(value, item.name) == item.default)
     }
     return {"name": value.name, **own} if isinstance(value, Named) else own
 
@@ -74,9 +77,9 @@ def read(cls: type[T], values: object, error: type[HfDpError] = ConfigError) -> 
             )
         cls = cls.known[name]
     found: type[Any] = cls
-    known = {item.name for item in dataclasses.fields(found)}
-    later = {item.name for item in dataclasses.fields(found) if "later" in item.metadata}
-    unknown, missing = sorted(given.keys() - known), sorted(known - given.keys() - later)
+    known = {item.name: item for item in dataclasses.fields(found)}
+    needed = {name for name, item in known.items() if not item.metadata.get(_UNASKED)}
+    unknown, missing = sorted(given.keys() - known), sorted(needed - given.keys())
     if unknown or missing:
         raise error(
             f"{cls.__name__} cannot be read: it lacks or adds fields (unknown {unknown}, missing "

@@ -318,7 +318,8 @@ def drowned(plan: PrivacyPlan, parameters: int) -> Iterator[str]:
             f"{LEAST_SIGNAL:g} none of our runs learned (noise multiplier "
             f"{plan.noise_multiplier:.3g}, {plan.expected_batch_size:g} a step, {plan.steps:,} "
             f"steps, {parameters:,} numbers train). Use more rows or a larger "
-            "expected_batch_size, train fewer numbers (LoRA, a head), or raise target_epsilon."
+            "expected_batch_size, train fewer numbers (a head, LoRA of fewer modules), or raise "
+            "target_epsilon."
         )
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import transformers as hf
@@ -23,21 +24,13 @@ SENTENCES = [
     "the film was a very long and dull one", "is this the same question ?", "wonderful great "
     "terrible awful",
 ]  # fmt: skip
-_SPECIAL = {
-    "pad_token": "[PAD]",
-    "unk_token": "[UNK]",
-    "cls_token": "[CLS]",
-    "sep_token": "[SEP]",
-    "mask_token": "[MASK]",
-}
+_SPECIAL = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
 
 
 def _word_pieces() -> dict[str, int]:
     pieces = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    pieces.normalizer, pieces.pre_tokenizer = (
-        normalizers.BertNormalizer(),
-        pre_tokenizers.BertPreTokenizer(),
-    )
+    pieces.normalizer = normalizers.BertNormalizer()
+    pieces.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     trainer = trainers.WordPieceTrainer(
         vocab_size=400,
         special_tokens=list(_SPECIAL.values()),
@@ -49,10 +42,8 @@ def _word_pieces() -> dict[str, int]:
 
 def _bytes(special: list[str | AddedToken]) -> Tokenizer:
     pieces = Tokenizer(models.BPE())
-    pieces.pre_tokenizer, pieces.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
+    pieces.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pieces.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=500, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
@@ -124,6 +115,20 @@ def deberta() -> Any:
     return hf.DebertaV2Tokenizer(
         vocab=[*vocabulary, *((word, -3.0) for word in words if word not in known)]
     )
+
+
+def saved_masked_lm(folder: Path, tokenizer: Any = None, **options: Any) -> Path:
+    """Return the folder with a tiny BERT that fills in a mask, and its tokenizer."""
+    tokenizer = tokenizer or bert()
+    hf.set_seed(0)
+    config = hf.BertConfig(
+        vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, hidden_size=16,
+        num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=48, **options,
+    )  # fmt: skip
+    hf.BertForMaskedLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 FAMILIES: dict[str, Callable[[], Any]] = {

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,22 +53,12 @@ class TensorCores(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _by_the_old_function() -> None:
-    torch.set_float32_matmul_precision("high")
-
-
-def _for_all() -> None:
-    torch.backends.fp32_precision = "tf32"
-
-
-def _for_cuda() -> None:
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-
-
 WAYS: dict[str, Callable[[], None]] = {
-    "set_float32_matmul_precision": _by_the_old_function,
-    "torch.backends.fp32_precision": _for_all,
-    "torch.backends.cuda.matmul.fp32_precision": _for_cuda,
+    "set_float32_matmul_precision": lambda: torch.set_float32_matmul_precision("high"),
+    "torch.backends.fp32_precision": partial(setattr, torch.backends, "fp32_precision", "tf32"),
+    "torch.backends.cuda.matmul.fp32_precision": partial(
+        setattr, torch.backends.cuda.matmul, "fp32_precision", "tf32"
+    ),
 }
 
 

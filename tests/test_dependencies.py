@@ -1,7 +1,6 @@
 """Every package that hf_dp imports is declared in pyproject.toml, with a bound that holds here, and
 what is installed fits together."""
 
-import ast
 import re
 import sys
 import tomllib
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from test_layering import names_imported
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -29,14 +29,8 @@ def imported() -> dict[str, set[str]]:
     """Return the top-level modules that hf_dp imports, with the files that import them."""
     found: dict[str, set[str]] = {}
     for path in (ROOT / "hf_dp").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-                names = [node.module]
-            for name in names:
-                found.setdefault(name.partition(".")[0], set()).add(str(path.relative_to(ROOT)))
+        for name in names_imported(path.read_text(encoding="utf-8"), "", False):
+            found.setdefault(name.partition(".")[0], set()).add(str(path.relative_to(ROOT)))
     comes_with_python = {*sys.stdlib_module_names, "_typeshed"}  # the latter for type checkers
     return {name: files for name, files in found.items() if name not in comes_with_python}
 

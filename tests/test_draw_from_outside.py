@@ -81,10 +81,8 @@ def test_arguments_ledger_statement_and_card_know_it(tmp_path):
     statement = trainer.privacy_statement()
     assert statement.plan.words.sampling_code == "two_coins" and statement.status == "proven"
     assert "3 steps of DP-SGD with two coins" in statement.sentence()
-    card = (tmp_path / "README.md").read_text()
-    assert f"draw 'two_coins', which is not hf\\_dp's but of the module '{__name__}'" in card or (
-        f"draw 'two_coins', which is not hf_dp's but of the module '{__name__}'" in card
-    )
+    card = (tmp_path / "README.md").read_text().replace("\\_", "_")
+    assert f"draw 'two_coins', which is not hf_dp's but of the module '{__name__}'" in card
 
 
 def test_its_epsilon_is_that_of_one_coin_with_both_chances():

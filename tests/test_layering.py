@@ -35,26 +35,21 @@ def modules(package: Path) -> Iterator[tuple[str, Path]]:
         yield ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts), path
 
 
-def imported(source: str, module: str, is_package: bool) -> Iterator[str]:
-    """Top-level modules of hf_dp that this source imports, at any depth and also for type checking;
-    '' is hf_dp itself."""
+def names_imported(source: str, module: str, is_package: bool) -> Iterator[str]:
+    """What this source imports, ``hf_dp.plans.PrivacyPlan``, at any depth and also for type
+    checking."""
     here = ["hf_dp", *module.split(".")]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                above = here[: len(here) - node.level + (1 if is_package else 0)]
-                base = ".".join([*above, *filter(None, [node.module])])
-            # `from hf_dp import plans` names a module, `from hf_dp.plans import PrivacyPlan` does not
-            names = [f"{base}.{alias.name}" for alias in node.names] if base == "hf_dp" else [base]
-        else:
-            continue
-        for name in names:
-            package, *rest = name.split(".")
-            if package == "hf_dp":
-                yield rest[0] if rest else ""
+            above = here[: len(here) - node.level + is_package] if node.level else []
+            base = [*above, *filter(None, [node.module])]
+            yield from (".".join([*base, alias.name]) for alias in node.names)
+
+
+def imported_by(module: str, path: Path) -> Iterator[str]:
+    return names_imported(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
 
 
 def violations(package: Path) -> list[str]:
@@ -66,9 +61,9 @@ def violations(package: Path) -> list[str]:
         if top not in LAYERS:
             found.append(f"{module} has no layer: add it to LAYERS and to the design")
             continue
-        for target in imported(
-            path.read_text(encoding="utf-8"), module, path.name == "__init__.py"
-        ):
+        names = (name.split(".") for name in imported_by(module, path))
+        # '' is hf_dp itself
+        for target in sorted({"".join(rest[:1]) for first, *rest in names if first == "hf_dp"}):
             if target not in LAYERS:
                 found.append(
                     f"{module} imports hf_dp{'.' if target else ''}{target}, which has no layer"
@@ -81,19 +76,13 @@ def violations(package: Path) -> list[str]:
 
 
 def circles(package: Path) -> list[list[str]]:
-    """Return the groups of modules that import each other, at any depth of a function and also for
-    type checking."""
+    """Return the groups of modules that import each other."""
     paths = {f"hf_dp.{name}": path for name, path in modules(package) if name != FACADE}
     graph: dict[str, set[str]] = {}
     for name, path in paths.items():
-        targets = set()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                targets |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                found = [f"{node.module}.{alias.name}" for alias in node.names]
-                targets |= {each if each in paths else node.module for each in found}
-        graph[name] = {target for target in targets if target in paths and target != name}
+        found = imported_by(name.removeprefix("hf_dp."), path)
+        targets = {each if each in paths else each.rpartition(".")[0] for each in found}
+        graph[name] = targets & set(paths) - {name}
     reached = {name: _reachable(graph, name) for name in graph}
     together = {
         tuple(sorted(other for other in reached[name] if name in reached[other]))

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 from pages import PAGES, README, ROOT, blocks, calls_in_prose, commands, languages
-from tiny_text import gpt2, saved
+from tiny_text import fresh_gpt2, gpt2, saved
+from transformers import GPT2LMHeadModel
 from warm import OFFLINE, run_program
 
 
@@ -182,6 +183,23 @@ def trained_gpt2_and_dialogs(folder: Path) -> None:
     saved(folder / "outputs" / "e2e" / "gpt2_full_eps8", model)
 
 
+def a_decoder_and_tickets(folder: Path) -> None:
+    names = ["billing", "delivery", "technical"]
+    config, tokenizer = fresh_gpt2(
+        [f" {name}" for name in names] * 9, vocabulary=300, layers=2, width=16, heads=2
+    )
+    tokenizer.save_pretrained(folder / "DECODER")
+    GPT2LMHeadModel(config).save_pretrained(folder / "DECODER")
+    for name, word in (("TRAIN", "my"), ("DEV", "another")):
+        rows = [{"text": f"{word} {i}", "label": names[i % 3]} for i in range(96)]
+        Dataset.from_list(rows).to_csv(str(folder / f"{name}.csv"))
+
+
+def the_card_of_tickets_says_the_words(folder: Path) -> None:
+    card = (folder / "outputs" / "tickets" / "README.md").read_text()
+    assert "logits[0, -1]" in card and "billing" in card
+
+
 def the_saved_run_is_verified(folder: Path) -> None:
     """With all that DPTrainer saves."""
     from hf_dp.cards.verify import verify
@@ -192,8 +210,14 @@ def the_saved_run_is_verified(folder: Path) -> None:
 
 
 # What a program needs that a recipe would have made, and what it must have done.
-BEFORE = {"recipes/e2e/README.md": trained_gpt2_and_dialogs}
-AFTER = {"hf_dp/run/README.md": the_saved_run_is_verified}
+BEFORE = {
+    "recipes/e2e/README.md": trained_gpt2_and_dialogs,
+    "recipes/glue/README.md": a_decoder_and_tickets,
+}
+AFTER = {
+    "hf_dp/run/README.md": the_saved_run_is_verified,
+    "recipes/glue/README.md": the_card_of_tickets_says_the_words,
+}
 
 
 def test_contributing_walks_all_that_can_be_added():

@@ -34,7 +34,6 @@ from hf_dp.cli.config import parse, peft_config
 from hf_dp.cli.tasks import generation
 from hf_dp.cli.tasks.masked_lm import PretrainingArguments
 from hf_dp.plans.privacy import PrivacyPlan
-from hf_dp.plans.selection import SelectionPlan
 from hf_dp.statement.facts import seen_in_pretraining
 from hf_dp.tasks.classification import DataArguments, ImageArguments
 from hf_dp.tasks.models import ImageModelArguments, ModelArguments
@@ -215,27 +214,11 @@ PRIVACY = re.compile(
 
 
 @cache
-def plan_of(
-    num_examples: int,
-    batch: float,
-    epochs: float,
-    target: float,
-    selection: SelectionPlan | None = None,
-    accountant: str = "rdp",
-    clipping_norm: float = 0.1,
-    target_delta: float | None = None,
-) -> PrivacyPlan:
-    """The plan that an accountant calibrates; many recipes have the same."""
-    return PrivacyPlan.create(
-        num_examples=num_examples,
-        expected_batch_size=batch,
-        clipping_norm=clipping_norm,
-        num_train_epochs=epochs,
-        target_epsilon=target,
-        target_delta=target_delta,
-        accountant=accountant,
-        selection=selection,
-    )
+def plan_of(rows: int, batch: float, epochs: float, target: float, **options: Any) -> PrivacyPlan:
+    """The plan that an accountant, by default RDP, calibrates; many recipes have the same."""
+    given = {"accountant": "rdp", "clipping_norm": 0.1, "num_examples": rows, **options}
+    length = {"expected_batch_size": batch, "num_train_epochs": epochs}
+    return PrivacyPlan.create(**given, **length, target_epsilon=target)
 
 
 @cache
@@ -278,9 +261,10 @@ def test_a_private_recipe_spends_what_its_header_says(name):
         assert (args.accountant, args.per_example_max_grad_norm) == ("rdp", 0.1)
     tuner = tuner_for(peft_config(values.get("peft")), True) or Tuner()
     clipping_norm = args.per_example_max_grad_norm
+    options = {"clipping_norm": clipping_norm, "selection": tuner.plan(clipping_norm)}
+    options |= {"accountant": args.accountant, "target_delta": args.target_delta}
     length = args.expected_batch_size, args.num_train_epochs, args.target_epsilon
-    selection = tuner.plan(clipping_norm)
-    plan = plan_of(int(rows), *length, selection, args.accountant, clipping_norm, args.target_delta)
+    plan = plan_of(int(rows), *length, **options)
     assert plan.delta == pytest.approx(float(delta), rel=1e-5)
     assert (spent(plan, "rdp"), spent(plan, "pld")) == (float(by_rdp), float(by_pld))
     assert args.target_epsilon - 0.01 < spent(plan, args.accountant) <= args.target_epsilon
@@ -443,14 +427,9 @@ def test_a_published_dp_fp_recipe_says_that_nothing_is_established_and_has_the_p
 
 
 def plan_of_vectors(args: DPTrainingArguments, rows: int) -> PrivacyPlan:
-    return PrivacyPlan.solve(
-        num_examples=rows,
-        expected_batch_size=args.expected_batch_size,
-        num_train_epochs=args.num_train_epochs,
-        target_epsilon=args.target_epsilon,
-        accountant=args.accountant,
-        mechanism=forward_plan(args, None),
-    )
+    names = ("expected_batch_size", "num_train_epochs", "target_epsilon", "accountant")
+    given = {name: getattr(args, name) for name in names}
+    return PrivacyPlan.solve(num_examples=rows, mechanism=forward_plan(args, None), **given)
 
 
 def test_the_page_says_what_the_noise_is_with_the_numbers_of_rows_of_table_3():
@@ -505,12 +484,21 @@ METHODS = ("full", "random", "pval", "lora", "adapter", "frost")
 PUBLIC = "recipes/images/small_vit/public.yaml"
 SMALL = [f"recipes/images/small_vit/{m}.yaml" for m in ("full", "lora", "rgp", "frost", "random")]
 CIFAR_10 = [f"recipes/images/cifar10/vit_base_{method}.yaml" for method in METHODS]
+VIEWS = {f"recipes/images/views/{n}.yaml": k for n, k in {"one": 1, "four": 4, "eight": 8}.items()}
 
 
 def test_the_image_recipes_are_there():
     found = {name for name in RECIPES if name.startswith("recipes/images/")}
     table = {name for name in REPRODUCTIONS if name.startswith("recipes/images/")}
-    assert len(table) == 6 and found == {PUBLIC, *SMALL, *CIFAR_10, *table}
+    assert len(table) == 6 and found == {PUBLIC, *SMALL, *CIFAR_10, *VIEWS, *table}
+
+
+def test_the_recipes_of_views_differ_in_views_alone():
+    found = [values_of(name) for name in VIEWS]
+    assert [values.get("views_per_example") for values in found] == [*VIEWS.values()]
+    differ = ("views_per_example", "output_dir")
+    alike = [{k: v for k, v in values.items() if k not in differ} for values in found]
+    assert all(each == alike[0] for each in alike)
 
 
 @pytest.mark.parametrize("name", CIFAR_10)

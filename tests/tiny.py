@@ -119,6 +119,12 @@ def trainer(
     return cls(args=arguments(folder, **options), **keywords)
 
 
+def trained(made: Any) -> Any:
+    """The trainer after its training."""
+    made.train()
+    return made
+
+
 def resumed(made: DPTrainer, step: int | None = None) -> DPTrainer:
     """The trainer after it went on from its checkpoint of a step, or from its newest."""
     folder = Path(made.args.output_dir)

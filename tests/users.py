@@ -31,4 +31,8 @@ def trainer(folder: Path, values=None, given=None, **options):
 
 
 def flat(sums) -> torch.Tensor:
-    return torch.cat([total.flatten().double() for total in sums.values()])
+    return flat_of(sums.values())
+
+
+def flat_of(tensors) -> torch.Tensor:
+    return torch.cat([each.flatten().double() for each in tensors])

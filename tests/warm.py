@@ -5,13 +5,16 @@ program. So a program still imports hf_dp itself, and sees nothing of the tests 
 program.
 """
 
+import json
 import multiprocessing
 import os
+import re
 import runpy
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 # As in a shell without the Hub, one thread a process.
 OFFLINE = {
@@ -40,6 +43,20 @@ def run_program(
     return subprocess.CompletedProcess(
         [str(program), *words], process.exitcode or 0, out.read_text(), err.read_text()
     )
+
+
+def run_the_cards_lines(folder: Path, base: Path, more: str) -> Any:
+    """Run the lines under "Use" of the card in ``folder / "out"`` beside the base, and then more.
+
+    Returns: what is printed last, which is JSON.
+    """
+    (folder / base.name).symlink_to(base)
+    card = (folder / "out" / "README.md").read_text()
+    lines = re.search(r"## Use\n+```python\n(.*?)```", card, re.DOTALL)[1]
+    lines = lines.replace("path/to/this/folder", "out").replace("BASE_MODEL", base.name)
+    done = run_program(f"{lines}\nimport json\n{more}", folder, env=OFFLINE)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _run(program: Path, out: Path, err: Path, words: tuple[str, ...], env: dict[str, str]) -> None:

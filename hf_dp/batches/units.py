@@ -9,7 +9,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import datasets
 import numpy as np
@@ -213,6 +213,12 @@ class UnitDraws(Sampler[list[Rows]]):
         return len(self.sampler)
 
 
+class Reduction(Protocol):
+    """How a unit's rows become one gradient, for example :class:`hf_dp.plans.units.Users`."""
+
+    def scale(self, rows: int) -> float: ...
+
+
 @dataclass(frozen=True)
 class UnitBatches:
     """Splits the units of one draw into physical batches, and never one that fits into a batch.
@@ -223,7 +229,7 @@ class UnitBatches:
     """
 
     batches: PhysicalBatches
-    users: Users
+    reduction: Reduction
 
     def __call__(self, drawn: Sequence[Drawn[Sequence[Example]]]) -> list[Batch]:
         """Return the physical batches: plain ones of units of one row, and :class:`UnitBatch`."""
@@ -245,7 +251,7 @@ class UnitBatches:
         return self.batches.cut(unit, range(len(unit)))
 
     def _parts(self, unit: Sequence[Example]) -> Iterator[UnitBatch]:
-        scale, left = self.users.scale(len(unit)), len(unit)
+        scale, left = self.reduction.scale(len(unit)), len(unit)
         for group in self._cut(unit):
             left -= len(group)
             yield UnitBatch(
@@ -266,7 +272,7 @@ class UnitBatches:
                 [shape_of(unit[0]) for unit in alike] if self.batches.one_shape else None,
             ):
                 padded = self._padded([example for place in group for example in alike[place]])
-                yield padded if rows == 1 else UnitBatch(padded, rows, self.users.scale(rows))
+                yield padded if rows == 1 else UnitBatch(padded, rows, self.reduction.scale(rows))
 
     def _padded(self, examples: Sequence[Example]) -> Batch:
         return self.batches.padding.together(list(examples), self.batches.layout)

@@ -63,7 +63,9 @@ def main(argv: Sequence[str]) -> int:
         "hf-dp suggest",
         usage="hf-dp suggest [--config FILE] [--NAME VALUE ...]",
         description="Suggest batch size, steps, clipping norm, learning rate and what to train "
-        "for DP-Adam, each with its reason. Prints YAML. Nothing is run on your rows.",
+        "for DP-Adam, each with its reason; for a recipe of text classification that names "
+        "model_name_or_path and class_names, also a template and label words. Prints YAML. "
+        "Nothing is run on your rows.",
         epilog=EXAMPLES,
     )
     parser.option("--config", "a recipe: its data, model, epsilon and delta are read", "FILE")
@@ -167,7 +169,8 @@ def _label_words(recipe: dict[str, Any]) -> list[Choice]:
         causal = is_decoder(AutoConfig.from_pretrained(path, **reading(file)))
     if not causal and tokenizer.mask_token is None:
         return []
-    texts = len(recipe.get("text_columns") or [""])
+    columns = recipe.get("text_columns", "")
+    texts = 1 if isinstance(columns, str) else len(columns)
     try:
         infilling = propose(tokenizer, names, texts, causal, recipe.get("label_column", "label"))
     except DataError:  # the names are no words; a head needs none

@@ -21,6 +21,10 @@ Fine-tune a model, with differential privacy unless privacy_mode is non_private.
 stand in the YAML file or on the command line (--learning_rate or --learning-rate). The command line
 wins. An unknown key is an error.
 
+Two blocks stand in the file alone: `peft: {peft_type: lora, r: 8}` says what trains (everything
+where it is missing), with the options of PEFT's configuration of that type; `card: {license: mit}`
+says what the model card cannot know.
+
 With --privacy_mode non_private on the command line, a private recipe trains as its own baseline:
 keys of the file that only a private run reads are left out (each is named), the batch stays as
 large, and the output folder gets the ending _non_private. The learning rate stays the recipe's,

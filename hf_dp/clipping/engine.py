@@ -163,7 +163,7 @@ class ClippingEngine:
             sharding.reset_shards(self.model)  # a forward began that may not have ended
         elif self._sharded:
             sharding.reshard(self.model)
-        self._tape = Tape()
+        self._tape, self._gauge, self._watch = Tape(), 1.0, None
 
     def measure(
         self,

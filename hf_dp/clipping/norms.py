@@ -21,8 +21,9 @@ Norms come with the slack of rounding, and are at least as large as it asks for:
 
 **The gauge.** Gradients may be measured by a public number r: ``G / r`` is clipped to C and added.
 Its norm is n / r, so the weight of G is ``(1/r) min(1, C / (n/r)) = C / max(n, r C)``. So gradients
-are clipped to r C, and C is what one example adds at most. All bounds, those of rounding too, are
-of ``w_k n_k`` and of ``w_k`` times a slack, and hold for every r.
+are clipped to r C, and C is what one example adds at most. Bounds are of ``w_k n_k``, and where the
+engine rounds of ``w_k`` times a slack. What forward and backward round is absolute: it counts 1/r
+times.
 """
 
 from __future__ import annotations

@@ -23,12 +23,15 @@ from hf_dp.clipping.rounding import accumulation_dtype
 from hf_dp.errors import UnsupportedModelError
 
 
+def sides(shape: torch.Size) -> tuple[int, int]:
+    """Return (m, n) of a parameter: one of shape (m, ...) has n numbers in each row, one of shape
+    (m,) or () has n = 1."""
+    return (shape[0] if shape else 1), shape[1:].numel()
+
+
 @dataclass(frozen=True)
 class Scale:
-    """Scales of one parameter: ``rows`` (m,) and ``columns`` (n,), both above 0.
-
-    A parameter of shape (m, ...) has n numbers in each row; one of shape (m,) has n = 1.
-    """
+    """Scales of one parameter: ``rows`` (m,) and ``columns`` (n,), both above 0."""
 
     rows: Tensor
     columns: Tensor
@@ -36,8 +39,7 @@ class Scale:
     def check(self, name: str, shape: torch.Size) -> None:
         """Raise InvalidArgumentError for scales of another shape, or that are not above 0."""
         numbers = torch.cat([self.rows, self.columns])
-        height = shape[0] if shape else 1
-        fits = (*self.rows.shape, *self.columns.shape) == (height, shape[1:].numel())
+        fits = (*self.rows.shape, *self.columns.shape) == sides(shape)
         if not fits or not bool((torch.isfinite(numbers) & (numbers > 0)).all()):
             raise invalid("scales", name, "to have scales of its shape, finite and above 0")
 
@@ -69,9 +71,9 @@ class Scale:
         by_rows = total.view(len(self.rows), len(self.columns))
         by_rows.div_(self.rows[:, None].to(total.dtype)).div_(self.columns.to(total.dtype))
 
-    def inverse_squares(self) -> float:
-        """Return the sum of 1 / s^2 over all numbers of the parameter."""
-        return float(self.rows.double().pow(-2).sum() * self.columns.double().pow(-2).sum())
+    def inverse_squares(self) -> Tensor:
+        """Return the sum of 1 / s^2 over all numbers of the parameter, ()."""
+        return self.rows.double().pow(-2).sum() * self.columns.double().pow(-2).sum()
 
 
 def _times(values: Tensor, scales: Tensor) -> Tensor:

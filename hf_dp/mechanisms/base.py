@@ -157,10 +157,12 @@ class Mechanism(ABC):
                 "`per_device_train_batch_size` or `max_tokens_per_physical_batch` yourself."
             )
         users = run.plan.users
-        if users is not None and users.max_rows > 1 and not users.by_row:
+        of_users = users is not None and users.max_rows > 1 and not users.by_row
+        if of_users or run.plan.mechanism.views_per_example > 1:
             raise UnsupportedArgumentError(
-                "The physical batch that fits cannot be found for users of several rows: what "
-                "these take together is not measured. Set `per_device_train_batch_size` yourself."
+                "The physical batch that fits cannot be found for users of several rows, nor for "
+                "several views of a row: what these take together is not measured. Set "
+                "`per_device_train_batch_size` yourself."
             )
         with untouched_generators():
             self.tuner.before_step(run, 0)  # again at the first step

@@ -10,26 +10,30 @@ or it has one for each number of a gradient, 1 / scale (:mod:`hf_dp.plans.scalin
 
 A gauge is a function of public numbers and of what earlier steps released. So all that a step does
 with it is chosen before the step's draw, as adaptive composition allows, or comes after the gate.
+Checkpoints of a Trainer keep it; a loop of one's own begins with 1 whenever it is started.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hf_dp.clipping import ClippingEngine
+from hf_dp.clipping.scales import Scale, sides
 from hf_dp.errors import ConfigError
-from hf_dp.mechanisms.scales import Scales, Squares, scales_of
+from hf_dp.mechanisms.scales import Scales
 from hf_dp.plans.dp_sgd import DpSgdPlan
-from hf_dp.plans.quantile import COUNT, FARTHEST
+from hf_dp.plans.quantile import COUNT, HIGHEST, LOWEST
 from hf_dp.run.private_run import PrivateRun
 
-FILE_NAME = "_gauge.json"  # "_": not published
+FILE_NAME = "_gauge.safetensors"  # "_": not published
+_RATIO = "ratio"
 
 
 class Gauge:
@@ -76,9 +80,12 @@ class Gauge:
     def rehearse(self, engine: ClippingEngine) -> None:
         """Let an engine take the memory that it takes in steps."""
         if self.scales is not None:
-            trained = self.run.model.named_parameters()
-            ones = {n: torch.ones_like(p) for n, p in trained if p.requires_grad}
-            engine.measure(scales=scales_of({n: Squares.of(each) for n, each in ones.items()}))
+            ones = {
+                name: Scale(*(torch.ones(side, device=p.device) for side in sides(p.shape)))
+                for name, p in self.run.model.named_parameters()
+                if p.requires_grad
+            }
+            engine.measure(scales=ones)
 
     @torch.no_grad()
     def undo(self, noised: Mapping[str, Tensor]) -> float:
@@ -86,14 +93,14 @@ class Gauge:
         the squares of what their numbers were multiplied by: the norm of noise that had 1 in each.
         """
         scales = {} if self.scales is None else self.scales.now
-        squares = 0.0
+        squares: Tensor | float = 0.0
         for name, total in noised.items():
             if (scale := scales.get(name)) is not None:
                 scale.undo(total)
             if self.quantile is not None:
                 total.mul_(self.ratio)
             squares += total.numel() if scale is None else scale.inverse_squares()
-        return math.sqrt(squares) * self.ratio
+        return math.sqrt(float(squares)) * self.ratio
 
     def learn(
         self, released: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
@@ -117,29 +124,32 @@ class Gauge:
 
     def save(self, folder: str) -> None:
         """Write into a checkpoint what :meth:`load` reads."""
+        kept = {} if self.scales is None else self.scales.kept()
         if self.quantile is not None:
-            Path(folder, FILE_NAME).write_text(json.dumps({"ratio": self.ratio}), encoding="utf-8")
-        if self.scales is not None:
-            self.scales.save(folder)
+            kept[_RATIO] = torch.tensor(self.ratio, dtype=torch.float64)
+        if kept:
+            save_file({name: each.cpu() for name, each in kept.items()}, Path(folder, FILE_NAME))
 
     def load(self, checkpoint: str) -> None:
         """Go on from a checkpoint.
 
         Raises: ConfigError for one that does not say where the gauge was.
         """
-        if self.scales is not None:
-            self.scales.load(checkpoint, self.run.device)
-        if self.quantile is None:
+        if self.quantile is None and self.scales is None:
             return
-        path = Path(checkpoint, FILE_NAME)
+        path, ratio = Path(checkpoint, FILE_NAME), 1.0
         try:
-            ratio = float(json.loads(path.read_text(encoding="utf-8"))["ratio"])
-        except (OSError, ValueError, KeyError, TypeError):
-            ratio = math.nan
-        if not 1 / FARTHEST <= ratio <= FARTHEST:
+            kept = load_file(path)
+            if self.quantile is not None:
+                ratio = float(kept[_RATIO])
+            if not LOWEST <= ratio <= HIGHEST:
+                raise ValueError(_RATIO)
+            if self.scales is not None:
+                self.scales.go_on(kept, self.run.model, self.run.device)
+        except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
             raise ConfigError(
                 f"Cannot resume: the checkpoint {path.parent.name!r} has no {FILE_NAME} that says "
-                "which clipping norm its next step has. Copy the whole checkpoint, resume from "
-                "another, or start a new run in a new output_dir."
-            )
+                "in which units its next step measures gradients. Copy the whole checkpoint, "
+                "resume from another, or start a new run in a new output_dir."
+            ) from error
         self.ratio = ratio

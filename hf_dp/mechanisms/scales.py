@@ -5,19 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from hf_dp.clipping.scales import Scale
+from hf_dp.clipping.scales import Scale, sides
 from hf_dp.distributed.processes import Processes
-from hf_dp.errors import ConfigError
 from hf_dp.plans.scaling import SPREAD, GradientScaling
 
-FILE_NAME = "_scales.safetensors"  # "_": not published
 _ROWS, _COLUMNS = "rows of ", "columns of "
 # Squares further below the largest mean square count as this much of it: what is 0 but for rounding
 # has no scale of its own.
@@ -34,8 +30,7 @@ class Squares:
     @classmethod
     def of(cls, gradient: Tensor) -> Self:
         """Return those of one gradient."""
-        height = gradient.shape[0] if gradient.dim() else 1
-        squares = gradient.double().reshape(height, -1).square()
+        squares = gradient.double().reshape(sides(gradient.shape)).square()
         return cls(squares.mean(1), squares.mean(0))
 
     def moved(self, to: Squares, share: float) -> Squares:
@@ -69,26 +64,30 @@ class Scales:
             self._squares[name] = Squares(same(found.rows), same(found.columns))
         self.now = scales_of(self._squares)
 
-    def save(self, folder: str) -> None:
-        """Write into a checkpoint what :meth:`load` reads."""
-        kept: dict[str, Tensor] = {}
+    def kept(self) -> dict[str, Tensor]:
+        """Return what :meth:`go_on` takes, by name."""
+        found: dict[str, Tensor] = {}
         for name, each in self._squares.items():
-            kept |= {_ROWS + name: each.rows.cpu(), _COLUMNS + name: each.columns.cpu()}
-        save_file(kept, Path(folder, FILE_NAME))
+            found |= {_ROWS + name: each.rows, _COLUMNS + name: each.columns}
+        return found
 
-    def load(self, checkpoint: str, device: torch.device) -> None:
-        """Go on from a checkpoint. Raises: ConfigError for one that does not hold the scales."""
-        path = Path(checkpoint, FILE_NAME)
-        if not path.exists():
-            raise ConfigError(
-                f"Cannot resume: the checkpoint {path.parent.name!r} has no {path.name}, from "
-                "which the scales of its next step follow. Copy the whole checkpoint, resume from "
-                "another, or start a new run in a new output_dir."
-            )
-        kept = {name: each.to(device) for name, each in load_file(path).items()}
-        names = [each.removeprefix(_ROWS) for each in kept if each.startswith(_ROWS)]
-        self._squares = {name: Squares(kept[_ROWS + name], kept[_COLUMNS + name]) for name in names}
-        self.now = scales_of(self._squares)
+    def go_on(self, kept: Mapping[str, Tensor], model: nn.Module, device: torch.device) -> None:
+        """Go on from what was kept of a run of this model.
+
+        Raises: KeyError where numbers of a parameter that trains are missing; ValueError for those
+            that are no mean squares of a parameter.
+        """
+        squares = {}
+        for name, p in model.named_parameters():
+            if p.requires_grad or _ROWS + name in kept:
+                rows, columns = kept[_ROWS + name], kept[_COLUMNS + name]
+                if (*rows.shape, *columns.shape) != sides(p.shape):
+                    raise ValueError(name)
+                numbers = torch.cat([rows, columns])
+                if not bool((torch.isfinite(numbers) & (numbers >= 0)).all()):
+                    raise ValueError(name)
+                squares[name] = Squares(rows.to(device), columns.to(device))
+        self._squares, self.now = squares, scales_of(squares)
 
 
 def scales_of(squares: Mapping[str, Squares]) -> dict[str, Scale]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from hf_dp import _validate
-from hf_dp._dataclasses import LATER
+from hf_dp._dataclasses import unless_asked
 from hf_dp.accounting import LOSS, SUM, BestOfRandomRuns, Event
 from hf_dp.accounting.event import joint_noise_multiplier
 from hf_dp.accounting.knows import BESIDE, SEARCH, SELECTION, USER_ROWS, Asked, refuse_together
@@ -62,6 +62,7 @@ class NoisedLoss:
     budget_ratio: float
 
     name: ClassVar[str] = "a noised loss"
+    log: ClassVar[str] = "noised_loss"
     logged: ClassVar[str] = "noised losses"
 
     def __post_init__(self) -> None:
@@ -107,10 +108,10 @@ class NoisedLoss:
             f"noise multiplier {joint_noise_multiplier(noise_multiplier, losses):.6g}"
         )
 
-    def said(self, schedule: Schedule, noise_multiplier: float) -> str:
+    def said(self, schedule: Schedule, noise_multiplier: float, views: int) -> str:
         """Return how a statement speaks of it."""
         losses = self.part(noise_multiplier)[LOSS]
-        of_same = "The losses of the same rows"
+        of_same = f"The losses of the same rows{', each the mean over its views' * (views > 1)}"
         if schedule.users is not None:
             of_same = f"The losses of the same draw, the mean over the rows of each {schedule.one}"
         return (
@@ -207,6 +208,8 @@ class DpSgdPlan(MechanismPlan):
             measured. None: it is C in all.
         gradient_scaling: how the scales of a step follow from the noised gradients before, by which
             gradients are multiplied before they are clipped. None: they are 1.
+        views_per_example: K; a drawn row enters a step as K random views, of which neither draw nor
+            event know (:mod:`hf_dp.batches.views`).
 
     Raises: InvalidArgumentError.
     """
@@ -215,8 +218,9 @@ class DpSgdPlan(MechanismPlan):
     draw: Draw = Poisson()
     loss: NoisedLoss | None = None
     search: Search | None = None
-    clipping_quantile: ClippingQuantile | None = field(default=None, metadata=LATER)
-    gradient_scaling: GradientScaling | None = field(default=None, metadata=LATER)
+    clipping_quantile: ClippingQuantile | None = unless_asked(None)
+    gradient_scaling: GradientScaling | None = unless_asked(None)
+    views_per_example: int = unless_asked(1)
 
     name: ClassVar[str] = "dp_sgd"
     privacy_mode: ClassVar[str] = DP_SGD
@@ -227,6 +231,7 @@ class DpSgdPlan(MechanismPlan):
         _validate.one_of("clipping", self.clipping, CLIPPINGS)
         if self.clipping_quantile is not None:
             self.clipping_quantile.check(self.clipping, self.clipping_norm)
+        _validate.integer("views_per_example", self.views_per_example, 1)
 
     @classmethod
     def of(
@@ -243,6 +248,7 @@ class DpSgdPlan(MechanismPlan):
         mean_runs: float | None = None,
         clipping_quantile: ClippingQuantile | None = None,
         gradient_scaling: GradientScaling | None = None,
+        views_per_example: int = 1,
     ) -> Self:
         """Return the plan that these arguments ask for; the draw's as :func:`draw_of`.
 
@@ -257,13 +263,22 @@ class DpSgdPlan(MechanismPlan):
             loss = NoisedLoss(noised_loss_bound, noised_loss_budget_ratio)
         search = None if mean_runs is None else Search(mean_runs)
         draw = draw_of(sampling, max_batch_size, by_row)
-        gauge = (clipping_quantile, gradient_scaling)
-        return cls(clipping_norm, noise_multiplier, clipping, draw, loss, search, *gauge)
+        own = (clipping_norm, noise_multiplier, clipping, draw, loss, search)
+        return cls(
+            *own,
+            clipping_quantile=clipping_quantile,
+            gradient_scaling=gradient_scaling,
+            views_per_example=views_per_example,
+        )
 
     @property
     def beside(self) -> tuple[NoisedLoss | ClippingQuantile, ...]:
         """What a step releases of the same draw beside the gradients."""
         return tuple(each for each in (self.loss, self.clipping_quantile) if each is not None)
+
+    @property
+    def logs(self) -> tuple[str, ...]:
+        return tuple(each.log for each in self.beside)
 
     @property
     def norm_moves(self) -> str:
@@ -316,8 +331,10 @@ class DpSgdPlan(MechanismPlan):
         self.draw.check(schedule)
 
     def outline(self, schedule: Schedule) -> tuple[str, ...]:
-        lines = [each.outline(schedule, self.sigma) for each in self.beside]
-        if len(lines) > 1:
+        views = self.views_per_example
+        lines = [f"{views} views of each drawn row: {views} x as many go through the model"]
+        lines = lines[views == 1 :] + [each.outline(schedule, self.sigma) for each in self.beside]
+        if len(self.beside) > 1:
             lines.append(f"all of a step's sums, as one with noise multiplier {self._joint():.6g}")
         return tuple(lines)
 
@@ -328,9 +345,15 @@ class DpSgdPlan(MechanismPlan):
     def words(self, schedule: Schedule) -> Words:
         users, one = schedule.users, schedule.one
         sampling, gradients = self.draw.words(schedule), "per-example gradients"
-        clipping = "per-example clipping"
+        clipping, views, name = "per-example clipping", "", "DP-SGD"
+        if (k := self.views_per_example) > 1:
+            name = f"DP-SGD on {k} views of each row"
+            views = f"mean of {k} random views, made anew in each step"
+            gradients = f"the gradient of each drawn row, the {views},"
+            clipping = "one clipping for all views of a row"
         if users is not None and not users.by_row:
             gradients = f"the gradient of each drawn {one}, the {users.reduction} over its rows,"
+            gradients += f" of which each is the {views}," * bool(views)
             clipping = f"one clipping for all rows of a {one}"
             sampling += (
                 f"; of a drawn {one} with more than {users.max_rows} rows, that many of them are "
@@ -342,7 +365,7 @@ class DpSgdPlan(MechanismPlan):
         if self.loss is not None:
             noise = f"of gradients and losses, {noise}"
         words = Words(
-            name="DP-SGD",
+            name=name,
             mechanism=(
                 f"DP-SGD: {gradients} {_CLIPPED[self.clipping]} "
                 f"{self.clipping_norm!r}; Gaussian noise with standard deviation noise_multiplier "
@@ -361,15 +384,19 @@ class DpSgdPlan(MechanismPlan):
             scaled = f"{words.mechanism}. {self.gradient_scaling.said()}"
             words = replace(words, name=f"{words.name} with scaled gradients", mechanism=scaled)
         if self.beside:
-            logged = " and ".join(each.logged for each in self.beside)
+            logged, said = " and ".join(each.logged for each in self.beside), [words.mechanism]
+            if self.loss is not None:
+                said.append(self.loss.said(schedule, self.sigma, self.views_per_example))
+            if self.clipping_quantile is not None:
+                said.append(self.clipping_quantile.said(schedule, self.sigma))
+            said.append(
+                f"Each step's {('two', 'three')[len(self.beside) - 1]} sums are accounted "
+                f"together, as one with noise multiplier {self._joint():.6g}"
+            )
             words = replace(
                 words,
                 name=" and ".join([words.name, *(each.name for each in self.beside)]),
-                mechanism=". ".join(
-                    [words.mechanism, *(each.said(schedule, self.sigma) for each in self.beside)]
-                )
-                + f". Each step's {('two', 'three')[len(self.beside) - 1]} sums are accounted "
-                f"together, as one with noise multiplier {self._joint():.6g}",
+                mechanism=". ".join(said),
                 also_covered=f"the {logged} in its logs, and whatever is computed from them",
             )
         return words if self.search is None else self.search.words(words)

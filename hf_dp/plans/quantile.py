@@ -49,9 +49,10 @@ RATIO = "clipping_quantile_budget_ratio"
 
 LEARNING_RATE, BUDGET_RATIO = 0.2, 0.01  # the former is the paper's
 
-# How far the norm may go from where it starts, either way, as a factor.
-FARTHEST = 1000.0
-# Below it, the smallest norm would be less than what float32 can tell from 0.
+# How far the norm may go from where it starts, as factors. The lower one is near, since what
+# forward and backward round is absolute: it counts more for small norms (hf_dp.plans.rounding).
+LOWEST, HIGHEST = 1 / 30, 1000.0
+# From it on, the smallest norm is far above what float32 can tell from 0.
 SMALLEST_START = 1e-5
 _MOST = 0.5  # that one example adds
 
@@ -87,6 +88,7 @@ class ClippingQuantile:
     budget_ratio: float = BUDGET_RATIO
 
     name: ClassVar[str] = "a noised count"
+    log: ClassVar[str] = "clipping_norm"
     logged: ClassVar[str] = "clipping norms"
 
     def __post_init__(self) -> None:
@@ -114,7 +116,7 @@ class ClippingQuantile:
             raise _validate.invalid("clipping", clipping, expected, why, error)
         if clipping_norm < SMALLEST_START:
             expected = f"to be at least {SMALLEST_START:g} with `{NORM_QUANTILE}`"
-            why = "It may fall to a thousandth of that. Raise it, or scale the loss up."
+            why = "It may fall to a thirtieth of that. Raise it, or scale the loss up."
             raise _validate.invalid("per_example_max_grad_norm", clipping_norm, expected, why)
 
     @property
@@ -158,7 +160,7 @@ class ClippingQuantile:
         """
         share = 0.5 + noised / schedule.expected_batch_size
         step = min(-self.learning_rate * (share - self.quantile), 100.0)  # exp would overflow
-        return min(max(ratio * math.exp(step), 1 / FARTHEST), FARTHEST)
+        return min(max(ratio * math.exp(step), LOWEST), HIGHEST)
 
     # -- how it is spoken of --
 
@@ -177,10 +179,11 @@ class ClippingQuantile:
         """Return how a statement speaks of it."""
         return (
             "The clipping norm is that of the first step. It then moves towards the norm that a "
-            f"share of {self.quantile!r} of the gradients has at most, within {FARTHEST:g} times "
-            f"less and more, with the learning rate {self.learning_rate!r}. To this end each "
-            f"{schedule.one} that is drawn counts 0.5 where its gradient's norm is far below the "
-            "step's, -0.5 where it is far above, and a number between them elsewhere; Gaussian "
+            f"share of {self.quantile!r} of the gradients has at most, within {1 / LOWEST:g} times "
+            f"less and {HIGHEST:g} times more, with the learning rate {self.learning_rate!r}. To "
+            f"this end each {schedule.one} that is drawn counts 0.5 where its gradient's norm is "
+            "far below the step's, -0.5 where it is far above, and a number between them "
+            "elsewhere; Gaussian "
             f"noise with standard deviation {self.part(noise_multiplier)[COUNT]:.6g} x 0.5 (and "
             f"{count_margin():.1e} of it more, for the rounding of norms) is added once to the sum "
             "of the counts. Gradients and their noise are in units of the step's norm, which is a "

@@ -24,6 +24,14 @@ than its slack; and that norm and gradient of a regrouped example, forward and b
 change by no more than its slack. They can change by more where a rounding decides between two
 branches (a ReLU exactly at 0: 2.3 C were measured for made-up weights), and in sums inside a module
 that has no rule. At most R examples are concerned.
+
+What forward and backward round does not shrink with C: at a norm of r C it counts 1/r times as
+much, whether that norm was set or has found itself (:data:`hf_dp.plans.quantile.LOWEST`). Worst are
+equal rows that the model has fitted, where one unit of a logit doubles ``1 - p``, and so the
+gradient: of four rows with norms of 1e-4, one that left moved a sum clipped to 1e-4 by 1.5 C.
+Larger physical batches have more such rows. In norms of scaled gradients, a regrouped gradient has
+changed by 1.8 times its slack, for made-up weights; that was 7e-6 of its norm, of which the margin
+has 2 (cap + e) = 2.2e-4 (tests/run/test_gradient_scaling.py).
 """
 
 from __future__ import annotations

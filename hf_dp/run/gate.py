@@ -37,7 +37,7 @@ class Observer:
         return sampler
 
     def clipped(self, sums: dict[str, Tensor]) -> None:
-        """See a step's clipped sums before their noise, by parameter."""
+        """See a step's clipped sums before their noise, by parameter, in units of its gauge."""
 
     def noised(self, sums: dict[str, Tensor]) -> None:
         """See the same sums after their noise."""

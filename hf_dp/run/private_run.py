@@ -22,6 +22,7 @@ from hf_dp.batches.look_over import Limits
 from hf_dp.batches.padding import Padding
 from hf_dp.batches.structure import Batch, DataSet, Example, Rows
 from hf_dp.batches.units import UnitBatch, UnitTable, check_units, rows_to_draw, split_off_units
+from hf_dp.batches.views import refuse_views
 from hf_dp.clipping import ClippingEngine, refuse_coupling
 from hf_dp.clipping.sharding import is_sharded
 from hf_dp.distributed.processes import Processes, others_present
@@ -317,16 +318,22 @@ class PrivateRun:
     def _looked_over(self) -> TrainingData:
         dataset, collator = self.columns()
         checks.check_collator(collator)
-        padding, users = self.padding(), self.plan.users
+        padding, users, views = (
+            self.padding(),
+            self.plan.users,
+            self.plan.mechanism.views_per_example,
+        )
         limits = Limits.of(self.model, self.has_own_loss, padding.side)
         units = None
         if self.units is not None and users is not None and not users.by_row:
             units = (self.units, users)
         data = TrainingData(
-            dataset, collator, padding, limits, self.randomness, self.options.batches, units
+            dataset, collator, padding, limits, self.randomness, self.options.batches, units, views
         )
         checks.refuse_rows_in_code(data.examples.reached, self.training_rows())
         data.check(self.model, self.losses, needs_labels=not self.has_own_loss)
+        if views > 1:
+            refuse_views(views, data.examples, self.losses, self.model, self.options.batches)
         data.warn_of_no_targets()
         if not self.options.rows_are_chunks and limits.ignorable and users is None:
             data.warn_of_chunks()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -13,11 +13,19 @@ from torch.utils.data import DataLoader
 from transformers.utils import logging
 
 from hf_dp.batches.examples import Collator, Examples, refuse_words_as_label
-from hf_dp.batches.loader import BatchOptions, Drawn, PhysicalBatches, Watch, private_dataloader
+from hf_dp.batches.loader import (
+    BatchOptions,
+    Drawn,
+    PhysicalBatches,
+    Place,
+    Watch,
+    private_dataloader,
+)
 from hf_dp.batches.look_over import Limits, LookedOver, has_target, look_over
 from hf_dp.batches.padding import LABELS, Padding
 from hf_dp.batches.structure import Batch, Example, Layout, Row, Rows, column, combined, leaves, own
-from hf_dp.batches.units import UnitBatches, UnitDraws, UnitTable
+from hf_dp.batches.units import Reduction, UnitBatches, UnitDraws, UnitTable
+from hf_dp.batches.views import ViewDraws, Views
 from hf_dp.clipping.sharding import is_sharded
 from hf_dp.errors import DataError, HfDpError, UnsupportedLossError
 from hf_dp.losses import base_model, targets_of
@@ -36,6 +44,7 @@ class TrainingData:
     """What a private run knows of its rows, without the columns that the model does not take.
 
     Args: units: whose the rows are, and how many of a user's rows take part; None: each by itself.
+        views: as how many random views a drawn row enters a step.
 
     Attributes: computed: types shorter than float32 that a forward was seen to compute in.
     """
@@ -49,8 +58,9 @@ class TrainingData:
         randomness: SecretRandomness,
         options: BatchOptions,
         units: tuple[UnitTable, Users] | None = None,
+        views: int = 1,
     ):
-        self.units = units
+        self.units, self.views = units, views
         self.examples = Examples(dataset, collator, randomness)
         self.padding, self.limits, self.options = padding, limits, options
         self.computed: frozenset[str] = frozenset()
@@ -163,12 +173,17 @@ class TrainingData:
         padded physical batches. ``watched`` makes of draws of rows what goes through the model."""
         examples, batches, options = self.examples, self.batches(one_shape), self.options
         sampler = replace(sampler, random_bytes=examples.randomness.random_bytes)
+        drawn: Iterable[Sequence[Place]]
+        reduction: Reduction | None = None
         if self.units is None:
-            draws = sampler if watched is None else watched(sampler)
-            return private_dataloader(examples, draws, batches, options, len(examples))
-        table, users = self.units
-        drawn, whole = UnitDraws(sampler, table, users), UnitBatches(batches, users)
-        return private_dataloader(examples, drawn, whole, options, len(table))
+            drawn, count = sampler if watched is None else watched(sampler), len(examples)
+        else:
+            table, reduction = self.units
+            drawn, count = UnitDraws(sampler, table, reduction), len(table)
+        if self.views > 1:
+            drawn, reduction = ViewDraws(drawn, self.views), Views(self.views, reduction)
+        cut = batches if reduction is None else UnitBatches(batches, reduction)
+        return private_dataloader(examples, drawn, cut, options, count)
 
     def synthetic_examples(self, model: nn.Module) -> list[Example]:
         """Return made-up examples that passed through the collator like rows, each a batch of one;

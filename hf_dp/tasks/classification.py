@@ -155,8 +155,9 @@ def word_lines(prediction: EvalPrediction, names: Sequence[str]) -> list[str]:
     means = (weights / weights.sum(-1, keepdims=True)).mean(0)
     chosen, there = logits.argmax(-1), np.asarray(prediction.label_ids)
     return [
-        f"class {name}: its word is the likeliest in {np.mean(chosen == index):.1%} of the rows, "
-        f"with a mean probability of {means[index]:.3f}; {np.mean(there == index):.1%} have it"
+        f"class {name}: of the {len(names)} words, its own is the likeliest in "
+        f"{np.mean(chosen == index):.1%} of the rows, with a mean probability of "
+        f"{means[index]:.3f} among them; {np.mean(there == index):.1%} have it"
         for index, name in enumerate(names)
     ]
 

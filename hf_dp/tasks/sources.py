@@ -49,7 +49,7 @@ class SourceArguments(ABC):
     validation_split: list[str] = argument(
         VALIDATION,
         "Splits of dataset_name to evaluate on, or without validation_file a part of "
-        "train_file: train[:10%], beside train_split: train[10%:].",
+        "train_file: train[:1000], beside train_split: train[1000:].",
     )
     train_file: str | None = argument(None, "Training rows: .parquet, .csv, .json or .jsonl.")
     validation_file: list[str] = argument([], "Evaluation rows, same columns.")

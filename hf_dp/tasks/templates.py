@@ -64,7 +64,10 @@ class Template:
         predict a word where it is missing."""
         if causal and self.pieces[-1] != MASK:
             expected = "to end where the word is missing: a decoder has read nothing after it"
-            advice = f"Leave out {self.pieces[-1]!r}, or use a masked language model."
+            after = self.pieces[self.pieces.index(MASK) + 1 :]
+            texts = " and ".join(piece for piece in after if piece in TEXTS)
+            advice = f"Put {texts} before it" if texts else f"Leave out {after[-1]!r}"
+            advice += ", or use a masked language model."
             raise invalid("template", self.text, expected, advice)
         if not causal and not self.names_its_place:
             expected = f"to hold {MASK}, where a masked language model fills in the word"

@@ -126,6 +126,13 @@ class StepArguments(ArgumentGroup):
         "(truncated Poisson sampling). Bounds time and memory; costs little epsilon from about 1.2 "
         "times expected_batch_size on. Unset means no limit. Only accountant pld knows it.",
     )
+    views_per_example: int = argument(
+        1,
+        "As how many random views a drawn row enters a step, new ones in each step; the mean of "
+        "their gradients is clipped once, so that neither epsilon nor what is protected changes. "
+        "Only for dp_sgd. Needs a transform, a collator or dropout that is random; time and "
+        "memory count views.",
+    )
     per_example_max_grad_norm: float = argument(
         0.1, "Largest L2 norm with which one example's gradient enters the sum, above 0."
     )
@@ -224,6 +231,13 @@ class StepArguments(ArgumentGroup):
             quantile.NORM_QUANTILE,
             is_given,
             "It is of a clipping norm that finds itself. Set both, or remove it.",
+        ),
+        Need(
+            "views_per_example",
+            "privacy_mode",
+            (dp_sgd.DP_SGD,),
+            "Only a step of DP-SGD averages gradients of views before it clips them. Remove it.",
+            UnsupportedArgumentError,
         ),
     )
 
@@ -374,6 +388,13 @@ class MemoryArguments(ArgumentGroup):
             (None, PRIVATE_ENCODER),
             "It is found for steps that clip gradients. Set `per_device_train_batch_size`.",
         ),
+        Need(
+            "auto_physical_batch_size",
+            "views_per_example",
+            (1,),
+            "What the views of a row take together is not measured. Set "
+            "`per_device_train_batch_size`.",
+        ),
     )
 
     @staticmethod
@@ -408,6 +429,7 @@ def gradient_plan(args: Any, num_classes: int | None) -> dp_sgd.DpSgdPlan:
         gradient_scaling=None
         if args.gradient_scaling_beta is None
         else scaling.GradientScaling(args.gradient_scaling_beta),
+        views_per_example=args.views_per_example,
     )
 
 

@@ -178,5 +178,7 @@ def test_limits_on_tokens_need_tokens():
     layout, rows = Layout(), [[{"place": torch.tensor([number])}] for number in (1, 2)]
     for (row,) in rows:
         layout.add(row)
-    with pytest.raises(DataError, match="no `input_ids` to count"):
+    with pytest.raises(DataError, match="max_tokens_per_physical_batch.*no `input_ids` to count"):
         UnitBatches(PhysicalBatches(Padding(), layout, 4, 9), Users("who"))(drawn(rows))
+    with pytest.raises(DataError, match="max_tokens_per_physical_batch.*no `input_ids` to count"):
+        PhysicalBatches(Padding(), layout, 4, 9)(drawn([row for (row,) in rows]))

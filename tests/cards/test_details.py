@@ -44,9 +44,8 @@ def test_names_that_are_no_ids_are_said_and_stay_out_of_the_metadata() -> None:
     assert CardDetails(base_model="gpt2").hub_base == "gpt2"
     cached = "/data/.cache/huggingface/hub/models--org--bert/snapshots/0a1b"
     assert CardDetails(base_model=cached).hub_base == "org/bert"
-    assert CardDetails(base_model="/site-packages/encoder/model").base_model == (
-        "encoder/model (local)"
-    )
+    local = CardDetails(base_model="/site-packages/encoder/model").base_model
+    assert local == "encoder/model (local)"
 
 
 def test_metadata_survives_a_round_trip_and_keeps_the_rules(tmp_path: Path) -> None:
@@ -104,9 +103,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> DPTrainer:
     return trainer
 
 
-def test_an_edited_card_is_kept_until_it_is_deleted(
-    finished: DPTrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_edited_card_is_kept_until_it_is_deleted(finished, tmp_path, capsys):
     folder = shutil.copytree(finished.args.output_dir, tmp_path / "run")
     card = folder / "README.md"
     assert main(["card", str(folder), "--language", "en", "de"]) == 0
@@ -145,9 +142,8 @@ def test_most_found_bounds_every_test_of_a_gaussian_mechanism() -> None:
     for mu, delta in itertools.product((0.2, 1.0, 3.0), (1e-6, 1e-3)):
         found = 1 - stats.norm.cdf(stats.norm.ppf(0.99) - mu)
         grid = np.linspace(0, 40, 40_001)
-        spent = stats.norm.cdf(mu / 2 - grid / mu) - np.exp(grid) * stats.norm.cdf(
-            -mu / 2 - grid / mu
-        )
+        beside = np.exp(grid) * stats.norm.cdf(-mu / 2 - grid / mu)
+        spent = stats.norm.cdf(mu / 2 - grid / mu) - beside
         epsilon = grid[np.argmax(spent <= delta)]
         assert found <= most_found(epsilon, delta)
     assert most_found(0.0, 0.0) == pytest.approx(0.01)
@@ -160,11 +156,8 @@ def test_most_found_bounds_every_test_of_a_gaussian_mechanism() -> None:
     ("epsilon", "words"), [(1.0, "strongly"), (3.0, "moderately"), (8.0, "weakly")]
 )
 def test_a_guarantee_is_judged_by_what_it_promises(epsilon: float, words: str) -> None:
-    (line,) = [
-        line
-        for line in in_short(dataclasses.replace(statement_of(), epsilon=epsilon))
-        if "How strongly" in line
-    ]
+    said = in_short(dataclasses.replace(statement_of(), epsilon=epsilon))
+    (line,) = [line for line in said if "How strongly" in line]
     assert words in line and " in 100 of " in line
 
 
@@ -182,9 +175,7 @@ def test_without_a_guarantee_nothing_is_promised() -> None:
     assert "nothing that anyone could rely on" in text and "How strongly" not in text
 
 
-def test_only_numbers_are_metrics_and_a_diverged_run_can_be_saved(
-    finished: DPTrainer, tmp_path: Path
-) -> None:
+def test_only_numbers_are_metrics_and_a_diverged_run_can_be_saved(finished, tmp_path):
     given = {"eval_loss": float("nan"), "eval_accuracy": np.float32(0.5), "eval_samples": "row 17"}
     details = CardDetails(metrics=given, training={"betas": (0.9, float("inf")), "x": tmp_path})
     assert details.metrics == {"eval_loss": None, "eval_accuracy": 0.5}

@@ -1,5 +1,4 @@
-"""``privacy.json`` never loses evidence, whatever is written over it and whenever the writer is
-killed."""
+"""``privacy.json`` never loses evidence, whatever overwrites it and whenever the writer is killed."""
 
 import os
 import re
@@ -48,12 +47,8 @@ def test_round_trip_while_it_runs_and_with_a_statement(tmp_path: Path) -> None:
     statement = PrivacyStatement.from_ledger(PLAN, ledger, FACTS)
     write(path, Evidence(PLAN, ledger, "run-a").stating(statement, Beside()))
     evidence = read(path)
-    assert (evidence.status, evidence.statement, evidence.facts) == (
-        "proven",
-        plain(statement.to_dict()),
-        FACTS,
-    )
-    assert evidence.restated() == statement
+    assert (evidence.status, evidence.facts) == ("proven", FACTS)
+    assert evidence.statement == plain(statement.to_dict()) and evidence.restated() == statement
     ledger.append(PLAN.event(1), "training")
     write(path, Evidence(PLAN, ledger, "run-a"))  # the run goes on
     assert read(path).status == "running"
@@ -90,9 +85,7 @@ def test_a_damaged_file_is_not_overwritten(written: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["replace", "fsync"])
-def test_a_kill_before_the_replacement_leaves_the_old_file(
-    written: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_a_kill_before_the_replacement_leaves_the_old_file(written, monkeypatch, where):
     before = written.read_bytes()
 
     def killed(*_: object) -> None:
@@ -109,8 +102,7 @@ def test_a_kill_before_the_replacement_leaves_the_old_file(
 
 
 def test_a_hard_kill_leaves_the_old_file(written: Path) -> None:
-    """The process ends between the temporary file and the replacement, with no chance to clean
-    up."""
+    """The process ends between the temporary file and the replacement, and cleans nothing up."""
     before = written.read_bytes()
     child = os.fork()
     if child == 0:
@@ -124,8 +116,7 @@ def test_a_hard_kill_leaves_the_old_file(written: Path) -> None:
 
 
 def test_order_of_durability(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """File to disk, then rename, then folder to disk: any other order can lose a step after a power
-    cut."""
+    """File to disk, rename, folder to disk: a power cut in any other order can lose a step."""
     calls: list[str] = []
     fsync, replace = os.fsync, os.replace
 

@@ -145,9 +145,7 @@ def test_a_release_limits_the_claim_to_the_weights(released: tuple[str, ...], na
         ({}, {"earlier": ["first"]}),
     ],
 )
-def test_what_no_statement_is_known_for_is_refused(
-    plan: dict[str, str], facts: dict[str, object]
-) -> None:
+def test_what_no_statement_is_known_for_is_refused(plan, facts):
     with pytest.raises(InvalidArgumentError, match=next(iter({**plan, **facts}))):
         statement_of(dataclasses.replace(SMALL, **plan), Ledger(), **facts)
 
@@ -177,31 +175,25 @@ def test_evaluation_data_that_was_not_compared_is_said() -> None:
         return found
 
     assert "not checked" not in line()
-    assert (
-        "was not checked for every evaluation set of this run: a set that has no column in common"
-        in line(evaluation_compared=False)
-    )
+    said = "not checked for every evaluation set of this run: a set that has no column in common"
+    assert said in line(evaluation_compared=False)
     earlier = EarlierRun("first", "example", "zero_out", evaluation_compared=False)
     assert "was not checked for every evaluation set of an earlier run" in line(earlier=(earlier,))
 
 
 def test_the_same_lines_stand_in_every_statement() -> None:
     """What weakens a run adds lines, or words to them; it takes none away."""
-    base = statement_of(ledger=Ledger()).not_covered
-    other = statement_of(
-        ledger=Ledger(),
-        released=("grad_norm",),
-        model_selection=True,
-        rows_are_chunks=True,
-        evaluation_compared=False,
-    ).not_covered
+    weak = {"model_selection": True, "rows_are_chunks": True, "evaluation_compared": False}
+    base, other = (
+        statement_of(ledger=Ledger(), **facts).not_covered
+        for facts in ({}, {"released": ("grad_norm",), **weak})
+    )
     assert {item.split(":")[0] for item in base} < {item.split(":")[0] for item in other}
     assert len(other) == len(base) + 1
 
 
 def test_an_estimate_is_never_the_headline() -> None:
-    plan = dataclasses.replace(SMALL, accountant="gdp_clt")
-    statement = statement_of(plan)
+    statement = statement_of(dataclasses.replace(SMALL, accountant="gdp_clt"))
     rows = by_accountant(statement)
     assert statement.epsilon == min(rows[name].epsilon.value for name in ("pld", "rdp", "prv"))
     assert statement.accountant != "gdp_clt"
@@ -221,9 +213,8 @@ def test_an_accountant_out_of_range_is_replaced_and_that_is_said() -> None:
 
 
 def test_without_any_bound_nothing_is_claimed() -> None:
-    plan = dataclasses.replace(SMALL, delta=1e-200)
     with pytest.raises(AccountingRangeError, match="nothing is claimed"):
-        statement_of(plan)
+        statement_of(dataclasses.replace(SMALL, delta=1e-200))
 
 
 def test_facts_survive_json_without_what_the_plan_has_already() -> None:
@@ -245,9 +236,7 @@ def test_the_statement_is_pure(sst2: PrivacyStatement) -> None:
     assert math.isfinite(sst2.epsilon)
 
 
-def test_the_page_of_pitfalls_says_how_much_each_matters(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_page_of_pitfalls_says_how_much_each_matters(capsys):
     page = Path(statement_module.__file__).with_name("README.md").read_text()
     rows = [line.split("|")[1:4] for line in page.splitlines() if line.startswith("| ")][1:]
     assert len(rows) == 8

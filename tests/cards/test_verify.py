@@ -284,9 +284,7 @@ def forge(folder: Path, change: Callable[[Any], Any]) -> None:
         (folder / name).write_bytes(content)
 
 
-def test_planted_verify_without_digests_is_seen(
-    copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planted_verify_without_digests_is_seen(copy, monkeypatch):
     """Without the comparison of digests, edits of the prose would pass."""
     found = json.loads((copy / FILE_NAME).read_text())["digest"]
     monkeypatch.setattr("hf_dp.statement.evidence.digest_of", lambda value: found)
@@ -305,13 +303,7 @@ def test_planted_verify_without_digests_is_seen(
         (["card", ".", "--license", "mine"], "privacy.json is missing"),
     ],
 )
-def test_bad_arguments_are_named(
-    words: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_bad_arguments_are_named(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
     assert message in capsys.readouterr().err

@@ -52,14 +52,12 @@ def made(folder: Path, plan: PrivacyPlan, run_id: str = "b" * 32, **weak: Any) -
     return read(folder)
 
 
-def after(
-    earlier: tuple[EarlierRun, ...], plan: PrivacyPlan = SGD, **facts: Any
-) -> PrivacyStatement:
+def after(*earlier: EarlierRun, **facts: Any) -> PrivacyStatement:
     """The statement of DP-SGD after runs with these claims."""
     ledger = Ledger()
     ledger.append(RecordRelease(3.0, 1), "earlier run")
-    ledger.append(plan.event(4), "training")
-    return statement_of(plan, ledger, earlier=earlier, **facts)
+    ledger.append(SGD.event(4), "training")
+    return statement_of(SGD, ledger, earlier=earlier, **facts)
 
 
 # -- codes ---
@@ -81,9 +79,7 @@ def test_codes_of_a_plan(plan, unit, relation) -> None:
 def test_the_weakest_of_any_two_is_none_stronger() -> None:
     for one, other in itertools.product(UNITS, repeat=2):
         both = weakest_unit((one, other))
-        assert both in (one, other) and UNITS.index(both) >= max(
-            UNITS.index(one), UNITS.index(other)
-        )
+        assert UNITS.index(both) == max(UNITS.index(one), UNITS.index(other))
     for one, other in itertools.product(RELATIONS, repeat=2):
         assert weakest_relation((one, other)) == weakest_relation((other, one))
     assert weakest_relation((ZERO_OUT, RECORD_ZERO_OUT)) == RECORD_ZERO_OUT
@@ -167,10 +163,9 @@ def test_an_unknown_claim_is_refused(values, message) -> None:
 
 
 def test_after_a_run_with_public_labels_no_label_is_claimed() -> None:
-    """The frozen run knew the labels as they are; DP-SGD after it cannot make them private
-    again."""
+    """The frozen run knew the labels; DP-SGD after it cannot make them private again."""
     earlier = EarlierRun("f" * 32, FEATURES, RECORD_ZERO_OUT)
-    statement = after((earlier,))
+    statement = after(earlier)
     assert statement.unit_code == FEATURES
     assert "label is stated as public" in statement.unit
     assert "adding or removing a row is not covered" in statement.neighboring_relation.lower()
@@ -179,7 +174,7 @@ def test_after_a_run_with_public_labels_no_label_is_claimed() -> None:
     assert "entered the loss of the earlier run ffffffff as they are" in line
     assert statement.to_dict()["unit"] == FEATURES
     assert "f" * 32 in render_card(statement, CardDetails())
-    alone = after((SAFE,))
+    alone = after(SAFE)
     assert (alone.unit_code, alone.to_dict()["unit"]) == (EXAMPLE, EXAMPLE)
     assert not any("labels of the training rows" in line for line in alone.not_covered)
     assert statement.epsilon == alone.epsilon
@@ -188,19 +183,18 @@ def test_after_a_run_with_public_labels_no_label_is_claimed() -> None:
 def test_planted_statement_of_this_run_alone_is_seen(monkeypatch) -> None:
     monkeypatch.setattr(statement_module.units, "weakest_unit", lambda units: next(iter(units)))
     earlier = EarlierRun("f" * 32, FEATURES, RECORD_ZERO_OUT)
-    assert after((earlier,)).unit_code == EXAMPLE  # what the test above refuses
+    assert after(earlier).unit_code == EXAMPLE  # what the test above refuses
 
 
 def test_relations_of_several_runs() -> None:
     public = EarlierRun("e" * 32, FEATURES, RECORD_ZERO_OUT)
-    assert "its released vector holds noise" in after((SAFE, public)).neighboring_relation
-    assert after((SAFE,)).neighboring_relation.endswith("derived from the number of rows")
+    assert "its released vector holds noise" in after(SAFE, public).neighboring_relation
+    assert after(SAFE).neighboring_relation.endswith("derived from the number of rows")
 
 
 def test_what_an_earlier_run_released_limits_the_claim_to_the_weights() -> None:
-    statement = after(
-        (dataclasses.replace(SAFE, released=("training_loss",)),), released=("grad_norm",)
-    )
+    earlier = dataclasses.replace(SAFE, released=("training_loss",))
+    statement = after(earlier, released=("grad_norm",))
     assert statement.status == "proven_weights_only"
     name = "training_loss (by the earlier run aaaaaaaa)"
     assert f"does not cover grad_norm, {name}, released without noise" in statement.sentence()
@@ -213,16 +207,15 @@ def test_planted_releases_of_earlier_runs_left_out_are_seen(monkeypatch) -> None
     monkeypatch.setattr(
         statement_module.wording, "released_in_words", lambda facts: list(facts.released)
     )
-    assert after((dataclasses.replace(SAFE, released=("training_loss",)),)).status == "proven"
+    assert after(dataclasses.replace(SAFE, released=("training_loss",))).status == "proven"
 
 
 def test_what_an_earlier_run_did_is_said() -> None:
-    statement = after((SAFE, dataclasses.replace(SAFE, run_id="c" * 32, insecure_seed=True)))
+    statement = after(SAFE, dataclasses.replace(SAFE, run_id="c" * 32, insecure_seed=True))
     assert (statement.status, statement.epsilon) == ("not_private", None)
-    assert "of the earlier run cccccccc on the same rows came from a fixed seed" in (
-        statement.sentence()
-    )
-    lines = after((dataclasses.replace(SAFE, model_selection=True),)).not_covered
+    said = "of the earlier run cccccccc on the same rows came from a fixed seed"
+    assert said in statement.sentence()
+    lines = after(dataclasses.replace(SAFE, model_selection=True)).not_covered
     selected = "used in an earlier run on the same rows, and not accounted for"
     assert any("model selection" in line and selected in line for line in lines)
 
@@ -244,22 +237,21 @@ def test_published_dp_fp_in_an_earlier_run_is_not_established() -> None:
 @pytest.mark.parametrize("where", ["here", "earlier"])
 def test_rows_that_are_chunks_are_said(where) -> None:
     earlier = dataclasses.replace(SAFE, rows_are_chunks=where == "earlier")
-    statement = after((earlier,), rows_are_chunks=where == "here")
+    statement = after(earlier, rows_are_chunks=where == "here")
     assert "each row is a chunk of a longer text, so a document of k chunks" in statement.unit
     assert "zero-out of one row (a chunk of a longer text) of the" in statement.sentence()
     assert statement.to_dict()["rows_are_chunks"] is True
-    plain = after((SAFE,))
+    plain = after(SAFE)
     assert "chunk" not in plain.unit + plain.sentence() and "rows_are_chunks" not in plain.to_dict()
-    no_labels = after((EarlierRun("f", FEATURES, RECORD_ZERO_OUT, rows_are_chunks=True),))
+    no_labels = after(EarlierRun("f", FEATURES, RECORD_ZERO_OUT, rows_are_chunks=True))
     words = "the text of one row (a chunk of a longer text), labels being public,"
     assert words in no_labels.sentence()
 
 
 def test_a_ledger_with_earlier_runs_that_nobody_names_has_no_statement() -> None:
-    with pytest.raises(
-        LedgerError, match="counts 1 releases of earlier runs; expected `earlier` to name"
-    ):
-        after(())
+    said = "counts 1 releases of earlier runs; expected `earlier` to name"
+    with pytest.raises(LedgerError, match=said):
+        after()
     ledger = Ledger()
     ledger.append(RecordRelease(3.0, 1), "earlier run")
     with pytest.raises(LedgerError, match="expected `earlier` to name"):
@@ -271,7 +263,7 @@ def test_the_statement_survives_the_file_and_is_checked_against_it(tmp_path) -> 
         EarlierRun("f" * 32, FEATURES, RECORD_ZERO_OUT, released=("loss",), rows_are_chunks=True),
         SAFE,
     )
-    statement = after(earlier)
+    statement = after(*earlier)
     ledger = statement.ledger
     made = Evidence(SGD, ledger, "r", Weaknesses(earlier=earlier))
     path = write(tmp_path, made.stating(statement, Beside()))

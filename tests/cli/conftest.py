@@ -69,10 +69,12 @@ def printed(capsys) -> Callable[..., str]:
 
 @pytest.fixture
 def refused(capsys) -> Callable[[list[str], str], None]:
-    """Run a command that is refused with these words."""
+    """Run a command that is refused in one line with these words, and prints nothing."""
 
     def check(words: list[str], message: str) -> None:
+        capsys.readouterr()
         assert main(words) == 2
-        assert message in capsys.readouterr().err
+        printed, said = capsys.readouterr()
+        assert message in said and len(said.splitlines()) == 1 and printed == ""
 
     return check

@@ -1,10 +1,10 @@
 """``hf-dp train`` and ``hf-dp eval`` of the tasks that write, on the built-in tables."""
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
 
+import chat
 import datasets
 import pyarrow.parquet as pq
 import pytest
@@ -12,13 +12,8 @@ import tiny_text
 import torch
 from peft import PeftModel
 from recipe import Recipe
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    pipeline,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from trl.chat_template_utils import qwen3_chat_template
 
 from hf_dp.cli.config import read_yaml
 from hf_dp.tasks.models import TextModelArguments, load_language_model
@@ -44,6 +39,13 @@ def pairs(task: Recipe, rows: list[dict], dev: list[dict], **values: Any) -> Non
     task.change(**{"dataset_name": None, "metrics": [], **columns, **files, **values})
 
 
+def text_after(prompt: str, model: Any, words: Any) -> str:
+    """What a model writes, by transformers alone."""
+    ids = words(prompt, return_tensors="pt")
+    made = model.generate(**ids, max_new_tokens=8)[0][ids["input_ids"].shape[1] :]
+    return words.decode(made, skip_special_tokens=True).strip()
+
+
 THAI = [{"q": "food", "r": ["Thai food"]}]
 
 
@@ -66,9 +68,7 @@ def test_train_writes_scores_texts_and_a_card_and_others_write_the_same(task):
         assert value == pytest.approx(metrics[name], rel=1e-6), name
     first, words = written[0], AutoTokenizer.from_pretrained(out)
     model = AutoModelForCausalLM.from_pretrained(out)
-    ids = words(first["prompt"], return_tensors="pt")
-    text = words.decode(model.generate(**ids, max_new_tokens=8)[0][ids["input_ids"].shape[1] :])
-    assert text.replace(words.eos_token, "").strip() == first["text"]
+    assert text_after(first["prompt"], model, words) == first["text"]
     (piped,) = pipeline("text-generation", model=str(out), device="cpu")(
         first["prompt"], max_new_tokens=8, return_full_text=False, do_sample=False
     )
@@ -223,19 +223,9 @@ def test_what_cannot_be_done_is_named_before_anything_is_written(task, words, me
 
 
 def test_a_chat_model_with_lora_from_yaml_loads_with_stock_peft(task):
-    """A Qwen3-shaped model and TRL's copy of its template, which marks nothing by itself."""
-    utils = pytest.importorskip("trl.chat_template_utils")
-    words = copy.deepcopy(tiny_text.tokenizer())
-    words.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    words.eos_token, words.chat_template = "<|im_end|>", utils.qwen3_chat_template
-    config = Qwen3Config(
-        vocab_size=len(words), hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-        eos_token_id=words.eos_token_id, bos_token_id=None, pad_token_id=words.pad_token_id,
-    )  # fmt: skip
-    base = task.folder / "qwen"
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(base)
+    """With TRL's copy of Qwen3's template, which marks nothing by itself."""
+    words, base = chat.tokenizer(qwen3_chat_template), task.folder / "qwen"
+    chat.model().save_pretrained(base)
     words.save_pretrained(base)
     said = [(f"Where is pub {i}?", f"In area {i % 3}.") for i in range(46)]
     roles = ("user", "assistant")
@@ -256,13 +246,7 @@ def test_a_chat_model_with_lora_from_yaml_loads_with_stock_peft(task):
     assert first["prompt"].count("<|im_start|>assistant") == 1 and "In area" not in first["prompt"]
     assert first["references"] == ["In area 1."]
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), out)
-    words = AutoTokenizer.from_pretrained(out)
-    ids = words(first["prompt"], return_tensors="pt")
-    text = words.decode(
-        model.generate(**ids, max_new_tokens=8)[0][ids["input_ids"].shape[1] :],
-        skip_special_tokens=True,
-    )
-    assert text.strip() == first["text"]
+    assert text_after(first["prompt"], model, AutoTokenizer.from_pretrained(out)) == first["text"]
 
 
 # -- hf-dp generate --

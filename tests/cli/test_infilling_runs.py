@@ -2,7 +2,6 @@
 from a local hub folder."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,9 +12,10 @@ import pytest
 import torch
 import transformers as hf
 import yaml
-from families import SENTENCES, bert, decoder
+from families import SENTENCES, bert, decoder, saved_masked_lm
+from models import llama
 from recipe import Recipe
-from warm import run_program
+from warm import run_program, run_the_cards_lines
 
 from hf_dp.accounting import epsilon
 from hf_dp.cli.tasks.classification import TEXTS
@@ -29,27 +29,12 @@ HELD_OUT = [
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("base")
-    torch.manual_seed(0)
-    small = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 24,
-    }
-    config = hf.BertConfig(
-        vocab_size=len(bert()), max_position_embeddings=48, pad_token_id=0, **small
-    )
-    config.pretraining_sources = ["sst"]
-    hf.BertForMaskedLM(config).save_pretrained(folder)
-    bert().save_pretrained(folder)
-    return folder
+    return saved_masked_lm(tmp_path_factory.mktemp("base"), pretraining_sources=["sst"])
 
 
 @pytest.fixture
 def recipe(base, tmp_path, capsys) -> Recipe:
-    """A recipe that reads a folder laid out like a data set on the Hub, with two evaluation
-    splits."""
+    """A recipe of a folder laid out like a data set on the Hub, with two evaluation splits."""
     hub = tmp_path / "hub"
     (hub / "tiny").mkdir(parents=True)
     made = Recipe(
@@ -79,8 +64,7 @@ def printed_metrics(text: str) -> dict[str, float]:
 
 
 def test_train_then_evaluate(recipe):
-    """One block of YAML; two evaluation splits by name; the evaluation command gives what training
-    printed."""
+    """Two evaluation splits by name; the evaluation command gives what training printed."""
     trained = printed_metrics(recipe.run())
     assert set(trained) == {
         f"{metric} on the {rows} evaluation rows"
@@ -110,16 +94,6 @@ def test_zero_shot_is_the_base_itself(recipe, base):
     right = logits.argmax(1) == labels
     assert found == pytest.approx(float(right.float().mean()), abs=1e-4)
     assert not recipe.out.exists()
-
-
-def test_own_template_and_words(recipe):
-    block = {
-        "template": "<S1> Was it good ? [MASK] .",
-        "label_words": {"negative": "No", "positive": "Yes"},
-    }
-    recipe.run(infilling=block)
-    kept = recipe.saved("config.json")["label_words"]
-    assert (kept["template"], kept["words"]) == (block["template"], ["No", "Yes"])
 
 
 @pytest.mark.parametrize(
@@ -163,11 +137,8 @@ def test_what_was_chosen_to_train_is_evaluated(recipe, peft, infilling):
 def test_random_weights_that_an_adapter_would_not_hold_are_named(recipe, caplog):
     peft = {"peft_type": "lora", "r": 2, "target_modules": ["query"]}
     TEXTS.trainer_of({**recipe.values, "infilling": None, "peft": peft}, [])
-    (said,) = [
-        each.getMessage()
-        for each in caplog.records
-        if "The checkpoint of the base has no" in each.message
-    ]
+    messages = [each.getMessage() for each in caplog.records]
+    (said,) = [each for each in messages if "The checkpoint of the base has no" in each]
     assert "bert.pooler.dense.weight" in said and "classifier" not in said
     assert "model.save_pretrained" in said
 
@@ -267,8 +238,7 @@ def test_a_file_is_no_folder_of_a_sweep(recipe):
 
 
 def test_pretraining_gives_a_base_its_head(base, tmp_path, capsys):
-    """From an encoder without a masked-LM head to a base that infilling accepts; sources are
-    listed."""
+    """From an encoder without a masked-LM head to a base that infilling accepts."""
     hf.BertModel.from_pretrained(base).save_pretrained(tmp_path / "encoder")
     bert().save_pretrained(tmp_path / "encoder")
     made = Recipe(
@@ -281,9 +251,7 @@ def test_pretraining_gives_a_base_its_head(base, tmp_path, capsys):
     assert "stopped: all steps were taken" in made.run("train", *words)
     accuracies = made.saved("pretraining.json")["held_out_accuracy"]
     assert len(accuracies) == 5 and accuracies[-1] > accuracies[0]
-    model, info = hf.AutoModelForMaskedLM.from_pretrained(
-        tmp_path / "out", output_loading_info=True
-    )
+    model, info = hf.AutoModelForMaskedLM.from_pretrained(made.out, output_loading_info=True)
     assert not info["missing_keys"]
     assert model.config.pretraining_sources == ["sst", "here"]
     made.refused(r"none of \['x'\]", "train", *words, "--text_columns", "x")
@@ -305,12 +273,9 @@ def test_a_sweep_over_label_words_beside_their_zero_shot_accuracy(recipe):
 @pytest.fixture(scope="module")
 def decoder_base(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("decoder")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
     tokens = {"pad_token_id": 0, "eos_token_id": 0, "bos_token_id": 1}  # padding is the end token
-    config = hf.LlamaConfig(vocab_size=len(decoder()), **sizes, **heads, **tokens)
-    hf.LlamaForCausalLM(config).save_pretrained(folder)
+    sizes = {"vocab_size": len(decoder()), "num_hidden_layers": 1, "tie_word_embeddings": True}
+    llama(dtype=torch.float32, **sizes, **tokens).save_pretrained(folder)
     decoder().save_pretrained(folder)
     return folder
 
@@ -328,35 +293,31 @@ def test_a_decoder_and_named_classes(decoder_base, tmp_path, capsys, classes, pe
     ]
     made = Recipe(
         tmp_path, capsys, model_name_or_path=str(decoder_base), class_names=classes, peft=peft,
-        max_length=40, noise_multiplier=1.0, expected_batch_size=8, max_steps=2, train_file="",
+        max_length=40, noise_multiplier=1.0, expected_batch_size=8, max_steps=2, text_columns="sentence", train_file="",
     )  # fmt: skip
     held_out = [{**row, "sentence": row["sentence"] * 2} for row in rows[:9]]
-    made.change(
-        train_file=made.lines("train.jsonl", rows),
-        validation_file=made.lines("dev.jsonl", held_out),
-    )
+    dev = made.lines("dev.jsonl", held_out)
+    made.change(train_file=made.lines("train.jsonl", rows), validation_file=dev)
     suggested = tmp_path / "suggested.yaml"
     said = made.run("suggest", "--target_epsilon", "3", "--output", str(suggested))
     infilling = yaml.safe_load(suggested.read_text())["infilling"]
     assert infilling["template"] == "Text: <S1>\nLabel:"
     assert ("each text is read once for each class" in said) == ("several_tokens" in infilling)
+    infilling["template"] = "Read: <S1>\nWord:"  # one's own
     untrained = made.run("eval", "--zero-shot", infilling=infilling)
-    assert [line.split(":")[0] for line in untrained.splitlines()[1:]] == [
-        f"class {name}" for name in classes
-    ]
+    listed = [line.split(":")[0] for line in untrained.splitlines()[1:]]
+    assert listed == [f"class {name}" for name in classes]
     made.run()
+    if peft is None:
+        kept = made.saved("config.json")["label_words"]
+        of_classes = [infilling["label_words"][name] for name in classes]
+        assert (kept["template"], kept["words"]) == (infilling["template"], of_classes)
     found = printed_metrics(made.run("eval"))["accuracy on the 9 evaluation rows"]
-    card = (made.out / "README.md").read_text()
-    lines = re.search(r"## Use\n+```python\n(.*?)```", card, re.DOTALL).group(1)
-    assert ("hf_dp" in lines) == ("several_tokens" in infilling)
-    (tmp_path / "base").symlink_to(decoder_base)
-    lines = lines.replace("path/to/this/folder", "out").replace("BASE_MODEL", "base")
     texts = [row["sentence"] for row in held_out]
-    more = f"import json; print(json.dumps([classify(text) for text in {texts!r}]))"
-    done = run_program(f"{lines}\n{more}", tmp_path, env={**os.environ, "HF_HUB_OFFLINE": "1"})
-    assert done.returncode == 0, done.stderr[-2000:]
-    served = json.loads(done.stdout.strip().splitlines()[-1])
-    right = [
-        max(each, key=each.get) == row["label"] for each, row in zip(served, held_out, strict=True)
-    ]
-    assert sum(right) / 9 == pytest.approx(found, abs=1e-4)
+    more = "[classify(text) for text in texts], 'hf_dp' in sys.modules"
+    more = f"import sys\ntexts = {texts!r}\nprint(json.dumps([{more}]))"
+    served, with_hf_dp = run_the_cards_lines(tmp_path, decoder_base, more)
+    assert with_hf_dp == ("several_tokens" in infilling)
+    best = [max(each, key=each.get) for each in served]
+    right = sum(word == row["label"] for word, row in zip(best, held_out, strict=True))
+    assert right / 9 == pytest.approx(found, abs=1e-4)

@@ -98,8 +98,7 @@ def check_run(recipe: Recipe, stdout: str) -> None:
 
 
 def test_hf_dp_train_starts_two_processes(recipe, tmp_path, monkeypatch):
-    """By accelerate's own launcher; what each of them is told is written down, and the second one
-    fails."""
+    """By accelerate's own launcher; each writes down what it is told, and the second one fails."""
     program = tmp_path / "python"
     said = f'echo "$WORLD_SIZE $ACCELERATE_USE_CPU $@" > {tmp_path}/rank$RANK'
     program.write_text(f"#!/bin/sh\n{said}\nexit $((3 * RANK))\n")
@@ -134,6 +133,7 @@ def test_two_processes_are_one_run(recipe):
 @pytest.mark.parametrize(
     "words",
     [
+        *commands("cpu", **{"RECIPE.yaml": "RECIPE"}),
         *commands("cpu_2_processes", **{"RECIPE.yaml": "RECIPE"}),
         shlex.split("torchrun --standalone --nproc_per_node 2 recipes/text_classification.py --config RECIPE"),
         # without accelerators these would be two jobs that do not know of each other

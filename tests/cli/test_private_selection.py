@@ -20,17 +20,20 @@ RATES = "learning_rate=1e-3,2e-3,4e-3"
 
 
 class Runs:
-    """Trains a run in this process, once for all that have its options; its score is what the test
-    says."""
+    """Trains a run in this process, once for all of its options; the test says its score."""
 
     def __init__(self, trained: dict[str, Path], folders: pytest.TempPathFactory):
         self.trained, self.folders = trained, folders
-        self.made, self.scores, self.options, self.failing = [], [], {}, set()
+        self.made, self.options = [], {}
+
+    def draw(self, *scores: float, failing: int | None = None) -> None:
+        """Let a search draw so many runs, of these scores, of which one may fail."""
+        self.scores, self.failing, self.number = scores, failing, len(scores)
 
     def __call__(self, recipe, cell, which, launched, timed):
         assert not timed  # the times of a search would tell how many runs there were
         number = int(which.removeprefix("run ")) - 1
-        if number in self.failing:
+        if number == self.failing:
             cell.folder.mkdir(parents=True, exist_ok=True)
             (cell.folder / "log.txt").write_text("1/2\rMaking rows\nhf-dp: no such column\n\n")
             return False
@@ -66,6 +69,7 @@ def runs(monkeypatch, trained, tmp_path_factory):
     made = Runs(trained, tmp_path_factory)
     monkeypatch.setattr(private_selection, "run_cell", made)
     monkeypatch.setattr(private_selection, "check_runs", lambda search: None)
+    monkeypatch.setattr(private_selection, "_geometric", lambda mean: made.number)
     return made
 
 
@@ -73,13 +77,8 @@ def search(folder, *, mean=3.0, score="accuracy", words=(RATES,), seeds=(0,), **
     return Search(recipe, list(grid(words, seeds, folder)), mean, score)
 
 
-def fixed(monkeypatch, count):
-    monkeypatch.setattr(private_selection, "_geometric", lambda mean: count)
-
-
-def test_only_the_best_is_released(tmp_path, runs, monkeypatch):
-    fixed(monkeypatch, 4)
-    runs.scores = [0.5, float("nan"), 0.75, 0.75]
+def test_only_the_best_is_released(tmp_path, runs):
+    runs.draw(0.5, float("nan"), 0.75, 0.75)
     folder = tmp_path / "search"
     found = select(search(folder))
     assert runs.made == [0, 1, 2, 3]
@@ -96,16 +95,14 @@ def test_only_the_best_is_released(tmp_path, runs, monkeypatch):
     assert select(search(folder)) == found and len(runs.made) == 4
 
 
-def test_smaller_is_better_for_a_perplexity(tmp_path, runs, monkeypatch):
-    fixed(monkeypatch, 2)
-    runs.scores = [0.5, 0.9]
+def test_smaller_is_better_for_a_perplexity(tmp_path, runs):
+    runs.draw(0.5, 0.9)
     found = select(search(tmp_path / "search", score="perplexity"))
     assert found.score == 10 - 0.9
 
 
-def test_an_interrupted_search_goes_on_with_what_was_drawn(tmp_path, runs, monkeypatch):
-    fixed(monkeypatch, 3)
-    runs.scores, runs.failing = [0.5, 0.9, 0.7], {1}
+def test_an_interrupted_search_goes_on_with_what_was_drawn(tmp_path, runs):
+    runs.draw(0.5, 0.9, 0.7, failing=1)
     folder = tmp_path / "search"
     why = r"failed; see .*trial-.*log.txt. hf-dp: no such column\nNothing is .* must stay as it is"
     with pytest.raises(ConfigError, match=why):
@@ -114,79 +111,68 @@ def test_an_interrupted_search_goes_on_with_what_was_drawn(tmp_path, runs, monke
         select(search(folder, weight_decay=0.1))
     assert not (folder / "best").exists()
     drawn = json.loads((folder / "search.json").read_text())["runs"]
-    fixed(monkeypatch, 99)  # not drawn again
-    runs.failing = set()
+    runs.number, runs.failing = 99, None  # not drawn again
     assert select(search(folder)).score == 0.9
     assert runs.made == [0, 1, 2] and len(drawn) == 3
 
 
-def test_a_search_that_has_spent_nothing_goes_on_with_a_mended_recipe(tmp_path, runs, monkeypatch):
+def test_a_search_that_has_spent_nothing_goes_on_with_a_mended_recipe(tmp_path, runs):
     """And with the number of runs that was drawn."""
-    fixed(monkeypatch, 3)
+    runs.draw(0.5, 0.9, 0.7, failing=0)
     folder = tmp_path / "search"
-    runs.scores, runs.failing = [0.5, 0.9, 0.7], {0}
     with pytest.raises(ConfigError, match=r"no such column\n.* The recipe may change, too"):
         select(search(folder))
-    fixed(monkeypatch, 99)
-    runs.failing = set()
+    runs.number, runs.failing = 99, None
     found = select(search(folder, weight_decay=0.1, words=("learning_rate=5e-3",)))
     assert found.score == 0.9 and runs.made == [0, 1, 2] and "learning_rate=0.005" in found.label
     assert sorted(path.name for path in folder.iterdir()) == ["best", "search.json"]
 
 
 def test_planted_search_that_forgets_what_it_spent_is_seen(tmp_path, runs, monkeypatch):
-    fixed(monkeypatch, 2)
-    runs.scores, runs.failing = [0.5, 0.9], {1}
+    runs.draw(0.5, 0.9, failing=1)
     folder = tmp_path / "search"
     monkeypatch.setattr(private_selection, "_unspent", lambda search: True)
     with pytest.raises(ConfigError, match="failed"):
         select(search(folder))
-    runs.failing = set()
+    runs.failing = None
     assert select(search(folder, weight_decay=0.1)).score == 0.9
     assert runs.made == [0, 0, 1]  # run 1 was paid for twice, and counted once
 
 
 @pytest.mark.parametrize("stage", ["moved", "deleted"])
 def test_an_interruption_while_the_best_is_released(tmp_path, runs, monkeypatch, stage):
-    fixed(monkeypatch, 3)
-    runs.scores = [0.5, 0.9, 0.7]
-    folder = tmp_path / "search"
+    runs.draw(0.5, 0.9, 0.7)
+    folder, honest = tmp_path / "search", private_selection._write
 
     def killed(*args, **kwargs):
         raise KeyboardInterrupt
 
-    if stage == "moved":
-        with monkeypatch.context() as patched:
-            patched.setattr(shutil, "rmtree", killed)
-            with pytest.raises(KeyboardInterrupt):
-                select(search(folder))
-    else:
-        honest = private_selection._write
-        with monkeypatch.context() as patched:
-            patched.setattr(
-                private_selection,
-                "_write",
-                lambda path, values: honest(path, values) if "runs" in values else killed(),
-            )
-            with pytest.raises(KeyboardInterrupt):
-                select(search(folder))
+    def killed_at_the_end(path, values):
+        return honest(path, values) if "runs" in values else killed()
+
+    where = (shutil, "rmtree", killed)
+    if stage == "deleted":
+        where = (private_selection, "_write", killed_at_the_end)
+    with monkeypatch.context() as patched:
+        patched.setattr(*where)
+        with pytest.raises(KeyboardInterrupt):
+            select(search(folder))
     found = select(search(folder))
     assert found.score == 0.9 and runs.made == [0, 1, 2]
     assert sorted(path.name for path in folder.iterdir()) == ["best", "search.json"]
 
 
-def test_runs_that_cost_differently_release_nothing(tmp_path, runs, monkeypatch):
+def test_runs_that_cost_differently_release_nothing(tmp_path, runs):
     """The bound is that of equal runs."""
-    fixed(monkeypatch, 2)
-    runs.scores, runs.options = [0.5, 0.6], {1: {"noise_multiplier": 0.9}}
+    runs.draw(0.5, 0.6)
+    runs.options = {1: {"noise_multiplier": 0.9}}
     with pytest.raises(ConfigError, match="did not all release the same events"):
         select(search(tmp_path / "search"))
     assert not (tmp_path / "search" / "best").exists()
 
 
-def test_another_search_in_the_same_folder_is_refused(tmp_path, runs, monkeypatch):
-    fixed(monkeypatch, 1)
-    runs.scores = [0.5]
+def test_another_search_in_the_same_folder_is_refused(tmp_path, runs):
+    runs.draw(0.5)
     folder = tmp_path / "search"
     select(search(folder))
     for change in (
@@ -220,9 +206,8 @@ def test_what_no_run_could_do_is_refused_before_anything_is_drawn(task, tmp_path
     assert not folder.exists()
 
 
-def test_an_unknown_score(tmp_path, runs, monkeypatch):
-    fixed(monkeypatch, 2)
-    runs.scores = [0.5, 0.6]
+def test_an_unknown_score(tmp_path, runs):
+    runs.draw(0.5, 0.6)
     with pytest.raises(ConfigError, match=r"`--score` to be one of \['accuracy'"):
         select(search(tmp_path / "search", score="f1"))
     assert runs.made == [0]  # the second run is not spent
@@ -262,7 +247,7 @@ def test_the_number_of_runs_is_geometric(mean):
 
 
 def test_settings_are_drawn_from_the_whole_grid(tmp_path, monkeypatch):
-    fixed(monkeypatch, 600)
+    monkeypatch.setattr(private_selection, "_geometric", lambda mean: 600)
     monkeypatch.setattr(private_selection, "check_runs", lambda search: None)
     runs = private_selection._drawn(search(tmp_path / "search", seeds=(0, 1)))["runs"]
     drawn = Counter(run["cell"] for run in runs)

@@ -203,9 +203,12 @@ def children(monkeypatch) -> list[dict]:
     return read
 
 
+def words_of(recipes, folder, *words):
+    return ["sweep", "--config", *map(str, recipes), "--output-dir", str(folder), *words]
+
+
 def sweep(recipes, folder, *words):
-    paths = [str(path) for path in recipes]
-    return main(["sweep", "--config", *paths, "--output-dir", str(folder), *words])
+    return main(words_of(recipes, folder, *words))
 
 
 def test_each_recipe_runs_with_its_own_settings_over_the_same_grid(recipes, children, tmp_path):
@@ -268,10 +271,9 @@ def test_numbers_with_an_exponent_are_numbers(tmp_path):
     ],
 )  # fmt: skip
 def test_what_is_refused_before_the_first_run(
-    recipes, children, tmp_path, capsys, names, words, message
+    recipes, children, tmp_path, refused, names, words, message
 ):
-    assert sweep([recipes[name] for name in names], tmp_path / "s", *words) == 2
-    assert message in capsys.readouterr().err
+    refused(words_of([recipes[name] for name in names], tmp_path / "s", *words), message)
     assert not children
 
 

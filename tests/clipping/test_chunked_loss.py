@@ -1,6 +1,7 @@
 """The loss by blocks of the vocabulary against cross-entropy of whole logits."""
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import models
@@ -35,8 +36,8 @@ def with_bias() -> Any:
     return model
 
 
-def lora() -> Any:
-    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])
+def lora(beside: str = "q_proj") -> Any:
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=[beside])
     return get_peft_model(llama(), config)
 
 
@@ -206,12 +207,7 @@ def test_under_autocast_it_is_what_autocast_computes():
     [
         (models.bert, "is for sequence_classification"),
         (ARCHITECTURES["gemma2"].build, "changes its logits after the head"),
-        (
-            lambda: get_peft_model(
-                llama(), LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["lm_head"])
-            ),
-            "the head of LlamaForCausalLM is a peft",
-        ),
+        (partial(lora, "lm_head"), "the head of LlamaForCausalLM is a peft"),
     ],
 )
 def test_what_it_cannot_do_is_refused_by_name(build, why):
@@ -273,11 +269,9 @@ def test_cancelling_gradients_of_a_head_are_settled(monkeypatch):
     with ClippingEngine(head, 1e6) as engine:
         norms = engine.backward(chunked_loss.chunked_loss(head, hidden, labels, -100))
     assert settled
-    exact = head.double()
-    for index in range(2):
-        values = chunked_loss.chunked_loss(
-            exact, hidden[index : index + 1].double(), labels[index : index + 1], -100
-        )
+    exact, rows = head.double(), zip(hidden.double().split(1), labels.split(1), strict=True)
+    for index, (row, label) in enumerate(rows):
+        values = chunked_loss.chunked_loss(exact, row, label, -100)
         (gradient,) = torch.autograd.grad(values.sum(), [exact.weight])
         assert norms[index].item() == pytest.approx(gradient.norm().item(), rel=1e-3)
 

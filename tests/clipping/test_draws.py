@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 import transformers as hf
-from models import ARCHITECTURES, collate, together
+from models import ARCHITECTURES, collate, deberta_v2, together
 from torch import nn
 
 from hf_dp.clipping import self_check
@@ -15,14 +15,6 @@ from hf_dp.clipping.draws import refuse_shared_draws
 from hf_dp.errors import SelfCheckError, UnsupportedArgumentError
 from hf_dp.losses import per_example_loss
 from hf_dp.tasks.models import turn_off_dropout
-
-SIZE = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-}
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -39,19 +31,13 @@ def texts() -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
 
-def deberta(**options):
+def deberta():
     """With the dropout of the table of relative positions, one mask for the batch."""
-    shape = {**SIZE, "position_buckets": 8, "max_position_embeddings": 16}
-    config = hf.DebertaV2Config(
-        **shape, relative_attention=True, pos_att_type=["c2p", "p2c"], **options
-    )
-    return hf.DebertaV2ForSequenceClassification(config)
+    return deberta_v2(0.1, torch.float32, relative_attention=True, position_buckets=8)
 
 
 def opt():
-    small = {"vocab_size": 32, "hidden_size": 16, "ffn_dim": 32, "word_embed_proj_dim": 16}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 2}
-    return hf.OPTForCausalLM(hf.OPTConfig(**small, **heads, layerdrop=0.1))
+    return ARCHITECTURES["opt"].build(0.1, torch.float32, layerdrop=0.1)
 
 
 def funnel():
@@ -201,14 +187,18 @@ class SharedTable(tiny.BertForSequenceClassification):
         return hf.modeling_outputs.SequenceClassifierOutput(logits=self.classifier(hidden))
 
 
-def test_without_neighbors_nothing_is_shared(tmp_path):
+def trainer_of(folder, size):
+    """A trainer of a model with a shared table, and the size of its physical batches."""
     given = {"model": SharedTable(tiny.model().config)}
-    tiny.trainer(tmp_path, given=given, per_device_train_batch_size=1, max_steps=1).train()
+    return tiny.trainer(folder, given=given, per_device_train_batch_size=size, max_steps=1)
+
+
+def test_without_neighbors_nothing_is_shared(tmp_path):
+    trainer_of(tmp_path, 1).train()
 
 
 def test_a_size_that_grew_after_the_check_is_refused(tmp_path):
-    given = {"model": SharedTable(tiny.model().config)}
-    trainer = tiny.trainer(tmp_path, given=given, per_device_train_batch_size=1)
+    trainer = trainer_of(tmp_path, 1)
     trainer.run.check_engine()
     trainer.args.per_device_train_batch_size = 4
     run = trainer.training.sync()  # as each step does
@@ -219,8 +209,7 @@ def test_a_size_that_grew_after_the_check_is_refused(tmp_path):
 
 
 def test_a_size_that_is_found_is_checked(tmp_path, monkeypatch):
-    given = {"model": SharedTable(tiny.model().config)}
-    trainer = tiny.trainer(tmp_path, given=given, per_device_train_batch_size=1)
+    trainer = trainer_of(tmp_path, 1)
     trainer.run.check_engine()
     found = 4
 
@@ -236,19 +225,15 @@ def test_a_size_that_is_found_is_checked(tmp_path, monkeypatch):
 @pytest.mark.parametrize("seed", range(2))
 def test_stochastic_depth_is_no_matter_of_chance(seed):
     """Each example skips layers for itself, which must not make its loss differ in the check."""
+    model = ARCHITECTURES["dinov2"].build(dtype=torch.float32, drop_path_rate=0.5)
     torch.manual_seed(seed)
-    config = hf.Dinov2Config(
-        image_size=8, patch_size=4, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-        num_labels=2, drop_path_rate=0.5,
-    )  # fmt: skip
-    model = hf.Dinov2ForImageClassification(config)
     images = {"pixel_values": torch.randn(3, 3, 8, 8), "labels": torch.tensor([0, 1, 1])}
     alone = [{name: value[i : i + 1] for name, value in images.items()} for i in range(3)]
     self_check(model, per_example_loss, images, alone)
 
 
 def test_no_run_begins_with_a_shared_mask(tmp_path):
-    trainer = tiny.trainer(tmp_path, given={"model": SharedTable(tiny.model().config)})
+    trainer = trainer_of(tmp_path, 16)
     with pytest.raises(SelfCheckError, match="`table_dropout` draws random numbers that the"):
         trainer.train()
     assert len(trainer.ledger) == 0

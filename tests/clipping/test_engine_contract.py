@@ -9,6 +9,7 @@ import torch
 import transformers as hf
 from models import (
     BUILDERS,
+    ENCODER,
     SHORT,
     Net,
     alone,
@@ -17,6 +18,7 @@ from models import (
     assert_refused,
     batch_for,
     bert,
+    builder,
     clipped,
     llama,
     mixtral,
@@ -50,9 +52,8 @@ def x(examples: int = 3) -> Tensor:
 
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "1", None, True])
 def test_bad_clipping_norm(value):
-    with pytest.raises(
-        InvalidArgumentError, match=r"`clipping_norm` to be .*, got " + re.escape(repr(value))
-    ):
+    said = r"`clipping_norm` to be .*, got " + re.escape(repr(value))
+    with pytest.raises(InvalidArgumentError, match=said):
         ClippingEngine(linear(), value)
 
 
@@ -179,8 +180,7 @@ def test_an_engine_can_be_entered_again():
             engine.backward(model(x()).squeeze(1))
     with once:
         once.backward(model(x()).squeeze(1))
-    # What an earlier block left uncollected is not part of this one's sums: it may have ended in an
-    # error.
+    # What an earlier block left uncollected is no part of these sums: it may have failed.
     torch.testing.assert_close(engine.collect()["weight"], once.collect()["weight"])
 
 
@@ -193,11 +193,8 @@ def forwards(model: nn.Module) -> dict[str, object]:
 def test_the_model_is_restored(name, fails):
     model = BUILDERS[name]()
     model.train()
-    patched = next(
-        module
-        for module in model.modules()
-        if isinstance(module, nn.Linear) and not module._forward_pre_hooks
-    )
+    linears = (module for module in model.modules() if isinstance(module, nn.Linear))
+    patched = next(module for module in linears if not module._forward_pre_hooks)
     original = patched.forward
     patched.forward = lambda *args: original(*args)
     before, hooks = forwards(model), len(model._forward_pre_hooks)
@@ -211,11 +208,15 @@ def test_the_model_is_restored(name, fails):
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
 
+def without_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value for key, value in batch.items() if key != "labels"}
+
+
 @pytest.mark.parametrize("name", ["bert", "gpt2_tied", "llama"])
 def test_the_output_is_the_same_inside_and_outside(name):
     """Conv1D and fused biases may add in another order."""
     model = BUILDERS[name](dtype=torch.float32)
-    inputs = {key: value for key, value in batch_for(model, SHORT).items() if key != "labels"}
+    inputs = without_labels(batch_for(model, SHORT))
 
     def outputs() -> list[Tensor]:
         plain = model(**inputs).logits
@@ -235,7 +236,7 @@ def test_the_output_is_the_same_inside_and_outside(name):
 def test_the_output_in_float64_is_the_same_inside_and_outside(name):
     """Sums in another order differ in the last bit."""
     model = BUILDERS[name]()
-    inputs = {key: value for key, value in batch_for(model, SHORT).items() if key != "labels"}
+    inputs = without_labels(batch_for(model, SHORT))
     outside = model(**inputs).logits
     with ClippingEngine(model, 1.0):
         torch.testing.assert_close(model(**inputs).logits, outside, rtol=1e-12, atol=1e-12)
@@ -246,9 +247,7 @@ def test_the_output_in_float64_is_the_same_inside_and_outside(name):
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_a_deep_copy_made_inside_uses_its_own_weights(name):
     model = BUILDERS[name]()
-    inputs = {
-        key: value for key, value in alone(batch_for(model, SHORT), 0).items() if key != "labels"
-    }
+    inputs = without_labels(alone(batch_for(model, SHORT), 0))
     with ClippingEngine(model, 1.0):
         twin = copy.deepcopy(model)
         with torch.no_grad():
@@ -334,17 +333,9 @@ def test_models_that_couple_examples_are_refused_as_the_engine_is_entered(case):
 
 def big_bird(attention_type: str) -> Any:
     """Sparse from 29 positions on."""
-    torch.manual_seed(0)
-    config = hf.BigBirdConfig(
-        vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=24, block_size=4, num_random_blocks=1, attention_type=attention_type,
-        max_position_embeddings=128,
-    )  # fmt: skip
-    model = hf.BigBirdForSequenceClassification(config).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
+    blocks = {"block_size": 4, "num_random_blocks": 1, "attention_type": attention_type}
+    sizes = ENCODER | {"max_position_embeddings": 128}
+    return builder(hf.BigBirdForSequenceClassification, hf.BigBirdConfig, **sizes, **blocks)()
 
 
 @pytest.mark.parametrize(
@@ -382,9 +373,8 @@ def test_weight_norm_is_exact_or_refused(kind, examples):
     torch.manual_seed(0)
     model = (weight_norm if kind == "hook" else parametrizations.weight_norm)(nn.Linear(4, 3))
     (loss,) = model(x(1)).square().sum(1)
-    expected = dict(
-        zip(dict(model.named_parameters()), torch.autograd.grad(loss, list(model.parameters())))
-    )
+    names, parameters = zip(*model.named_parameters())
+    expected = dict(zip(names, torch.autograd.grad(loss, parameters)))
     with ClippingEngine(model, 1e9) as engine:
         try:
             engine.backward(model(x(1).expand(examples, -1)).square().sum(1))

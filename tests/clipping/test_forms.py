@@ -159,9 +159,8 @@ def test_the_weight_of_an_example_does_not_depend_on_the_form(scale, width, monk
 
 
 def test_planted_explicit_gradients_without_the_slack_of_their_factors_are_seen(monkeypatch):
-    monkeypatch.setattr(
-        Dense, "of_terms", property(lambda self: None, lambda self, value: None), raising=False
-    )
+    nothing = property(lambda self: None, lambda self, value: None)
+    monkeypatch.setattr(Dense, "of_terms", nothing, raising=False)
     with pytest.raises(AssertionError):
         test_the_weight_of_an_example_does_not_depend_on_the_form(100.0, 192, monkeypatch)
 
@@ -169,9 +168,7 @@ def test_planted_explicit_gradients_without_the_slack_of_their_factors_are_seen(
 def test_the_budget_counts_bytes_of_16_bit_factors(monkeypatch):
     monkeypatch.setattr(forms.Weight, "saved", 1.0)
     one = weight(100, 100)
-    short = OuterProducts(
-        torch.randn(2, 40, 100, dtype=torch.bfloat16), torch.randn(2, 40, 100, dtype=torch.bfloat16)
-    )
+    short = OuterProducts(*torch.randn(2, 2, 40, 100, dtype=torch.bfloat16))
     more = 4 * 2 * 100 * 100 - 2 * 2 * 40 * 200
     assert forms.compact([short], one.shape) == [short]
     assert worth_it({one: [short]}, more) == [one]

@@ -102,12 +102,9 @@ def test_norms_of_every_mix_of_uses(forms):
     }
     uses = [made[form]() for form in forms.split()]
     mask = torch.rand((m, n), generator=generator) < 0.4
-    gradients = torch.stack(
-        [sum(use.example_gradient(i, mask.shape) for use in uses) for i in range(b)]
-    )
-    assert torch.allclose(
-        masked_norms(uses, mask).squared, (gradients * mask).square().sum((1, 2)), rtol=1e-12
-    )
+    whole = [sum(use.example_gradient(i, mask.shape) for use in uses) for i in range(b)]
+    expected = (torch.stack(whole) * mask).square().sum((1, 2))
+    assert torch.allclose(masked_norms(uses, mask).squared, expected, rtol=1e-12)
 
 
 def test_cancelling_uses_are_not_taken_for_small():
@@ -153,9 +150,8 @@ def test_sums_that_do_not_train_may_overflow():
 def test_an_infinite_factor_of_an_outer_product_removes_the_example():
     left, right = torch.ones(2, 1, 3), torch.ones(2, 1, 2)
     left[1, 0, 2] = torch.inf
-    found = masked_norms(
-        [OuterProducts(left, right)], torch.tensor([[True, True], [True, True], [False, False]])
-    )
+    mask = torch.tensor([[True, True], [True, True], [False, False]])
+    found = masked_norms([OuterProducts(left, right)], mask)
     assert torch.isfinite(found.squared + found.slack).tolist() == [True, False]
 
 
@@ -182,18 +178,19 @@ def test_bad_masks_are_refused():
 LOW_RANK = ("bert", "gpt2_classifier", "albert", "t5", "vit")
 
 
-def with_carriers(name, rank=2):
+def orthonormal(rows, generator, dtype=torch.float64):
+    """Two orthonormal columns."""
+    return torch.linalg.qr(torch.randn(rows, 2, generator=generator, dtype=dtype)).Q
+
+
+def with_carriers(name):
     architecture = ARCHITECTURES[name]
     model = architecture.build()
-    weights = RgpConfig(rank=rank, task_type="SEQ_CLS").weights(model)
-    generator = torch.Generator().manual_seed(2)
-
-    def orthonormal(rows):
-        return torch.linalg.qr(torch.randn(rows, rank, generator=generator, dtype=torch.float64)).Q
-
-    by_name = {
-        n: Carriers(orthonormal(len(p)), orthonormal(p.shape[1]).mT) for n, p in weights.items()
-    }
+    weights = RgpConfig(rank=2, task_type="SEQ_CLS").weights(model)
+    generator, by_name = torch.Generator().manual_seed(2), {}
+    for n, p in weights.items():
+        left, right = (orthonormal(size, generator) for size in p.shape)
+        by_name[n] = Carriers(left, right.mT)
     for n, p in model.named_parameters():
         p.requires_grad_(n in weights or "classifier" in n or "score" in n)
     return architecture, model, by_name, architecture.examples(model, LENGTHS)
@@ -232,17 +229,14 @@ def test_equals_the_reparametrized_model(name):
 def test_the_weights_gradient_is_the_projection():
     generator = torch.Generator().manual_seed(0)
     gradient = torch.randn(6, 5, generator=generator, dtype=torch.float64)
-    left = torch.linalg.qr(torch.randn(6, 2, generator=generator, dtype=torch.float64)).Q
-    right = torch.linalg.qr(torch.randn(5, 2, generator=generator, dtype=torch.float64)).Q.mT
+    left, right = orthonormal(6, generator), orthonormal(5, generator).mT
     each = Carriers(left, right)
     found = each.gradient(gradient @ right.mT, left.mT @ gradient)
     outside_left, outside_right = torch.eye(6) - left @ left.mT, torch.eye(5) - right.mT @ right
-    torch.testing.assert_close(
-        found, gradient - outside_left.double() @ gradient @ outside_right.double()
-    )
-    again = weight_gradients(
-        {"w" + LEFT: gradient @ right.mT, "w" + RIGHT: left.mT @ gradient}, {"w": each}
-    )
+    outside = outside_left.double() @ gradient @ outside_right.double()
+    torch.testing.assert_close(found, gradient - outside)
+    factors = {"w" + LEFT: gradient @ right.mT, "w" + RIGHT: left.mT @ gradient}
+    again = weight_gradients(factors, {"w": each})
     assert set(again) == {"w"} and torch.equal(again["w"], found)
 
 
@@ -250,15 +244,11 @@ def test_the_weights_gradient_is_the_projection():
 def test_the_weights_gradient_does_not_depend_on_how_its_factors_lie(seed):
     """Processes with and without examples lay their sums out differently."""
     generator = torch.Generator().manual_seed(seed)
-    left = torch.linalg.qr(torch.randn(16, 2, generator=generator)).Q
-    right = torch.linalg.qr(torch.randn(16, 2, generator=generator)).Q.mT
-    of_left, of_right = (
-        torch.randn(16, 2, generator=generator),
-        torch.randn(2, 16, generator=generator),
-    )
+    left, right = (orthonormal(16, generator, torch.float32) for _ in range(2))
+    of_left, of_right = (torch.randn(shape, generator=generator) for shape in ((16, 2), (2, 16)))
     by_columns = [factor.mT.contiguous().mT for factor in (of_left, of_right)]
     assert by_columns[0].stride() != of_left.stride() and torch.equal(by_columns[0], of_left)
-    each = Carriers(left, right)
+    each = Carriers(left, right.mT)
     found = [
         weight_gradients({"w" + LEFT: a, "w" + RIGHT: b}, {"w": each})["w"]
         for a, b in ((of_left, of_right), by_columns)

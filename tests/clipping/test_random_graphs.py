@@ -119,9 +119,8 @@ class Graph(nn.Module):
             [n for n in (1, 2, 3) if self.width % n == 0 and self.width // n > 1] or [1]
         )
         module = self.own(nn.GroupNorm(groups, self.width), f"group norm {groups}")
-        return lambda value: (
-            module(value.movedim(-1, 1)).movedim(1, -1).contiguous()
-        )  # Conv1D asks for it
+        # Conv1D asks for contiguous numbers.
+        return lambda value: module(value.movedim(-1, 1)).movedim(1, -1).contiguous()
 
     def activation(self) -> Step:
         function = self.draw.choice([torch.tanh, torch.sigmoid, nn.functional.gelu])
@@ -132,11 +131,8 @@ class Graph(nn.Module):
         self.description.append("residual")
 
         def add(value: Tensor) -> Tensor:
-            same = [
-                earlier
-                for earlier in self.earlier
-                if earlier.shape == value.shape and earlier.is_floating_point()
-            ]
+            numbers = (each for each in self.earlier if each.is_floating_point())
+            same = [each for each in numbers if each.shape == value.shape]
             return value + torch.tanh(same[0]) if same else value
 
         return add
@@ -223,10 +219,8 @@ class Graph(nn.Module):
 class Gate(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.token, self.gain = (
-            nn.Parameter(torch.randn(1, width)),
-            nn.Parameter(torch.randn(width)),
-        )
+        self.token = nn.Parameter(torch.randn(1, width))
+        self.gain = nn.Parameter(torch.randn(width))
         self.child = nn.Linear(width, width)
 
     def forward(self, value: Tensor) -> Tensor:
@@ -273,8 +267,7 @@ def test_the_graphs_can_tell_a_missing_cross_term():
         tied, untied = Graph(seed), Graph(seed)
         for module in untied.owners:
             if isinstance(module, nn.Linear):
-                module.weight = nn.Parameter(
-                    module.weight.detach().clone(), module.weight.requires_grad
-                )
+                weight = module.weight
+                module.weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
         told += not torch.allclose(norms_of(tied), norms_of(untied), rtol=1e-6)
     assert told > 5

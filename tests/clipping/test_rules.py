@@ -137,20 +137,12 @@ class Patches(nn.Module):
         return tokens + self.position_embeddings
 
 
-class Noisy(nn.Module):
-    def __init__(self, width=4):
-        super().__init__()
-        self.gain = nn.Parameter(torch.randn(width))
-
+class Noisy(Scale):
     def forward(self, x):
         return nn.functional.dropout(x * self.gain, 0.5, training=True)
 
 
-class Pair(nn.Module):
-    def __init__(self, width=4):
-        super().__init__()
-        self.gain = nn.Parameter(torch.randn(width))
-
+class Pair(Scale):
     def forward(self, x, *, scale=None):
         return x * self.gain, (x + self.gain).sum(-1)
 

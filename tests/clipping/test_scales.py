@@ -97,6 +97,24 @@ def test_an_example_adds_no_more_than_the_norm_in_the_scaled_norm():
         assert 0.0099 < float(norm) <= 0.01 * (1 + 1e-5)
 
 
+def test_a_new_with_begins_in_the_units_of_gradients():
+    model, seen = nn.Linear(3, 2, bias=False), []
+    engine, x = ClippingEngine(model, 0.1), torch.ones(4, 3)
+
+    def norm() -> float:
+        engine.backward(model(x).sum(1) * 1e-4)
+        return float(engine.collect()["weight"].norm())
+
+    with engine:
+        before = norm()
+    with engine:
+        scale = Scale(torch.full((2,), 3.0), torch.ones(3))
+        engine.measure(0.5, lambda norms, used: seen.append(1), {"weight": scale})
+        assert norm() == pytest.approx(6 * before)
+    with engine:
+        assert norm() == before and len(seen) == 1
+
+
 def test_scales_of_nothing_that_trains_or_of_another_shape_are_refused():
     _, model, _ = built("bert", SHORT)
     name, parameter = next(iter(trained(model).items()))

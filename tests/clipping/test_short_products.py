@@ -33,10 +33,8 @@ def _as_set(method: Any) -> Any:
     return torch.no_grad()(method.__wrapped__.__wrapped__)
 
 
-ALL_FORMS = [("book_keeping", form) for form in FORMS] + [
-    ("two_pass", "factors"),
-    ("per_example", "factors"),
-]
+ALL_FORMS = [("book_keeping", form) for form in FORMS]
+ALL_FORMS += [("two_pass", "factors"), ("per_example", "factors")]
 
 
 @pytest.mark.parametrize(

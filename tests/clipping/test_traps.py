@@ -72,9 +72,8 @@ def test_checkpoints_that_do_not_restore_the_random_state(strategy):
 
 def test_a_generator_of_the_models_own_is_seen_in_the_second_pass():
     model = Checkpointed(torch.Generator().manual_seed(0))
-    with pytest.raises(
-        UnsupportedModelError, match="second backward pass met other values.*book_keeping"
-    ):
+    said = "second backward pass met other values.*book_keeping"
+    with pytest.raises(UnsupportedModelError, match=said):
         contribution(model, torch.randn(1, 16), "two_pass")
     assert contribution(model, torch.randn(1, 16), "book_keeping") <= 1 + 1e-5
 
@@ -319,19 +318,12 @@ def test_rows_that_are_not_the_examples_are_refused(compute, strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_positions_that_look_like_examples_are_refused_by_the_self_check(strategy):
     """Blenderbot's positions are arange(T): with T examples, norms were sqrt(T - 1) too small."""
-    torch.manual_seed(0)
-    config = BlenderbotConfig(
-        vocab_size=61, d_model=16, decoder_layers=1, encoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=24,
-        max_position_embeddings=40, dropout=0.0,
-    )  # fmt: skip
-    model = BlenderbotForCausalLM(config).double()
+    sizes = {"vocab_size": 61, "d_model": 16, "decoder_layers": 1, "decoder_ffn_dim": 24}
+    sizes |= {"decoder_attention_heads": 2, "max_position_embeddings": 40}
+    model = models.builder(BlenderbotForCausalLM, BlenderbotConfig, **sizes)()
+    examples = padded_together(synthetic_examples(model), Padding.of(model, None))
     with pytest.raises(HfDpError):
-        self_check(
-            model,
-            per_example_loss,
-            *padded_together(synthetic_examples(model), Padding.of(model, None)),
-            strategy=strategy,
-        )
+        self_check(model, per_example_loss, *examples, strategy=strategy)
 
 
 def test_a_single_loss_shows_rows_in_another_order():
@@ -467,6 +459,5 @@ def test_padding_on_both_sides_is_no_hole(build):
     batch["attention_mask"][0, 6:] = 0
     batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
     alone = {name: value[:1, 2:6] for name, value in batch.items()}
-    torch.testing.assert_close(
-        per_example_loss(model, batch)[0], per_example_loss(model, alone)[0], rtol=1e-5, atol=0
-    )
+    found, expected = (per_example_loss(model, each)[0] for each in (batch, alone))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)

@@ -6,12 +6,12 @@ The expected numbers are those of the tables of ``hf_dp/distributed/README.md``.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import loops
 import numpy as np
 import pytest
 import torch
@@ -21,15 +21,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import BertConfig, BertForSequenceClassification, default_data_collator
+from transformers import BertConfig, BertForSequenceClassification
+from watch import watch
 
 import hf_dp
-from hf_dp import PrivacyPlan, PrivateRun
 from hf_dp.clipping import sharding
 from hf_dp.clipping.sharding import ShardedSums, reduced_each_batch
 from hf_dp.distributed.processes import BUCKET
 from hf_dp.mechanisms.base import mechanism_for
-from hf_dp.plans.dp_sgd import DpSgdPlan
 from hf_dp.run.options import RunOptions
 
 PAGE = Path(hf_dp.__file__).parent / "distributed" / "README.md"
@@ -37,19 +36,8 @@ BATCHES = 3  # physical ones of each process
 MESSAGES = 100  # bytes: what processes tell each other is no more in one call
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes of whole tensors, and how many calls: scatters and gathers, or all-reduces."""
-
-    scattered: int = 0
-    gathered: int = 0
-    reduced: int = 0
-    calls: int = 0
-    reductions: int = 0
-
-    def __add__(self, other: Traffic) -> Traffic:
-        both = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Traffic(*(one + another for one, another in both))
+# Bytes of whole tensors, and how many calls: scatters and gathers, or all-reduces.
+Traffic = Counter[str]
 
 
 def model() -> nn.Module:
@@ -74,25 +62,23 @@ class Collectives(TorchDispatchMode):
         super().__init__()
         self.found = Traffic()
         self.scattered: list[tuple[int, int]] = []  # bytes in, bytes out
-        self.watch: Any = lambda: None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         space, name = func.name().split("::")
         if space == "c10d":
             self._count(name, args)
-        self.watch()
         return func(*args, **(kwargs or {}))
 
     def _count(self, name: str, args: Any) -> None:
         if name == "_allgather_base_":
-            self.found += Traffic(gathered=args[0].nbytes, calls=1)
+            self.found.update(gathered=args[0].nbytes, calls=1)
         elif name in ("_reduce_scatter_base_", "alltoall_base_"):  # FSDP2's, ours between CPUs
-            self.found += Traffic(args[1].nbytes, calls=1)
+            self.found.update(scattered=args[1].nbytes, calls=1)
             self.scattered.append((args[1].nbytes, args[1].nbytes // dist.get_world_size()))
         elif name == "allreduce_":
             reduced = sum(each.nbytes for each in args[0])
             if reduced != 8:  # the number of physical batches
-                self.found += Traffic(reduced=reduced, reductions=1)
+                self.found.update(reduced=reduced, reductions=1)
         else:
             assert name == "allgather_" and args[1][0].nbytes < MESSAGES, name
 
@@ -104,35 +90,16 @@ def storage(tensors: Any) -> int:
     return sum(found.values())
 
 
-@contextmanager
-def whole_sums(found: list[int]) -> Iterator[None]:
-    """Note what the sums of full size take when they are collected."""
-    collect = ShardedSums.collect
-
-    def noted(self, local):
-        found.append(storage(local.values()))
-        return collect(self, local)
-
-    ShardedSums.collect = noted
-    try:
-        yield
-    finally:
-        ShardedSums.collect = collect
-
-
-def prepared(plain: nn.Module, folder: Any) -> tuple[Any, torch.optim.Optimizer]:
-    """A private run that is open, and its optimizer."""
-    rows = [{"row": index} for index in range(600)]
-    plan = PrivacyPlan(len(rows), 6.0, 10, 1e-6, DpSgdPlan(0.1, 1.0))
+def opened(plain: nn.Module, folder: Any) -> Any:
+    """A private run that is open."""
     options = RunOptions(other_training="public_rows")
-    given = {"train_dataset": rows, "data_collator": default_data_collator, "options": options}
-    run = PrivateRun(plain, plan, folder, **given)
+    run = loops.run(folder, loops.plan(), model=plain, options=options)
     run.open()
     run.book.start(10)
-    return run, torch.optim.AdamW(plain.parameters(), lr=1e-5)
+    return run
 
 
-def step(run: Any, optimizer: torch.optim.Optimizer) -> None:
+def step(run: Any) -> None:
     """The lines of ``DPTrainer.training_step``, up to the update."""
     mechanism = mechanism_for(run)
     run.begin_step()
@@ -155,14 +122,14 @@ def counted(way: str, folder: Any) -> tuple[Traffic, dict[str, int], dict[str, i
     if way == "fsdp2":
         for part in (*layers, plain):
             fully_shard(part)
-    run, optimizer = prepared(plain, str(folder))
-    step(run, optimizer)
+    run, optimizer = opened(plain, folder), torch.optim.AdamW(plain.parameters(), lr=1e-5)
+    step(run)
     optimizer.step()  # makes its state
     optimizer.zero_grad()
-    whole: list[int] = []
     counter = Collectives()
-    with counter, whole_sums(whole):
-        step(run, optimizer)
+    with counter, pytest.MonkeyPatch.context() as patch:
+        whole = watch(patch, ShardedSums, "collect", before=lambda _, sums: storage(sums.values()))
+        step(run)
     parameters = list(plain.parameters())
     state = [s[name] for s in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     held = {
@@ -182,7 +149,7 @@ def expected(way: str, sizes: dict[str, int], processes: int) -> tuple[Traffic, 
     """What the page's tables say of ours, in bytes."""
     p, s = sizes["trained"], sizes["scattered"]
     if way == "ddp":
-        traffic = Traffic(8 * p, 8 * p, calls=2 * math.ceil(p / BUCKET))
+        traffic = Traffic(scattered=8 * p, gathered=8 * p, calls=2 * math.ceil(p / BUCKET))
         own = {"parameters": 4 * p, "gradients": 4 * p, "optimizer": 8 * p}
         return traffic, {**own, "bucket": 8 * min(p, BUCKET) * (1 + 2 / processes)}
     gathers = 4 * (sizes["outer"] + 2 * (p - sizes["outer"]))
@@ -229,7 +196,7 @@ def test_a_sum_that_travels_twice_is_seen(tmp_path, monkeypatch):
 
     monkeypatch.setattr(dist, "all_to_all_single", twice)
     for traffic, _, sizes in on_processes(2, lambda: counted("ddp", tmp_path)):
-        assert traffic.scattered == 2 * expected("ddp", sizes, 2)[0].scattered
+        assert traffic["scattered"] == 2 * expected("ddp", sizes, 2)[0]["scattered"]
 
 
 @pytest.mark.parametrize("mean", [16, 64, 256, 1024])

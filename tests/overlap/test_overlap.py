@@ -1,17 +1,17 @@
 """Evaluation sets that hold training rows are known by what they hold, and by their index."""
 
 import functools
-import io
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
-import PIL.Image
 import pyarrow as pa
 import pytest
 import torch
+from tiny_images import picture, png
 from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset
 
 from hf_dp import overlap
@@ -47,11 +47,8 @@ class Wrapped(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         row = self.rows[index]
-        return {
-            "input_ids": torch.tensor(row["input_ids"]),
-            "sentence": row["sentence"],
-            "labels": row["label"],
-        }
+        ids = torch.tensor(row["input_ids"])
+        return {"input_ids": ids, "sentence": row["sentence"], "labels": row["label"]}
 
 
 class Stream(IterableDataset):
@@ -165,14 +162,12 @@ ENCODINGS = {
 
 def questions(start: int, count: int, shared: int) -> list[dict]:
     """Rows like those of QQP: of pairs of questions, ``shared`` have one of another set's."""
-    return [
-        {
-            "question1": f"what is {i if i - start >= shared else i - start}?",
-            "question2": f"why is {i}?",
-            "label": i % 2,
-        }
-        for i in range(start, start + count)
-    ]
+
+    def row(i: int) -> dict:
+        first = i if i - start >= shared else i - start
+        return {"question1": f"what is {first}?", "question2": f"why is {i}?", "label": i % 2}
+
+    return [row(i) for i in range(start, start + count)]
 
 
 def repeating(rows: list[dict], column: str, share: float) -> list[dict]:
@@ -218,11 +213,9 @@ def structured(name: str) -> tuple[list[dict], list[dict], list[dict]]:
         other = [{**row, "input_ids": [1, 2, 3, i]} for i, row in enumerate(train)]
         return train, restaurants(1000, 400), other
     if name == "E2E, without texts":
-        train, held_out, _ = structured("E2E")
+        *sets, _ = structured("E2E")
         kept = ("input_ids", "labels", "label")
-        train, held_out = (
-            [{k: row[k] for k in kept} for row in each] for each in (train, held_out)
-        )
+        train, held_out = ([{k: row[k] for k in kept} for row in each] for each in sets)
         return train, held_out, [{**row, "label": 7} for row in train]
     train = phrases(range(190))
     return train, phrases(range(190, 290)), phrases(range(190), "Classify:")
@@ -499,13 +492,8 @@ def tensors(start: int) -> TensorDataset:
 def test_rows_that_are_tuples_are_compared_by_position_without_scalars():
     rows = TrainingRows(tensors(0))
     flipped = TensorDataset(tensors(0).tensors[0], 1 - tensors(0).tensors[1])
-    for evaluation in (
-        tensors(0),
-        flipped,
-        list(flipped),
-        [list(row) for row in flipped],
-        Subset(flipped, [3]),
-    ):
+    lists = [list(row) for row in flipped]
+    for evaluation in (tensors(0), flipped, list(flipped), lists, Subset(flipped, [3])):
         assert rows.compare(evaluation).refused
     assert not rows.compare(tensors(100)).refused
     assert not rows.compare(TensorDataset(torch.arange(3))).comparable
@@ -514,13 +502,9 @@ def test_rows_that_are_tuples_are_compared_by_position_without_scalars():
 
 
 def test_only_lists_as_long_as_the_mask_are_cut():
-    row = {
-        "input_ids": [5, 6, 0],
-        "attention_mask": [1, 1, 0],
-        "more": [1, 2],
-        "words": ["a", "b", "c"],
-    }
-    cut = {"input_ids": [5, 6], "attention_mask": [1, 1], "more": [1, 2], "words": ["a", "b", "c"]}
+    others = {"more": [1, 2], "words": ["a", "b", "c"]}
+    row = {"input_ids": [5, 6, 0], "attention_mask": [1, 1, 0], **others}
+    cut = {"input_ids": [5, 6], "attention_mask": [1, 1], **others}
     other, hole = {**cut, "more": [1, 3]}, {**row, "more": [1, None]}
     for train in ([row, hole], datasets.Dataset.from_list([row, hole])):
         rows = TrainingRows(train)
@@ -529,28 +513,14 @@ def test_only_lists_as_long_as_the_mask_are_cut():
                 assert rows.compare(form).equal.tolist() == equal
 
 
-def picture(seed: int) -> PIL.Image.Image:
-    return PIL.Image.fromarray(
-        np.random.default_rng(seed).integers(0, 256, (5, 4, 3), dtype=np.uint8)
-    )
-
-
-def png(image: PIL.Image.Image) -> bytes:
-    file = io.BytesIO()
-    image.save(file, format="PNG")
-    return file.getvalue()
-
-
 def pictures(seeds: range, folder: Path | None = None) -> datasets.Dataset:
     """A data set of images, stored as bytes or, with a folder, as paths."""
-    stored: list[dict] = []
-    for seed in seeds:
-        content = png(picture(seed))
-        if folder is not None:
-            (folder / f"{seed}.png").write_bytes(content)
-        stored.append(
-            {"bytes": content, "path": "x.png"} if folder is None else str(folder / f"{seed}.png")
-        )
+    stored: list[Any] = [{"bytes": png(picture(seed)), "path": "x.png"} for seed in seeds]
+    if folder is not None:
+        paths = [folder / f"{seed}.png" for seed in seeds]
+        for path, image in zip(paths, stored):
+            path.write_bytes(image["bytes"])
+        stored = list(map(str, paths))
     features = datasets.Features({"img": datasets.Image(), "label": datasets.Value("int64")})
     return datasets.Dataset.from_dict(
         {"img": stored, "label": [0] * len(stored)}, features=features
@@ -560,13 +530,8 @@ def pictures(seeds: range, folder: Path | None = None) -> datasets.Dataset:
 def test_pictures_are_compared_by_file_or_by_pixels(tmp_path):
     train, held_out = pictures(range(6)), pictures(range(50, 56))
     rows = TrainingRows(train)
-    copies = [
-        pictures(range(2, 5)),
-        list(train),
-        [train[1]],
-        pictures(range(3), tmp_path),
-        [{"img": picture(3)}],
-    ]
+    copies = [pictures(range(2, 5)), list(train), [train[1]], [{"img": picture(3)}]]
+    copies.append(pictures(range(3), tmp_path))
     for evaluation in [*copies, list(train.cast_column("img", datasets.Image(decode=False)))]:
         assert len(rows.compare(evaluation).equal) == len(evaluation)
     for evaluation in (held_out, list(held_out), held_out.select([0])):
@@ -649,10 +614,8 @@ class Augmented(torch.utils.data.Dataset):
         return 40
 
     def __getitem__(self, index):
-        return {
-            "pixel_values": self.pixels[index] + self.noise * torch.rand(3, 2, 2),
-            "labels": index % 2,
-        }
+        pixels = self.pixels[index] + self.noise * torch.rand(3, 2, 2)
+        return {"pixel_values": pixels, "labels": index % 2}
 
 
 @pytest.mark.parametrize(("of_training", "of_evaluation"), [(0.1, 0.0), (0.0, 0.1), (0.1, 0.1)])

@@ -1,5 +1,6 @@
 """The allow-list: by name, unknown stays, links do not lead out."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -77,18 +78,16 @@ def test_a_shard_that_the_index_does_not_name_stays(tmp_path):
     shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     for name in shards:
         (tmp_path / name).write_text("")
-    (tmp_path / "model.safetensors.index.json").write_text(
-        '{"weight_map": {"w": "model-00001-of-00002.safetensors"}}'
-    )
+    index = json.dumps({"weight_map": {"w": shards[0]}})
+    (tmp_path / "model.safetensors.index.json").write_text(index)
     goes, stays = sort_files(tmp_path)
     assert shards[0] in goes and "earlier save" in stays[shards[1]]
 
 
 def test_the_last_look_refuses_what_is_not_on_the_list():
     refuse_others(["model.safetensors", "README.md"])
-    with pytest.raises(
-        PublishError, match=r"'trainer_state.json'.*log of the training.*Nothing was"
-    ):
+    said = r"'trainer_state.json'.*log of the training.*Nothing was"
+    with pytest.raises(PublishError, match=said):
         refuse_others(["model.safetensors", "trainer_state.json"])
 
 

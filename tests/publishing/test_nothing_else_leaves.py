@@ -67,29 +67,15 @@ def published(
         PoissonSampler, "draw", lambda self: (draws.append(found := draw(self)), found)[1]
     )
     config = LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS") if adapter else None
-    trainer = tiny.trainer(
-        output,
-        cls=KnownLoss,
-        given={
-            "model": str(base),
-            "peft_config": config,
-            "train_dataset": data,
-            "processing_class": reader,
-            "data_collator": DataCollatorWithPadding(reader),
-            "callbacks": [WritesAllDown(rows, draws)],
-        },
-        save_strategy="steps",
-        save_steps=2,
-        logging_steps=1,
-        report_to="tensorboard",
-        release=["training_loss"],  # into the logs of this machine
-        run_name=f"run by {PERSON}",
-        push_to_hub=True,
-        hub_model_id=NAME,
-        hub_strategy=strategy,
-        hub_always_push=True,
-        hub_token=TOKEN,
-    )
+    given = {"model": str(base), "peft_config": config, "callbacks": [WritesAllDown(rows, draws)]}
+    given |= {"train_dataset": data, "processing_class": reader}
+    given["data_collator"] = DataCollatorWithPadding(reader)
+    # The loss is released into the logs of this machine.
+    logs = {"logging_steps": 1, "report_to": "tensorboard", "release": ["training_loss"]}
+    saves = {"save_strategy": "steps", "save_steps": 2, "run_name": f"run by {PERSON}"}
+    pushes = {"push_to_hub": True, "hub_model_id": NAME, "hub_strategy": strategy}
+    pushes |= {"hub_always_push": True, "hub_token": TOKEN}
+    trainer = tiny.trainer(output, cls=KnownLoss, given=given, **logs, **saves, **pushes)
     trainer.describe(base_model=f"{USER}/tiny-base")
     trainer.train()
     trainer.push_to_hub()
@@ -107,13 +93,11 @@ def published(
         "the user": PERSON.encode(),
         "the machine": MACHINE.encode(),
         "the token": TOKEN.encode(),
-        **{f"loss {n} in words": str(loss)[:9].encode() for n, loss in enumerate(losses)},
-        # As a TensorBoard event holds it.
-        **{
-            f"loss {n} in bytes": b"\x15" + struct.pack("<f", loss) for n, loss in enumerate(losses)
-        },
         **{f"draw {n}": json.dumps(found)[1:-1].encode() for n, found in enumerate(drawn)},
     }
+    for n, loss in enumerate(losses):
+        words[f"loss {n} in words"] = str(loss)[:9].encode()
+        words[f"loss {n} in bytes"] = b"\x15" + struct.pack("<f", loss)  # as TensorBoard's event
     return words, trainer
 
 

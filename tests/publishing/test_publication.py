@@ -153,30 +153,17 @@ def test_all_refusals_are_said_at_once(lora):
 # -- what is not private --
 
 
-@pytest.fixture(scope="module")
-def insecure(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("insecure")
-    trainer = tiny.trainer(folder, insecure_seed=1, max_steps=1)
+def test_an_insecure_run_goes_only_as_not_private(tmp_path):
+    trainer = tiny.trainer(tmp_path, insecure_seed=1, max_steps=1)
     trainer.train()
     trainer.save_model()
-    return folder
-
-
-def test_an_insecure_run_goes_only_as_not_private(insecure):
     with pytest.raises(PublishError, match=r"NOT private.*insecure_seed.*--not-private"):
-        Publication.of(insecure).refuse()
-    found = Publication.of(insecure, not_private=True)
+        Publication.of(tmp_path).refuse()
+    found = Publication.of(tmp_path, not_private=True)
     found.refuse()
     card = as_bytes(found.files["README.md"]).decode()
     assert "not private" in card.lower() and "epsilon: null" in card
     assert found.in_words() == "not private"
-
-
-def written(found: Publication, folder: Path) -> Path:
-    folder.mkdir()
-    for name, content in found.files.items():
-        (folder / name).write_bytes(as_bytes(content))
-    return folder
 
 
 def test_a_loop_of_ones_own_is_published_once_its_weights_are_saved(tmp_path):
@@ -210,11 +197,10 @@ def test_weights_of_a_private_run_without_its_record_are_not_saved_as_untrained(
         trainer.save_model()
 
 
-def test_weights_that_change_under_a_publication_are_not_sent(trained, tmp_path):
-    folder = shutil.copytree(trained("full"), tmp_path / "run")
-    found = Publication.of(folder)
+def test_weights_that_change_under_a_publication_are_not_sent(full):
+    found = Publication.of(full)
     found.additions()
-    weights = folder / "model.safetensors"
+    weights = full / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"evil")
     with pytest.raises(PublishError, match="model.safetensors changed while it was published"):
         found.additions()
@@ -224,17 +210,17 @@ def test_what_goes_verifies_with_its_own_configuration(trained, tmp_path):
     """The base of an adapter is written into the configuration that goes, and digested so."""
     found = Publication.of(trained("lora"), "you/model", BASE)
     assert any("adapter_config.json" in change for change in found.changes)
-    there = written(found, tmp_path / "there")
-    assert verify(there).outcome == "ok"
-    config = json.loads((there / "adapter_config.json").read_text())
-    (there / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 999}))
-    assert verify(there).outcome == "FAILED"
+    for name, content in found.files.items():
+        (tmp_path / name).write_bytes(as_bytes(content))
+    assert verify(tmp_path).outcome == "ok"
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 999}))
+    assert verify(tmp_path).outcome == "FAILED"
 
 
-def test_the_base_that_the_card_names_is_that_of_the_adapter(trained, tmp_path):
-    folder = shutil.copytree(trained("lora"), tmp_path / "run")
-    assert main(["card", str(folder), "--base-model", BASE]) == 0
-    found = Publication.of(folder, "you/model")
+def test_the_base_that_the_card_names_is_that_of_the_adapter(lora):
+    assert main(["card", str(lora), "--base-model", BASE]) == 0
+    found = Publication.of(lora, "you/model")
     assert found.refusals == ()
     config = json.loads(as_bytes(found.files["adapter_config.json"]))
     assert config["base_model_name_or_path"] == BASE

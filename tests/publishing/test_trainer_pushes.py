@@ -11,7 +11,6 @@ from loopback_hub import TOKEN, USER
 from peft import LoraConfig
 from processes import outcomes
 from transformers import Trainer
-from transformers.utils import logging
 
 from hf_dp.accounting import epsilon
 from hf_dp.errors import PublishError, UnsupportedArgumentError
@@ -26,10 +25,16 @@ EVERY_SAVE = {**PUSHES, **SAVES, "hub_strategy": "every_save", "hub_always_push"
 
 
 @pytest.fixture
-def warnings(monkeypatch) -> list[str]:
+def warnings(warnings_of) -> list[str]:
+    return warnings_of("trainer.publishing")
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[str]:
+    """Which methods of Trainer were called that push."""
     found: list[str] = []
-    logger = logging.get_logger("hf_dp.trainer.publishing")
-    monkeypatch.setattr(logger, "warning", lambda text, *args: found.append(text % args))
+    for name in ("init_hf_repo", "_push_from_checkpoint", "push_to_hub"):
+        monkeypatch.setattr(Trainer, name, lambda *_, name=name: found.append(name))
     return found
 
 
@@ -79,15 +84,12 @@ def test_every_save_carries_the_epsilon_spent_so_far(hub, tmp_path, warnings, ad
     for number, steps in ((0, 2), (1, 4)):
         statement = evidence(hub, number)["statement"]
         (event,) = trainer.ledger.events
-        spent = epsilon(
-            type(event)(event.noise_multiplier, event.sample_rate, steps), statement["delta"]
-        )
-        assert statement["steps"] == steps and statement["epsilon"] == spent.rounded_up(3)
+        so_far = type(event)(event.noise_multiplier, event.sample_rate, steps)
+        spent = epsilon(so_far, statement["delta"]).rounded_up(3)
+        assert (statement["steps"], statement["epsilon"]) == (steps, spent)
         commit = hub.pushes(NAME)[number]
-        assert (
-            f"step {steps} (proven, epsilon {statement['epsilon']} at delta 0.0125, {steps} releases)"
-            in commit.message
-        )
+        said = f"step {steps} (proven, epsilon {spent} at delta 0.0125, {steps} releases)"
+        assert said in commit.message
         assert str(statement["epsilon"]) in commit.files["README.md"].decode()
         weights = "adapter_model.safetensors" if adapter else "model.safetensors"
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"]
@@ -171,10 +173,7 @@ def test_a_push_in_the_background_is_refused(hub, tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["every_save", "checkpoint"])
-def test_pushes_of_a_public_run_are_trainers_business(tmp_path, monkeypatch, strategy):
-    asked = []
-    for name in ("init_hf_repo", "_push_from_checkpoint", "push_to_hub"):
-        monkeypatch.setattr(Trainer, name, lambda self, *args, name=name: asked.append(name))
+def test_pushes_of_a_public_run_are_trainers_business(tmp_path, asked, strategy):
     options = {**EVERY_SAVE, "hub_strategy": strategy, "privacy_mode": "non_private"}
     trainer = tiny.trainer(tmp_path / "run", **options)
     trainer.train()
@@ -195,12 +194,9 @@ CLAIMS = {
 
 @pytest.mark.parametrize("name", CLAIMS)
 def test_a_public_run_whose_folder_claims_privacy_is_not_pushed(
-    full, tmp_path, monkeypatch, warnings, name
+    full, tmp_path, asked, warnings, name
 ):
     """Trainer would upload the whole folder."""
-    asked = []
-    for method in ("init_hf_repo", "_push_from_checkpoint", "push_to_hub"):
-        monkeypatch.setattr(Trainer, method, lambda *_, method=method: asked.append(method))
     options = {"privacy_mode": "non_private", "hub_strategy": "every_save", "hub_model_id": NAME}
     trainer = tiny.trainer(tmp_path / "run", **options)
     claim, message = CLAIMS[name]

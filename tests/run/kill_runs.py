@@ -33,6 +33,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors
 import tiny
 import torch
@@ -82,21 +83,13 @@ class CountUpdates(TrainerCallback):
         model.updates += 1
 
 
-class Shared:
+Shared = Any  # counters by name
+
+
+def shared_counters() -> Shared:
     """Counters that outlive a killed process."""
-
-    NAMES = ("let_out", "begun", "points")
-
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, 8 * len(self.NAMES))
-
-    def __getitem__(self, name: str) -> int:
-        at = 8 * self.NAMES.index(name)
-        return int.from_bytes(self._memory[at : at + 8], "little")
-
-    def __setitem__(self, name: str, value: int) -> None:
-        at = 8 * self.NAMES.index(name)
-        self._memory[at : at + 8] = value.to_bytes(8, "little")
+    names = ("let_out", "begun", "points")
+    return np.frombuffer(mmap.mmap(-1, 8 * len(names)), [(name, "i8") for name in names])[0]
 
 
 def warm() -> None:
@@ -160,7 +153,7 @@ def make(folder: Path, config: str) -> Any:
 
 
 def child(
-    folder: Path, config: str, shared: Shared, kill_at: int | None, resume: bool | str, rank: int
+    folder: Path, config: str, shared: Shared, kill_at: int | None, resume: bool | str
 ) -> int:
     torch.set_num_threads(1)
     with open(folder.with_suffix(".log"), "a") as log:
@@ -201,7 +194,7 @@ def attempt(
     resume: bool | str = _has_begun(folder)
     if branch and resume and (found := checkpoints(folder)):
         resume = str(found[-1])
-    own = [Shared() for _ in range(processes)]
+    own = [shared_counters() for _ in range(processes)]
     with held_port() as port:
         children = []
         for rank in range(processes):
@@ -210,7 +203,7 @@ def attempt(
                 if processes > 1:
                     os.environ |= environment(rank, processes, port)
                 at = kill_at if rank == victim else None
-                os._exit(child(folder, config, own[rank], at, resume, rank))
+                os._exit(child(folder, config, own[rank], at, resume))
             children.append(pid)
         if after is not None:
             time.sleep(after)
@@ -284,16 +277,16 @@ def kill_runs(
     if plant is not None:
         PLANTS[plant]()
     warm()
-    choose, shared, seen = random.Random(seed), Shared(), Counter()  # type: ignore[var-annotated]
+    choose, shared, seen = random.Random(seed), shared_counters(), Counter()  # type: ignore[var-annotated]
     points, seconds = {}, {}
     for config in CONFIGS:  # one run of each that is left alone
         folder, start = root / f"whole-{config}", time.monotonic()
         whole = attempt(folder, config, shared, processes=processes)
         assert whole == 0, folder.with_suffix(".log").read_text()
-        points[config], seconds[config] = shared["points"], time.monotonic() - start
+        points[config], seconds[config] = int(shared["points"]), time.monotonic() - start
     number, folder, config = 0, root / "0", "dp_sgd"
     while seen["killed"] < kills:
-        before = {name: shared[name] for name in ("let_out", "begun")}
+        before = {name: int(shared[name]) for name in ("let_out", "begun")}
         before["recorded"] = recorded(folder)
         resumes, branch = before["recorded"] > 0, choose.random() < 0.25
         how: dict[str, Any]

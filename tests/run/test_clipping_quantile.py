@@ -17,6 +17,7 @@ from scipy import stats
 
 from hf_dp import ClippingQuantile, DpSgdPlan, NoisedLoss, PrivateRun, mechanism_for
 from hf_dp.accounting import PoissonSampledGaussian, epsilon
+from hf_dp.clipping import ClippingEngine
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import ConfigError, InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.losses import per_example_loss
@@ -187,6 +188,67 @@ def test_what_others_count_moves_by_less_than_the_margin(regrouped, monkeypatch)
         assert moved_by_rounding(regrouped) > most
 
 
+class Fitted(torch.nn.Module):
+    """A model that has fitted its rows, all equal, up to the last digit of a cross-entropy.
+
+    Without a fourth row the logit of their class is one unit in the last place larger, as it may be
+    where a product over another group rounds in another way.
+    """
+
+    def __init__(self, gap: float):
+        super().__init__()
+        self.last = torch.nn.Linear(1, 2)
+        with torch.no_grad():
+            self.last.weight.zero_()
+            self.last.bias.copy_(torch.tensor([gap, 0.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.last(x)
+        return out if len(x) > 3 else out + out.new_tensor([2.0**-20, 0.0])
+
+
+def missing(gap: np.float32) -> float:
+    """1 - p of the class of an output with this gap, as torch rounds it."""
+    return float(1 - torch.log_softmax(torch.tensor([float(gap), 0.0]), 0)[0].exp())
+
+
+def gap_at_a_step() -> float:
+    """The largest gap whose 1 - p is larger than that of the gap one unit further."""
+    low, high = np.float32(15.0), np.float32(15.9)
+    while (middle := (low + high) / np.float32(2)) not in (low, high):
+        low, high = (middle, high) if missing(middle) > missing(high) else (low, middle)
+    return float(low)
+
+
+def moved_by_a_forward(ratio: float) -> tuple[float, float]:
+    """How far one of four rows moves sum and count, of what the plan says, at a gauge."""
+    model, plan, found = Fitted(gap_at_a_step()), planned(), []
+    x, y = torch.full((4, 1), 1000.0), torch.zeros(4, dtype=torch.long)
+    for rows in (4, 3):
+        counts = []
+        with ClippingEngine(model, plan.clips_to) as engine:
+
+            def count(sizes, used, counts=counts, engine=engine):
+                h = RULE.counted(sizes[0], used, ratio * C, engine.regrouped, plan)
+                counts.append(float(h))
+
+            engine.measure(ratio, count)
+            losses = torch.nn.functional.cross_entropy(model(x[:rows]), y[:rows], reduction="none")
+            engine.backward(losses)
+            sums = torch.cat([each.flatten() for each in engine.collect().values()])
+        found.append((sums, sum(counts)))
+    (sums, count), (others, fewer) = found
+    most = plan.step_release().sensitivities
+    return float((sums - others).norm()) / most["sum"], abs(count - fewer) / most["count"]
+
+
+def test_what_a_forward_rounds_moves_little_at_the_least_norm_and_much_at_a_planted_one():
+    of_sum, of_count = moved_by_a_forward(RULE.moved(1.0, 1e9, planned()))
+    assert 0 < of_sum < 0.5 and of_count <= 1
+    of_sum, of_count = moved_by_a_forward(3e-3)  # planted: a lower limit of a thousandth
+    assert of_sum > 1.5 and of_count > 2
+
+
 def test_the_sum_of_counts_is_exact_in_whatever_order_and_parts():
     sizes = torch.rand(3000, generator=torch.Generator().manual_seed(0)).mul(0.2)
     used, plan, found = torch.ones(3000, dtype=torch.bool), planned(), set()
@@ -290,9 +352,9 @@ def test_planted_norms_from_counts_without_noise_are_seen(tmp_path, monkeypatch)
     assert not norms_follow_from_releases(tmp_path)
 
 
-def test_the_norm_stays_within_a_thousandth_and_a_thousand_times():
+def test_the_norm_stays_within_a_thirtieth_and_a_thousand_times():
     plan = planned()
-    assert RULE.moved(0.002, 1e9, plan) == 1 / 1000 and RULE.moved(900.0, -1e9, plan) == 1000
+    assert RULE.moved(0.05, 1e9, plan) == 1 / 30 and RULE.moved(900.0, -1e9, plan) == 1000
     assert RULE.moved(1.0, -0.1 * BATCH, plan) == pytest.approx(1.0)  # a share of 0.4
 
 

@@ -160,50 +160,35 @@ def test_nothing_is_recorded_and_nothing_leaves_beyond_the_target(tmp_path):
 # -- one event, one sum --
 
 
-def test_a_closed_release_lets_nothing_out(book):
-    with gate_of(book).release(PLAN.step_release()) as release:
-        pass
-    with pytest.raises(LedgerError, match="closed"):
-        release.sum({"w": torch.zeros(3)})
-    nothing = NothingReleased()
-    for leave in (
-        lambda: nothing.sum({"w": torch.zeros(3)}),
-        lambda: nothing.beside("loss", torch.zeros(())),
-        lambda: nothing.vectors(torch.zeros(2, 3)),
-    ):
-        with pytest.raises(LedgerError, match="closed"):
-            leave()
+LEAVE = {
+    "sum": lambda release: release.sum({"w": torch.zeros(3)}),
+    "loss": lambda release: release.beside("loss", torch.zeros(())),
+    "vectors": lambda release: release.vectors(torch.zeros(2, 3)),
+}
 
 
 def test_what_the_event_does_not_release_cannot_leave(book):
-    gate = gate_of(book)
-    with gate.release(PLAN.step_release()) as release:
-        with pytest.raises(ConfigError, match="got 'vectors'"):
-            release.vectors(torch.zeros(2, 3))
-        with pytest.raises(ConfigError, match="got 'loss'"):
-            release.beside("loss", torch.zeros(()))
+    with gate_of(book).release(PLAN.step_release()) as release:
+        for part in ("vectors", "loss"):
+            with pytest.raises(ConfigError, match=f"got '{part}'"):
+                LEAVE[part](release)
 
 
-def test_sums_losses_and_vectors_leave_once(book):
-    gate = gate_of(book)
-    with gate.release(WITH_A_LOSS) as release:
-        release.beside("loss", torch.zeros(()))
-        release.sum({"w": torch.zeros(3)})
-        for again in (
-            lambda: release.beside("loss", torch.zeros(())),
-            lambda: release.sum({"w": torch.zeros(3)}),
-        ):
+@pytest.mark.parametrize("planned", [planned for planned, _ in PLANNED])
+def test_each_part_leaves_once_and_never_after_its_release(book, planned):
+    gate, parts = gate_of(book), planned.sensitivities
+    with gate.release(planned) as release:
+        for part in parts:
+            LEAVE[part](release)
+        for part in parts:
             with pytest.raises(LedgerError, match="Record another release"):
-                again()
-    with gate.release(WITH_A_LOSS) as closed:
+                LEAVE[part](release)
+    with gate.release(planned) as closed:
         pass
-    with pytest.raises(LedgerError, match="closed"):
-        closed.beside("loss", torch.zeros(()))
-    rows = PlannedRelease(RecordRelease(2.0, 1), "release", {"vectors": 1.0})
-    with gate.release(rows) as release:
-        release.vectors(torch.zeros(2, 3))
-        with pytest.raises(LedgerError, match="Record another release"):
-            release.vectors(torch.zeros(2, 3))
+    for part in parts:
+        for release in (closed, NothingReleased()):
+            with pytest.raises(LedgerError, match="closed"):
+                LEAVE[part](release)
 
 
 @pytest.mark.parametrize("sensitivity", [0.0, -1.0, float("nan"), float("inf")])

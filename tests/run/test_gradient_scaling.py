@@ -12,9 +12,11 @@ import pytest
 import tiny
 import torch
 from loops import Empty, clip, one_by_one, various
+from safetensors.torch import load_file, save_file
 from scipy import stats
 
 from hf_dp import ClippingQuantile, DpSgdPlan, GradientScaling, PrivateRun, mechanism_for
+from hf_dp.clipping import ClippingEngine
 from hf_dp.clipping.scales import Scale
 from hf_dp.errors import (
     ConfigError,
@@ -22,10 +24,12 @@ from hf_dp.errors import (
     UnsupportedArgumentError,
     UnsupportedModelError,
 )
+from hf_dp.mechanisms import scales as scales_module
 from hf_dp.mechanisms.dp_sgd import DpSgd
-from hf_dp.mechanisms.gauge import Gauge
-from hf_dp.mechanisms.scales import FILE_NAME, Scales, Squares, scales_of
+from hf_dp.mechanisms.gauge import FILE_NAME, Gauge
+from hf_dp.mechanisms.scales import Scales, Squares, scales_of
 from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.plans.rounding import slack_cap
 from hf_dp.run.gate import IndependentNoise
 from hf_dp.trainer.trainer import DPTrainer
 from hf_dp.tuners.rgp import RgpConfig
@@ -144,6 +148,47 @@ def test_sum_and_count_are_those_of_a_loop(gauge, tmp_path):
     assert count == pytest.approx(counted, abs=1e-6)
 
 
+M, K = 64, 512
+
+
+def blind(to: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Weights (M, K), half of whose rows are orthogonal to a vector but for rounding."""
+    made, to = torch.randn(M, K, generator=generator).double(), to.double()
+    made[M // 2 :] -= torch.outer(made[M // 2 :] @ to, to) / to.dot(to)
+    return made.float()
+
+
+def changed_by_neighbors() -> float:
+    """How much of its norm a row's scaled gradient changes by, at most, among other neighbors: in
+    a layer, half of whose inputs and half of whose outputs' gradients are nothing but rounding, with
+    scales that follow from that row alone."""
+    generator = torch.Generator().manual_seed(0)
+    row, out = torch.randn(2, K, generator=generator)
+    layers = [torch.nn.Linear(*each, bias=False) for each in ((K, M), (M, M), (M, K))]
+    model, middle = torch.nn.Sequential(*layers), "1.weight"
+    for layer, weight in ((0, blind(row, generator)), (2, blind(out, generator).mT)):
+        layers[layer].weight = torch.nn.Parameter(weight.contiguous(), requires_grad=False)
+
+    def gradient(neighbors: int, scales: dict[str, Scale] | None = None) -> torch.Tensor:
+        rows = torch.cat([row[None], torch.randn(neighbors, K, generator=generator)])
+        with ClippingEngine(model, 1e9) as engine:
+            engine.measure(scales=scales)
+            engine.backward((model(rows) * out).sum(1) * torch.eye(neighbors + 1)[0])
+            return engine.collect()[middle]
+
+    scales = scales_of({middle: Squares.of(gradient(0))})
+    alone = gradient(0, scales)
+    found = [gradient(count, scales) - alone for count in (1, 2, 4, 15, 63)]
+    return max(float(change.norm() / alone.norm()) for change in found)
+
+
+def test_a_regrouped_scaled_gradient_changes_by_less_than_the_margin_has_for_it(monkeypatch):
+    most = 2 * (slack_cap(64) + 5e-5)
+    assert changed_by_neighbors() < most / 4
+    monkeypatch.setattr(scales_module, "SPREAD", 1e12)  # planted: scales of what is only rounding
+    assert changed_by_neighbors() > 10 * most
+
+
 # -- what leaves, and what follows from it --
 
 
@@ -245,13 +290,30 @@ def goes_on_with_its_scales(folder: Path) -> bool:
 
 def test_a_resumed_run_goes_on_with_its_scales(tmp_path, monkeypatch):
     assert goes_on_with_its_scales(tmp_path / "honest")
-    (tmp_path / "honest" / "checkpoint-4" / FILE_NAME).unlink()
-    with pytest.raises(ConfigError, match=FILE_NAME):
-        made(tmp_path / "honest", **SAVING).train(
-            resume_from_checkpoint=str(tmp_path / "honest" / "checkpoint-4")
-        )
-    monkeypatch.setattr(Scales, "load", lambda self, checkpoint, device: None)  # planted
+    monkeypatch.setattr(Scales, "go_on", lambda self, kept, model, device: None)  # planted
     assert not goes_on_with_its_scales(tmp_path / "planted")
+
+
+BROKEN = {
+    "not there": lambda kept, name: None,
+    "without a parameter": lambda kept, name: kept.pop(name) is None or kept,
+    "of another shape": lambda kept, name: {**kept, name: kept[name][1:]},
+    "not a number": lambda kept, name: {**kept, name: kept[name] * torch.nan},
+    "below 0": lambda kept, name: {**kept, name: kept[name] - 1},
+}
+
+
+def test_scales_that_are_not_those_of_a_checkpoint_are_refused(tmp_path):
+    made(tmp_path, **SAVING, max_steps=2).train()
+    path = tmp_path / "checkpoint-2" / FILE_NAME
+    kept = load_file(path)
+    for name in (sorted(kept)[0], sorted(kept)[-1]):  # of columns, and of rows
+        for broken in BROKEN.values():
+            changed = broken(dict(kept), name)
+            path.unlink() if changed is None else save_file(changed, path)
+            with pytest.raises(ConfigError, match=FILE_NAME):
+                made(tmp_path, **SAVING).train(resume_from_checkpoint=str(path.parent))
+            save_file(kept, path)
 
 
 def test_statement_and_plan_name_it_and_it_costs_nothing(tmp_path):

@@ -16,6 +16,7 @@ import tiny
 import torch
 from loops import plan, run
 from processes import on_processes
+from watch import watch
 
 from hf_dp import FrostConfig, RgpConfig, mechanism_for
 from hf_dp.errors import (
@@ -26,6 +27,7 @@ from hf_dp.errors import (
     InvalidArgumentError,
     UnsupportedArgumentError,
 )
+from hf_dp.mechanisms import base as mechanisms_base
 from hf_dp.run import physical_size
 from hf_dp.run.physical_size import largest_physical_batch
 from hf_dp.trainer.private import PrivateTraining
@@ -235,30 +237,20 @@ SLOW = ("frost", "private_encoder")  # their accounting takes seconds
     "changes",
     [pytest.param(WAYS[way], id=way, marks=[pytest.mark.slow] * (way in SLOW)) for way in WAYS],
 )
-def test_a_trainer_uses_what_it_finds(tmp_path, no_statement, changes):
+def test_a_trainer_uses_what_it_finds(tmp_path, no_statement, changes, monkeypatch):
     # All rows in each draw; the default of 8 is no limit.
     sizes = {"expected_batch_size": 40, "per_device_train_batch_size": 8, "max_steps": 1}
     auto = {"auto_physical_batch_size": True, "auto_physical_batch_length": 10}
     trainer = tiny.trainer(tmp_path, **auto, **sizes, **changes)
-    sizes, clip = [], trainer.mechanism.clip
-
-    def recording(batches):
-        sizes.extend(len(batch["input_ids"]) for batch in batches)
-        return clip(batches)
-
-    trainer.mechanism.clip = recording
+    clipped = watch(monkeypatch, trainer.mechanism, "clip", before=list)
     trainer.train()
     assert trainer.args.per_device_train_batch_size == trainer.state.train_batch_size == 40
-    assert max(sizes) > 8
+    assert max(len(batch["input_ids"]) for batches in clipped for batch in batches) > 8
 
 
 def test_a_size_that_is_given_is_the_most_and_it_is_found_once(tmp_path, no_statement, monkeypatch):
     """The number that was found is no upper limit for a second train()."""
-    calls, find = [], physical_size.largest_physical_batch
-    monkeypatch.setattr(
-        "hf_dp.mechanisms.base.largest_physical_batch",
-        lambda *args, **given: calls.append(given) or find(*args, **given),
-    )
+    calls = watch(monkeypatch, mechanisms_base, "largest_physical_batch")
     trainer = tiny.trainer(tmp_path, **AUTO, per_device_train_batch_size=3, max_steps=1)
     trainer.train()
     trainer.train()
@@ -270,8 +262,7 @@ def test_the_update_does_not_depend_on_it(tmp_path, no_statement):
 
     def weights(**options):
         folder = tmp_path / str(len(options))
-        trainer = tiny.trainer(folder, insecure_seed=1, max_steps=2, **options)
-        trainer.train()
+        trainer = tiny.trained(tiny.trainer(folder, insecure_seed=1, max_steps=2, **options))
         return trainer.model.state_dict()
 
     plain, found = weights(), weights(**AUTO)
@@ -295,16 +286,10 @@ def test_made_up_examples_of_ones_own_are_stretched(tmp_path, no_statement, monk
     given = {"train_dataset": tiny.dataset().map(lambda row: {"weights": 1.0})}
     options = {**AUTO, "remove_unused_columns": False, "max_steps": 1}
     trainer = tiny.trainer(tmp_path, cls=Own, given=given, **options)
-    batch, shapes = physical_size._batch, set()
-
-    def seen(*args):
-        made = batch(*args)
-        shapes.add(tuple(made["input_ids"].shape))
-        return made
-
-    monkeypatch.setattr(physical_size, "_batch", seen)
+    made = watch(monkeypatch, physical_size, "_batch")
     trainer.train()
-    assert shapes == {(1, 24), (trainer.args.per_device_train_batch_size, 24)}
+    found = trainer.args.per_device_train_batch_size
+    assert {each["input_ids"].shape for each in made} == {(1, 24), (found, 24)}
     without = type("Without", (Own,), {"synthetic_batches": tiny.DPTrainer.synthetic_batches})
     trainer = tiny.trainer(tmp_path / "without", cls=without, given=given, **options)
     with pytest.raises(HfDpError, match="synthetic_batches"):

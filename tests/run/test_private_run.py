@@ -6,12 +6,15 @@ import tiny
 import torch
 from accelerate import Accelerator
 from loops import plan, run, steps
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
+from watch import watch
 
 from hf_dp import DpSgdPlan, FrozenPlan, PrivateRun, mechanism_for, save_run
+from hf_dp.cards.verify import verify
 from hf_dp.errors import (
     BudgetExceededError,
     DataError,
+    InvalidArgumentError,
     LedgerError,
     SelfCheckError,
     UnsupportedArgumentError,
@@ -20,8 +23,10 @@ from hf_dp.errors import (
 from hf_dp.losses import per_example_loss
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans import Search
+from hf_dp.publishing.publication import Publication
 from hf_dp.run.ledger import RunLedger
 from hf_dp.statement.evidence import disagreements, read
+from hf_dp.trainer import publishing
 from hf_dp.tuners.base import Tuner
 from hf_dp.tuners.frost.tuner import FrostConfig
 
@@ -61,8 +66,7 @@ def test_an_accelerate_loop(tmp_path):
 def test_the_trainer_and_the_loop_make_the_same_weights(tmp_path):
     """With all examples in each step: DPTrainer is seams over the same lines."""
     plain = {"optim": "sgd", "lr_scheduler_type": "constant", "accountant": "rdp"}
-    trainer = tiny.trainer(tmp_path / "trainer", expected_batch_size=40, **plain)
-    trainer.train()
+    trainer = tiny.trained(tiny.trainer(tmp_path / "trainer", expected_batch_size=40, **plain))
     private = run(tmp_path / "loop", trainer.privacy_plan)
     loop(private, torch.optim.SGD(private.model.parameters(), lr=1e-2))
     for name, value in trainer.model.state_dict().items():
@@ -211,6 +215,55 @@ def test_processes_that_do_not_know_of_each_other_are_refused(tmp_path, monkeypa
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UnsupportedArgumentError, match="started 2 processes.*init_process_group"):
         loop(run(tmp_path), None)
+
+
+# -- what it saves by one call: weights, tokenizer, card, evidence --
+
+
+def trained(folder, model, **given):
+    private = run(folder, plan(max_steps=1), model=model, **given)
+    mechanism, optimizer = mechanism_for(private), torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in steps(mechanism):
+        optimizer.step()
+    return mechanism
+
+
+def test_a_model_is_saved_as_it_can_be_verified_loaded_and_published(tmp_path):
+    mechanism = trained(tmp_path, tiny.model(), processing_class=tiny.tokenizer())
+    metrics = {"eval_accuracy": 0.75}
+    statement = save_run(mechanism, metrics=metrics, license="mit", dataset="org/reviews")
+    assert verify(tmp_path).outcome == "ok"
+    card = (tmp_path / "README.md").read_text()
+    assert statement.sentence() in card and "org/reviews" in card and "0.75" in card
+    assert "license: mit" in card and "text-classification" in card
+    again = type(mechanism.run.model).from_pretrained(tmp_path)
+    assert not tiny.moved(tiny.weights(mechanism.run.model), again)
+    assert "tokenizer_config.json" in Publication.of(tmp_path).files
+    Publication.of(tmp_path).refuse()
+
+
+def test_an_adapter_is_saved_without_its_base_and_what_a_card_cannot_say_refused(tmp_path):
+    lora = LoraConfig(task_type="SEQ_CLS", target_modules=["query"], r=2)
+    save_run(trained(tmp_path, get_peft_model(tiny.model(), lora)), tiny.tokenizer())
+    assert verify(tmp_path).outcome == "ok"
+    assert (tmp_path / "adapter_model.safetensors").exists()
+    assert (tmp_path / "tokenizer_config.json").exists()
+    assert not (tmp_path / "model.safetensors").exists()
+    mechanism = trained(tmp_path / "refused", tiny.model())
+    with pytest.raises(InvalidArgumentError, match="A card has no 'licence'"):
+        save_run(mechanism, licence="mit")
+    assert not (tmp_path / "refused" / "model.safetensors").exists()
+
+
+def test_planted_weights_that_are_saved_after_the_evidence_are_seen(tmp_path, monkeypatch):
+    mechanism = trained(tmp_path, tiny.model())
+
+    def then_the_weights(_, folder, *others):
+        mechanism.run.model.save_pretrained(folder)
+
+    watch(monkeypatch, publishing, "write_card", then_the_weights)
+    save_run(mechanism)
+    assert verify(tmp_path).outcome != "ok"
 
 
 def test_randomness_that_can_be_reproduced_is_never_private(tmp_path):

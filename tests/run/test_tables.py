@@ -140,7 +140,11 @@ class FailsAt:
 
 @pytest.mark.parametrize(
     ("error", "kind", "save"),
-    [(ValueError("odd row"), StepError, "no"), (DataError("odd row."), DataError, "steps")],
+    [
+        (ValueError("odd row"), StepError, "no"),
+        (RuntimeError("odd row: shapes cannot be multiplied"), StepError, "no"),  # of no memory
+        (DataError("odd row."), DataError, "steps"),
+    ],
 )
 def test_what_ran_is_saved_and_what_it_cost_is_said(error, kind, save, tmp_path):
     options = {"max_steps": 4, "save_strategy": save, "save_steps": 100, "accountant": "rdp"}

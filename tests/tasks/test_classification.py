@@ -138,10 +138,7 @@ def test_a_missing_label_of_a_declared_column_is_named():
 
 
 def ids_of_file(folder: Path, text: str, names: list[str]) -> list[int]:
-    folder.mkdir(exist_ok=True)
-    file = folder / "rows.csv"
-    file.write_text("label\n" + text.replace(" ", "\n"))
-    return label_ids(load_file(str(file)), "label", names)
+    return label_ids(load_file(written(folder, "label", *text.split())), "label", names)
 
 
 # In the order of their ids: what a file says, and what its rows are.

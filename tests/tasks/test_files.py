@@ -120,9 +120,8 @@ def test_a_part_of_one_file_is_held_out(tmp_path):
 @pytest.mark.parametrize("train", ["train", "train[1:]", "train[:50%]"])
 def test_rows_that_are_trained_on_are_not_held_out(train, tmp_path):
     data = held_out(tmp_path, train_split=train, validation_split=["train[:10%]"])
-    with pytest.raises(
-        ConfigError, match="that `train_split` leaves out, got .*train_split: train"
-    ):
+    said = "that `train_split` leaves out, got .*train_split: train"
+    with pytest.raises(ConfigError, match=said):
         load_evaluation(data)
 
 

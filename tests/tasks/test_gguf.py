@@ -18,7 +18,6 @@ from recipe import Recipe
 from tiny_gguf import FILE
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq
 
-from hf_dp import DPTrainer
 from hf_dp.clipping import refuse_coupling
 from hf_dp.errors import ConfigError, DataError, UnsupportedModelError
 from hf_dp.run.gguf import dequantized, gguf_file_of
@@ -68,16 +67,6 @@ def rows(words: Any, count: int = 20) -> datasets.Dataset:
     return datasets.Dataset.from_dict({**encoded, **labels})
 
 
-def trainer(folder: Path, model: Any, words: Any, **given: Any) -> DPTrainer:
-    options = {"privacy_mode": given.pop("privacy_mode", "dp_sgd")}
-    if options["privacy_mode"] == "dp_sgd":
-        options["accountant"] = "rdp"
-    data = {"train_dataset": rows(words), "eval_dataset": None}
-    data |= {"data_collator": DataCollatorForSeq2Seq(words), "processing_class": words}
-    data |= {"model": model, **given}
-    return tiny.trainer(folder, given=data, max_steps=1, **options)
-
-
 @pytest.mark.parametrize("where", ["folder", "package"])
 def test_a_base_is_read_dequantized_and_saved_as_an_ordinary_one(where, base, installed, tmp_path):
     name = str(base[0] / "weights") if where == "folder" else installed
@@ -114,30 +103,33 @@ def test_a_classifier_gets_a_new_head_and_a_fresh_model_only_the_shape(base):
 @pytest.mark.parametrize("given", ["model", "model_init", "lora", "non_private"])
 def test_a_trainer_saves_a_model_that_the_user_read_from_a_file(given, base, tmp_path):
     words = AutoTokenizer.from_pretrained(base[0] / "weights", gguf_file=FILE)
-    options: dict[str, Any] = {}
+    of_trainer: dict[str, Any] = {
+        "model": with_file(base), "train_dataset": rows(words), "eval_dataset": None,
+        "data_collator": DataCollatorForSeq2Seq(words), "processing_class": words,
+    }  # fmt: skip
+    options = {"accountant": "rdp"}
     if given == "model_init":
-        options = {"model_init": lambda: with_file(base)}
+        of_trainer |= {"model": None, "model_init": lambda: with_file(base)}
     elif given == "lora":
-        options = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}
+        of_trainer["peft_config"] = LoraConfig(r=2, target_modules=["q_proj"])
     elif given == "non_private":
         options = {"privacy_mode": "non_private"}
-    model = None if given == "model_init" else with_file(base)
-    made = trainer(tmp_path, model, words, **options)
+    made = tiny.trainer(tmp_path, given=of_trainer, max_steps=1, **options)
     made.train()
     made.save_model()
     trained = made.model.eval()
     assert not torch.equal(logits(trained), logits(base[1]))
-    space: dict[str, Any] = {}
     if given == "non_private":
-        space["model"] = AutoModelForCausalLM.from_pretrained(tmp_path)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path)
     else:
         card = (tmp_path / "README.md").read_text()
         assert f"| Weights of the base | dequantized from {FILE}" in card
         (lines,) = re.findall(r"```python\n(.*?)```", card, flags=re.S)
         lines = lines.replace("path/to/this/folder", str(tmp_path))
+        space: dict[str, Any] = {}
         exec(lines.replace("BASE_MODEL", str(base[0] / "weights")), space)
-        space["model"] = space["model"].model
-    assert torch.equal(logits(space["model"]), logits(trained))
+        again = space["model"].model
+    assert torch.equal(logits(again), logits(trained))
 
 
 def test_a_loop_of_ones_own_runs_on_it(base, tmp_path):

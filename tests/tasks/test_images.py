@@ -148,9 +148,8 @@ def deep_png(channels: int) -> bytes:
 
     header = struct.pack(">IIBBBBB", 4, 4, 16, {2: 4, 3: 2, 4: 6}[channels], 0, 0, 0)
     pixels = zlib.compress((b"\0" + b"\1\2" * channels * 4) * 4)
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        [chunk(b"IHDR", header), chunk(b"IDAT", pixels), chunk(b"IEND", b"")]
-    )
+    chunks = chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + chunks
 
 
 def deep_tiff() -> bytes:
@@ -233,9 +232,8 @@ def test_columns_that_hold_no_images(values, holds):
 
 def test_a_column_of_texts_that_are_no_paths():
     made = as_images(rows(["a film", "no film"]))
-    with pytest.raises(
-        DataError, match="Row 0 of the rows, image_column 'img', .*FileNotFound.*'a film'"
-    ):
+    said = "Row 0 of the rows, image_column 'img', .*FileNotFound.*'a film'"
+    with pytest.raises(DataError, match=said):
         check_images(made, "rows", "img", quiet=True)
 
 
@@ -256,9 +254,8 @@ def test_an_image_that_would_be_fetched_is_refused_unread(address, before, store
     paths = ["1.png", address, *(f"{i}.png" for i in range(2, before + 1))]
     images = [{"bytes": None, "path": path} if stored else path for path in paths]
     made = rows(images).select([*range(2, before + 1), 0, 1])
-    with pytest.raises(
-        DataError, match=f"Row {before}, image_column 'img'.*{address}.*Download the"
-    ):
+    said = f"Row {before}, image_column 'img'.*{address}.*Download the"
+    with pytest.raises(DataError, match=said):
         as_images(made)
 
 

@@ -1,12 +1,8 @@
-"""The infilling classifier: the base's own logits, exact clipping, reload in a fresh process,
-refusals."""
+"""Classifiers by label words: the base's own logits, exact clipping, reloading, refusals."""
 
 import copy
 import dataclasses
 import functools
-import json
-import os
-import re
 from pathlib import Path
 
 import datasets
@@ -15,13 +11,13 @@ import pytest
 import tiny
 import torch
 import transformers as hf
-from families import bert
+from families import bert, saved_masked_lm
 from models import INFILLING, MASK, ONE_TOKEN, SEVERAL, assert_exact, collate
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from warm import run_program
+from warm import run_the_cards_lines
 
 from hf_dp.clipping import rules
 from hf_dp.clipping.engine import STRATEGIES, ClippingEngine
@@ -87,12 +83,8 @@ def test_logits_are_those_of_the_language_model_in_the_missing_place(name):
     model = architecture.build().eval()
     with architecture.precision(), torch.no_grad():
         inputs = without_labels(architecture, model, (6, 2, 9))
-        expected = torch.stack(
-            [
-                expected_logits(model, ids[mask == 1][None])
-                for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
-            ]
-        )
+        rows = zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+        expected = torch.stack([expected_logits(model, ids[mask == 1][None]) for ids, mask in rows])
         torch.testing.assert_close(model(**inputs).logits, expected)
         if model.label_words.mask_token_id is None:
             left = without_labels(architecture, model, (6, 2, 9), left=True)
@@ -115,9 +107,8 @@ def test_gradients_are_those_of_the_language_model(name):
         F.cross_entropy(expected_logits(model, tokens, stock)[None], label).backward()
     expected = {name: each.grad for name, each in stock.named_parameters()}
     for name, each in model.named_parameters():
-        torch.testing.assert_close(
-            each.grad, expected[name], msg=lambda said, n=name: f"{n}: {said}"
-        )
+        message = lambda said, n=name: f"{n}: {said}"  # noqa: E731
+        torch.testing.assert_close(each.grad, expected[name], msg=message)
 
 
 # Every model, every case of lengths and every strategy, but not each with each.
@@ -172,23 +163,19 @@ def test_memory_does_not_grow_with_the_vocabulary(words):
         engine = ClippingEngine(made, 0.1)
         tokens = torch.randint(20, 40_000, (2, 30), generator=torch.Generator().manual_seed(0))
         with _Largest() as found, engine:
-            loss = made(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits.logsumexp(
-                1
-            )
-            engine.backward(loss)
+            logits = made(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
+            engine.backward(logits.logsumexp(1))
         largest.append(found.numbers)
     assert largest[0] == largest[1] <= 2 * 6 * 4096
 
 
+ON_HEAD = LoraConfig(r=2, target_modules=["lm_head"])
+PREFIX = PrefixTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2)
+
+
 @pytest.mark.parametrize(
     ("adapter", "message"),
-    [
-        (LoraConfig(r=2, target_modules=["lm_head"]), "the head of .* is a peft"),
-        (
-            PrefixTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2),
-            "Prefix tuning does not go",
-        ),
-    ],
+    [(ON_HEAD, "the head of .* is a peft"), (PREFIX, "Prefix tuning does not go")],
 )
 def test_what_several_tokens_do_not_go_with_is_refused(adapter, message):
     """An adapter on the head would be passed by, and one cache would be read by several forwards."""
@@ -217,16 +204,8 @@ def test_words_are_shown_of_a_model_that_fills_them_in(base, tmp_path):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    """A folder with a tiny masked language model and its tokenizer."""
     folder = tmp_path_factory.mktemp("base")
-    torch.manual_seed(0)
-    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    sizes = {"intermediate_size": 24, "max_position_embeddings": 48, "pad_token_id": 0}
-    config = hf.BertConfig(vocab_size=len(bert()), **small, **sizes)
-    config.pretraining_sources = ["quora", "wikipedia"]
-    hf.BertForMaskedLM(config).save_pretrained(folder)
-    bert().save_pretrained(folder)
-    return folder
+    return saved_masked_lm(folder, pretraining_sources=["quora", "wikipedia"])
 
 
 def loaded(base: Path):
@@ -247,13 +226,12 @@ def trained(base, folder, texts, **given):
 
 
 def test_a_trained_run_reloads_in_a_fresh_process_and_serves_raw_text(base, tmp_path):
-    """Private training through DPTrainer; then `pipeline` alone, in another process, on raw
-    text."""
+    """Private training; then `pipeline` alone, in another process, on raw text."""
     texts = ["it was great", "dull", "a [MASK] film", "the film was good", "bad", "terrible"] * 6
     trainer, model, tokenizer = trained(base, tmp_path, texts)
     trainer.save_model()
-    more = f"import json; print(json.dumps([classify(text) for text in {texts[:3]!r}]))"
-    for text, found in zip(texts, json.loads(run_the_cards_lines(tmp_path, base, more))):
+    more = f"print(json.dumps([classify(text) for text in {texts[:3]!r}]))"
+    for text, found in zip(texts, run_the_cards_lines(tmp_path, base, more)):
         inputs = tokenizer([text], return_tensors="pt")
         expected = model.eval()(**inputs).logits[0].detach().softmax(0)
         assert [*found] == ["negative", "positive"]
@@ -311,18 +289,7 @@ def test_lora_on_an_infilling_model(base, tmp_path):
     inputs = tokenizer(["a film"], return_tensors="pt")
     expected = model.eval()(**inputs).logits[0].detach().softmax(0)
     found = run_the_cards_lines(tmp_path, base, 'print([*classify("a film").values()])')
-    assert json.loads(found) == pytest.approx(expected.tolist(), abs=1e-5)
-
-
-def run_the_cards_lines(folder: Path, base: Path, more: str) -> str:
-    """What the lines under "Use" of a card print, run beside the model and its base."""
-    (folder / base.name).symlink_to(base)
-    card = (folder / "out" / "README.md").read_text()
-    lines = re.search(r"## Use\n+```python\n(.*?)```", card, re.DOTALL).group(1)
-    lines = lines.replace("path/to/this/folder", "out").replace("BASE_MODEL", base.name)
-    done = run_program(f"{lines}\n{more}", folder, env={**os.environ, "HF_HUB_OFFLINE": "1"})
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.strip().splitlines()[-1]
+    assert found == pytest.approx(expected.tolist(), abs=1e-5)
 
 
 def test_two_texts_for_a_template_of_one_are_refused(base):

@@ -8,13 +8,14 @@ in double precision. The usual fault, to tell padding by its id, is planted in e
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import chat
 import families
+import models
 import preferences
 import pytest
 import tiny
@@ -54,20 +55,17 @@ def ids(*texts: str) -> list[int]:
 @pytest.fixture(scope="module")
 def decoders() -> dict[str, Any]:
     """Decoders whose padding token is the end token: one of absolute positions, one of others."""
-    end = words().eos_token_id
-    torch.manual_seed(0)
-    gpt2 = hf.GPT2Config(
-        vocab_size=len(words()), n_embd=16, n_layer=2, n_head=2, n_positions=128,
-        initializer_range=0.4, eos_token_id=end, bos_token_id=end, pad_token_id=end,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-    llama = hf.LlamaConfig(
-        vocab_size=len(words()), hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-        num_attention_heads=2, max_position_embeddings=128, initializer_range=0.4,
-        eos_token_id=end, bos_token_id=None, pad_token_id=end,
-    )  # fmt: skip
-    made = {"gpt2": hf.GPT2LMHeadModel(gpt2), "llama": hf.LlamaForCausalLM(llama)}
-    return {name: model.double().eval() for name, model in made.items()}
+    made = {
+        "gpt2": models.gpt2(n_positions=128, **of_words()),
+        "llama": models.llama(max_position_embeddings=128, **of_words()),
+    }
+    return {name: model.eval() for name, model in made.items()}
+
+
+def of_words() -> dict[str, int]:
+    """The options of a model of these words, whose padding is the end token."""
+    names = ("eos_token_id", "bos_token_id", "pad_token_id")
+    return {"vocab_size": len(words()), **dict.fromkeys(names, words().eos_token_id)}
 
 
 # -- what is learned of each row, by hand --
@@ -94,6 +92,14 @@ def written(before: Sequence[int], text: str) -> Alone:
     return Alone([*before, *ids(text, END)], len(ids(text, END)))
 
 
+def free(text: str) -> Alone:
+    return written(ids(END), text)
+
+
+def asked(prompt: str, text: str) -> Alone:
+    return written(ids(prompt, "\n"), text)
+
+
 TURNS = [
     {"role": "system", "content": "short"},
     {"role": "user", "content": "great film?"},
@@ -106,14 +112,12 @@ ASKED = (
 TABLE = {"meaning_representation": "name[Aromi], eatType[pub]", "human_reference": "Aromi is a pub"}
 TRIPLES = {"tripleset": [["A", "IS_PART_OF", "B"]], "annotations": {"text": ["A is in B"]}}
 TALK = {"personality": ["i like film ."], "history": ["hello"], "candidates": ["no", "good film"]}
-NEWLINE = ids("\n")
 FORMATS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], list[Alone]]] = {
     "pairs": (
         {"prompt_column": "q", "target_column": "r"},
         [{"q": "food", "r": ["Thai", " a long film plot"]}, {"q": f"a{END}", "r": [f"b{END}c"]}],
         [
-            written([*ids("food"), *NEWLINE], "Thai"),
-            written([*ids("food"), *NEWLINE], " a long film plot"),
+            asked("food", "Thai"), asked("food", " a long film plot"),
             # An end token of the text's own is a token like any other.
             Alone(ids("a", END, "\n", "b", END, "c", END), len(ids("b", END, "c", END))),
         ],
@@ -121,44 +125,29 @@ FORMATS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], list[Alone]]] = {
     "text": (
         {"text_column": "t"},
         [{"t": "good"}, {"t": "a long bad film"}],
-        [written(ids(END), "good"), written(ids(END), "a long bad film")],
+        [free("good"), free("a long bad film")],
     ),
     "table": (
         {"columns": ["age", "film"]},
         [{"age": 31, "film": "dull plot"}, {"age": 7, "film": "good"}],
-        [
-            written(ids(END), "age: 31\nfilm: dull plot"),
-            written(ids(END), "age: 7\nfilm: good"),
-        ],
+        [free("age: 31\nfilm: dull plot"), free("age: 7\nfilm: good")],
     ),
     "e2e": (
         {},
         [TABLE, {**TABLE, "human_reference": "dull"}],
-        [
-            written([*ids(" name : Aromi | Type : pub"), *NEWLINE], " Aromi is a pub"),
-            written([*ids(" name : Aromi | Type : pub"), *NEWLINE], " dull"),
-        ],
+        [asked(" name : Aromi | Type : pub", text) for text in (" Aromi is a pub", " dull")],
     ),
     "dart": (
         {},
         [TRIPLES, {**TRIPLES, "annotations": {"text": ["B"]}}],
-        [
-            written([*ids(" A : is part of : B"), *NEWLINE], " A is in B"),
-            written([*ids(" A : is part of : B"), *NEWLINE], " B"),
-        ],
+        [asked(" A : is part of : B", text) for text in (" A is in B", " B")],
     ),
     "persona_chat": (
         {},
         [TALK, {**TALK, "history": ["a", "b", "great"]}],
         [
-            written([*ids("persona : i like film .\npartner : hello\nself :"), *NEWLINE], " good film"),
-            written(
-                [
-                    *ids("persona : i like film .\npartner : a\nself : b\npartner : great\nself :"),
-                    *NEWLINE,
-                ],
-                " good film",
-            ),
+            asked("persona : i like film .\npartner : hello\nself :", " good film"),
+            asked("persona : i like film .\npartner : a\nself : b\npartner : great\nself :", " good film"),
         ],
     ),
     "messages": (
@@ -173,12 +162,14 @@ FORMATS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], list[Alone]]] = {
 }  # fmt: skip
 
 
-def together(model: Any, tokenizer: Any, collate: Any, rows: Sequence[Any]) -> dict[str, Tensor]:
+def together(
+    model: Any, tokenizer: Any, collate: Any, rows: Iterable[Any], **options: Any
+) -> dict[str, Tensor]:
     """The batch of a private step: rows are collated alone, and then padded."""
     layout, examples = Layout(), [own(collate([dict(row)])) for row in rows]
     for example in examples:
         layout.add(example)
-    padding = Padding.of(model, tokenizer)
+    padding = Padding.of(model, tokenizer, **options)
     padding.check(layout)
     return dict(padding.together(examples, layout))
 
@@ -192,6 +183,16 @@ def by_id(batch: dict[str, Tensor], end: int, *names: str) -> dict[str, Tensor]:
     return {**batch, **hidden}
 
 
+def are_those(found: Tensor, expected: Tensor, planted: Tensor, least: float = 1e-4) -> None:
+    """Losses are the expected ones, and those of the planted fault are not."""
+    torch.testing.assert_close(found.detach(), expected, rtol=1e-9, atol=0)
+    assert ((planted - expected).abs() > least).all()
+
+
+def means(model: Any, expected: Sequence[Alone]) -> Tensor:
+    return torch.stack([-each.log_probs(model).mean() for each in expected])
+
+
 def check(
     model: Any,
     tokenizer: Any,
@@ -201,20 +202,25 @@ def check(
 ) -> None:
     """Labels and losses are those that were written by hand, in each way to make a batch."""
     assert len(rows) == len(expected)
-    alone = [each.log_probs(model) for each in expected]
-    losses = torch.stack([-each.mean() for each in alone])
+    losses = means(model, expected)
     batches = [together(model, tokenizer, collate, rows)]
     batches.append(dict(collate([dict(row) for row in rows])))  # as in evaluation
     for batch in batches:
         labels = [row[row != IGNORED_LABEL].tolist() for row in batch["labels"]]
         assert labels == [each.targets() for each in expected]
-        found = per_example_loss(model, batch).detach()
-        torch.testing.assert_close(found, losses, rtol=1e-9, atol=0)
         assert number_of_targets(model, batch).tolist() == [each.learned for each in expected]
         planted = per_example_loss(model, by_id(batch, tokenizer.eos_token_id, "labels"))
-        assert ((planted - losses).abs() > 1e-4).all()
+        are_those(per_example_loss(model, batch), losses, planted)
+    check_likelihood(model, collate, rows, expected)
+
+
+def check_likelihood(
+    model: Any, collate: Any, rows: Sequence[Any], expected: Sequence[Alone]
+) -> None:
+    """An evaluation adds up the losses of all tokens that are learned, and counts them."""
     total, count = negative_log_likelihood(model, collate, [dict(row) for row in rows], 2)
-    assert total == pytest.approx(-float(torch.cat(alone).sum()), rel=1e-9)
+    by_hand = -sum(float(each.log_probs(model).sum()) for each in expected)
+    assert total == pytest.approx(by_hand, rel=1e-9)
     assert count == sum(each.learned for each in expected)
 
 
@@ -235,17 +241,16 @@ def test_formats_of_decoders(layout, name, side, decoders):
 
 @pytest.mark.parametrize("side", SIDES)
 def test_rows_that_were_packed_beforehand(side, decoders):
-    """The end of each text inside is learned, too."""
+    """The end of each text inside is learned, too. Nothing stands before the first token."""
     packed = [ids("good film", END, "dull", END), ids("a", END, "b", END, "long plot", END)]
     rows = [{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in packed]
     expected = [Alone(row, len(row) - 1) for row in packed]
-    tokenizer = words(side)
-    batch = together(decoders["gpt2"], tokenizer, hf.DataCollatorForSeq2Seq(tokenizer), rows)
-    losses = torch.stack([-each.log_probs(decoders["gpt2"]).mean() for each in expected])
-    found = per_example_loss(decoders["gpt2"], batch).detach()
-    torch.testing.assert_close(found, losses, rtol=1e-9, atol=0)
-    planted = per_example_loss(decoders["gpt2"], by_id(batch, tokenizer.eos_token_id, "labels"))
-    assert ((planted - losses).abs() > 1e-4).all()
+    tokenizer, model = words(side), decoders["gpt2"]
+    collate = hf.DataCollatorForSeq2Seq(tokenizer)
+    batch = together(model, tokenizer, collate, rows)
+    planted = per_example_loss(model, by_id(batch, tokenizer.eos_token_id, "labels"))
+    are_those(per_example_loss(model, batch), means(model, expected), planted)
+    check_likelihood(model, collate, rows, expected)
 
 
 SFT = {
@@ -279,11 +284,9 @@ def test_what_trl_prepares(form, side, decoders, tmp_path):
         decoders["llama"], args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
     )
     batch = together(decoders["llama"], tokenizer, trainer.data_collator, trainer.train_dataset)
-    found = trainer.compute_per_example_loss(trainer.model.eval(), batch).detach()
-    losses = torch.stack([-each.log_probs(trainer.model).mean() for each in expected])
-    torch.testing.assert_close(found, losses, rtol=1e-9, atol=0)
+    found = trainer.compute_per_example_loss(trainer.model.eval(), batch)
     planted = per_example_loss(trainer.model, by_id(batch, tokenizer.eos_token_id, "labels"))
-    assert ((planted - losses).abs() > 1e-4).all()
+    are_those(found, means(trainer.model, expected), planted)
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -299,42 +302,27 @@ def test_pairs_of_answers(side, decoders, tmp_path):
     data = trainer.train_dataset
     for name in ("ref_chosen_logps", "ref_rejected_logps"):  # made in single precision
         data = data.remove_columns(name).add_column(name, [0.0] * len(rows))
-    layout, examples = Layout(), [own(trainer.data_collator([row])) for row in data]
-    for example in examples:
-        layout.add(example)
-    padding = Padding.of(model, tokenizer, trainer.args.padding_values, own_loss=True)
-    batch = dict(padding.together(examples, layout))
+    options = {"values": trainer.args.padding_values, "own_loss": True}
+    batch = together(model, tokenizer, trainer.data_collator, data, **options)
 
     def answer(row: dict[str, str], which: str) -> Tensor:
         return written(ids(row["prompt"]), row[which]).log_probs(model).sum()
 
     margins = torch.stack([answer(row, "chosen") - answer(row, "rejected") for row in rows])
     expected = -F.logsigmoid(preferences.BETA * margins)
-    found = trainer.compute_per_example_loss(trainer.model.eval(), batch).detach()
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
-    planted = trainer.compute_per_example_loss(
-        trainer.model, by_id(batch, tokenizer.eos_token_id, "labels")
+    as_planted = by_id(batch, tokenizer.eos_token_id, "labels")
+    found, planted = (
+        trainer.compute_per_example_loss(trainer.model.eval(), each) for each in (batch, as_planted)
     )
-    assert ((planted - expected).abs() > 1e-4).all()
+    are_those(found, expected, planted)
 
 
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_encoder_decoders(family):
     tokenizer = words()
     end = tokenizer.eos_token_id
-    torch.manual_seed(0)
-    shared = {"vocab_size": len(tokenizer), "pad_token_id": end, "eos_token_id": end}
-    shared |= {"d_model": 16, "decoder_start_token_id": end}
-    if family == "t5":
-        config = hf.T5Config(**shared, d_kv=8, d_ff=24, num_layers=1, num_heads=2, dropout_rate=0.0)
-        model = hf.T5ForConditionalGeneration(config).double().eval()
-    else:
-        config = hf.BartConfig(
-            **shared, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-            decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, dropout=0.0,
-            max_position_embeddings=64, bos_token_id=end, forced_eos_token_id=None, init_std=0.3,
-        )  # fmt: skip
-        model = hf.BartForConditionalGeneration(config).double().eval()
+    start = {"decoder_start_token_id": end, "forced_eos_token_id": None}
+    model = models.ARCHITECTURES[family].build(**of_words(), **start).eval()
     data = TextArguments(metrics=[], prompt_column="q", target_column="r")
     rows = Dataset.from_list(
         [{"q": "food", "r": "Thai"}, {"q": f"a{END} film", "r": "a dull plot"}]
@@ -352,11 +340,9 @@ def test_encoder_decoders(family):
         total += float(losses[-1]) * len(target)
     batch = together(model, tokenizer, collate, encoded)
     assert [row[row != IGNORED_LABEL].tolist() for row in batch["labels"]] == targets
-    found = per_example_loss(model, batch).detach()
-    torch.testing.assert_close(found, torch.stack(losses), rtol=1e-9, atol=0)
     hidden = batch["labels"].masked_fill(batch["labels"] == end, IGNORED_LABEL)
     planted = per_example_loss(model, {**batch, "labels": hidden})
-    assert ((planted - found).abs() > 1e-4).all()
+    are_those(per_example_loss(model, batch), torch.stack(losses), planted)
     assert negative_log_likelihood(model, collate, encoded, 2) == (
         pytest.approx(total, rel=1e-9), sum(map(len, targets))
     )  # fmt: skip
@@ -391,10 +377,8 @@ def test_what_is_written_does_not_depend_on_padding(name, decoders, monkeypatch)
 @pytest.mark.parametrize("side", SIDES)
 def test_prompts_and_targets_are_cut_by_the_mask(side):
     tokenizer = words(side)
-    prompts, targets = (
-        [ids("a", END), ids("long film")],
-        [ids("b", END), ids("good", END, "c", END)],
-    )
+    prompts = [ids("a", END), ids("long film")]
+    targets = [ids("b", END), ids("good", END, "c", END)]
     rows = [
         {"input_ids": [*p, *t], "attention_mask": [1] * len(p + t), "labels": [-100] * len(p) + t}
         for p, t in zip(prompts, targets)
@@ -427,10 +411,8 @@ def of_bert(model: Any, tokenizer: Any, collate: Any, rows: list[Any]) -> None:
         assert cut["attention_mask"].all() and batch["attention_mask"][place].sum() == length
         with torch.no_grad():
             losses.append(model(**cut).loss)
-    found = per_example_loss(model, batch).detach()
-    torch.testing.assert_close(found, torch.stack(losses), rtol=1e-9, atol=0)
     planted = per_example_loss(model, by_id(batch, tokenizer.pad_token_id, "attention_mask"))
-    assert ((planted - found).abs() > 1e-6).all()
+    are_those(per_example_loss(model, batch), torch.stack(losses), planted, least=1e-6)
 
 
 def test_a_head_on_an_encoder():
@@ -456,14 +438,8 @@ def test_a_masked_language_model():
 def test_infilling(tmp_path: Path):
     tokenizer = copy.deepcopy(families.bert())
     tokenizer.pad_token = "[SEP]"
-    torch.manual_seed(0)
-    config = hf.BertConfig(
-        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=24, pad_token_id=tokenizer.pad_token_id, initializer_range=0.4,
-    )  # fmt: skip
-    hf.BertForMaskedLM(config).save_pretrained(tmp_path)
-    names = ["negative", "positive"]
-    model, fast = load_infilling(str(tmp_path), tokenizer, GLUE["sst2"], names)
+    base = families.saved_masked_lm(tmp_path, tokenizer, initializer_range=0.4)
+    model, fast = load_infilling(str(base), tokenizer, GLUE["sst2"], ["negative", "positive"])
     rows = [{**fast(text), "labels": i % 2} for i, text in enumerate(("good film", "a bad plot ."))]
     of_bert(model.double().eval(), fast, hf.DataCollatorWithPadding(fast), rows)
 

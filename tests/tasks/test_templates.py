@@ -1,5 +1,4 @@
-"""Templates in five tokenizer families: what a text becomes, truncation, the mask, label words,
-refusals."""
+"""Templates in five tokenizer families: what a text becomes, the mask, label words, refusals."""
 
 from functools import cache
 
@@ -59,8 +58,7 @@ def test_a_filled_template_reads_as_the_sentence_would(family, name):
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_the_mask_survives_whatever_the_texts_are(family, data):
-    """Exactly one mask, the template whole, within the limit; also where the texts hold the mask
-    token themselves."""
+    """Exactly one mask, the template whole, within the limit; the texts may hold mask tokens."""
     tokenizer = FAMILIES[family]()
     template = data.draw(st.sampled_from(list(TEMPLATES.values())))
     mask = tokenizer.mask_token
@@ -162,9 +160,8 @@ def test_label_words_that_cannot_work_are_refused():
 
 
 ODD = [
-    '<S1> It was "[MASK]" .', "<S1> ([MASK])", "<S1>\nAnswer:\n[MASK]", "<S1> Answer:[MASK]", "<S1>-[MASK]", "[MASK] "
-    "<S1>",
-    "<S1>s It was [MASK]", "<S1>\nIt was\n[MASK] .",
+    '<S1> It was "[MASK]" .', "<S1> ([MASK])", "<S1>\nAnswer:\n[MASK]", "<S1> Answer:[MASK]",
+    "<S1>-[MASK]", "[MASK] <S1>", "<S1>s It was [MASK]", "<S1>\nIt was\n[MASK] .",
 ]  # fmt: skip
 
 
@@ -175,8 +172,7 @@ def minilm():
 
 @pytest.mark.parametrize("text", ODD)
 def test_a_label_word_is_never_the_end_of_another_word(text):
-    """With a real vocabulary: "no" after a quotation mark, a bracket or a newline is the token
-    "no", not "##o"."""
+    """With a real vocabulary: "no" after a quotation mark or a newline is "no", not "##o"."""
     tokenizer = minilm()
     for first, second in (("no", "yes"), ("bad", "good"), ("low", "high")):
         infilling = Infilling(Template(text), {"a": first, "b": second})
@@ -187,8 +183,7 @@ def test_a_label_word_is_never_the_end_of_another_word(text):
 @pytest.mark.parametrize("family", ["bert", "electra", "roberta", "modernbert"])
 @pytest.mark.parametrize("text", ODD)
 def test_no_word_of_an_odd_template_disappears(family, text):
-    """The template's own characters are all there (an "s" after a text, a newline before the mask),
-    decoded."""
+    """The template's own characters are all there: an "s" after a text, a newline before the mask."""
     tokenizer, template = FAMILIES[family](), Template(text)
     found = with_template(tokenizer, template)("film")["input_ids"]
     special = {tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id}
@@ -274,7 +269,7 @@ def test_words_of_several_tokens_where_they_are_wanted():
     ("block", "causal", "message"),
     [
         ({"template": "<S1> It was [MASK] ."}, True, r"to end where the word is missing.*Leave out ' \.'"),
-        ({"template": "It was [MASK] : <S1>"}, True, "to end where the word is missing"),
+        ({"template": "It was [MASK] : <S1>"}, True, "to end where the word is missing.*Put <S1> before it"),
         ({"template": REVIEW}, False, r"to hold \[MASK\], where a masked language model"),
         ({"label_words": {"a": "terribly", "b": "great"}}, True, "one token where.*several_tokens: true"),
         ({"label_words": {"a": "great", "b": " great"}}, True, "different tokens"),

@@ -4,6 +4,7 @@ import pytest
 import tiny
 import torch
 from torch import nn
+from watch import watch
 
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.features.adam_bc import DPAdamBC
@@ -68,20 +69,17 @@ def test_the_trainer_takes_off_the_noise_that_it_adds(tmp_path):
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.01, 0.0}
 
 
-def test_its_variance_is_that_of_gradients(tmp_path):
+def test_its_variance_is_that_of_gradients(tmp_path, monkeypatch):
     """Measured on what the optimizer gets: 3,282 coordinates of mostly noise, whose mean square has a
     relative standard deviation of 2.5 %."""
     trainer = tiny.trainer(tmp_path, adam_bc_floor=0.2, noise_multiplier=50.0, max_steps=1)
-    seen, honest = [], DPAdamBC.step
 
-    def watched(self, closure=None):
-        grads = [p.grad.flatten() for group in self.param_groups for p in group["params"]]
-        seen.append((torch.cat(grads).double().square().mean().item(), self.noise_variance))
-        return honest(self, closure)
+    def numbers(optimizer, *given):
+        grads = [p.grad.flatten() for group in optimizer.param_groups for p in group["params"]]
+        return torch.cat(grads).double().square().mean().item(), optimizer.noise_variance
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DPAdamBC, "step", watched)
-        trainer.train()
+    seen = watch(monkeypatch, DPAdamBC, "step", before=numbers)
+    trainer.train()
     ((square, variance),) = seen
     assert square == pytest.approx(variance, rel=0.15)
 
@@ -89,9 +87,8 @@ def test_its_variance_is_that_of_gradients(tmp_path):
 def test_a_resumed_run_goes_on_with_its_moments(tmp_path):
     kept = {"adam_bc_floor": 0.2, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     tiny.trainer(tmp_path, **kept).train()
-    again = tiny.resumed(tiny.trainer(tmp_path, **kept), 1)
-    states = again.optimizer.optimizer.state.values()
-    assert {float(state["step"]) for state in states} == {2.0}
+    optimizer = tiny.resumed(tiny.trainer(tmp_path, **kept), 1).optimizer.optimizer
+    assert {float(state["step"]) for state in optimizer.state.values()} == {2.0}
 
 
 def test_other_noise_is_refused(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import tiny
 import users
 from transformers import TrainerCallback
+from watch import watch
 
 from hf_dp.accounting import RandomAllocationGaussian, epsilon
 from hf_dp.cards.verify import verify
@@ -13,6 +14,7 @@ from hf_dp.errors import AuditError, BudgetExceededError, InvalidArgumentError, 
 from hf_dp.plans import DpSgdPlan, RandomAllocation
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.samplers import AllocationSampler
+from hf_dp.run.private_run import PrivateRun
 from hf_dp.run.witnesses import read_run
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -21,17 +23,7 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 ALLOCATED = {"sampling": "random_allocation", "expected_batch_size": 20, "logging_strategy": "no"}
 
 
-class Recorded(TrainerCallback):
-    """Notes the ledger on disk, when a step begins."""
-
-    def __init__(self, folder):
-        self.folder, self.steps = folder, []
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.steps.append(read_run(self.folder).ledger.steps())
-
-
-def watch(monkeypatch) -> list[list[list[int]]]:
+def allocations(monkeypatch) -> list[list[list[int]]]:
     """Note each allocation that is drawn."""
     drawn, honest = [], AllocationSampler.__iter__
 
@@ -48,11 +40,12 @@ def watch(monkeypatch) -> list[list[list[int]]]:
 @pytest.mark.parametrize("workers", [{}, {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 4}], ids=["", "workers"])  # fmt: skip
 def test_an_epoch_is_recorded_whole_before_its_first_step(tmp_path, monkeypatch, workers):
     """So a part of one costs the whole; and workers draw nothing ahead of the ledger."""
-    drawn, disk = watch(monkeypatch), Recorded(tmp_path)
-    given = {"callbacks": [disk]}
-    trainer = tiny.trainer(tmp_path, **ALLOCATED, **workers, max_steps=3, given=given)
-    trainer.train()
-    assert trainer.state.global_step == 3 and disk.steps == [2, 2, 4]
+    drawn = allocations(monkeypatch)
+    on_disk = watch(
+        monkeypatch, PrivateRun, "begin_step", before=lambda _: read_run(tmp_path).ledger.steps()
+    )
+    trainer = tiny.trained(tiny.trainer(tmp_path, **ALLOCATED, **workers, max_steps=3))
+    assert trainer.state.global_step == 3 and on_disk == [2, 2, 4]
     assert workers or (sorted(sum(drawn[0], [])) == list(range(40)) and len(drawn) == 2)
     event = RandomAllocationGaussian(1.0, 2, 4)
     assert trainer.ledger.events == (event,)
@@ -86,8 +79,7 @@ def test_a_resume_counts_a_new_allocation_unless_an_epoch_has_ended(tmp_path, sa
 def test_a_resume_does_not_pass_the_target(tmp_path):
     kept = {"max_steps": 10, "save_strategy": "steps", "save_steps": 7, "expected_batch_size": 8}
     target = {"noise_multiplier": None, "target_epsilon": 8.0}
-    first = tiny.trainer(tmp_path, **{**ALLOCATED, **kept}, **target)
-    first.train()
+    first = tiny.trained(tiny.trainer(tmp_path, **{**ALLOCATED, **kept}, **target))
     assert 7.9 < first.epsilon().value <= 8
     again = tiny.trainer(tmp_path, **{**ALLOCATED, **kept}, **target)
     with pytest.raises(BudgetExceededError):
@@ -96,8 +88,7 @@ def test_a_resume_does_not_pass_the_target(tmp_path):
 
 
 def test_a_second_call_of_train_begins_anew(tmp_path):
-    trainer = tiny.trainer(tmp_path, **ALLOCATED, max_steps=2)
-    trainer.train()
+    trainer = tiny.trained(tiny.trainer(tmp_path, **ALLOCATED, max_steps=2))
     trainer.train()
     assert trainer.ledger.events == (RandomAllocationGaussian(1.0, 2, 4),)
     trainer.run.begin_step()  # a step without a recorded allocation lets nothing out
@@ -137,7 +128,7 @@ def test_the_batch_is_what_an_epoch_of_whole_steps_gives_and_no_other(tmp_path):
 
 
 def test_users_are_allocated_with_all_of_their_rows(tmp_path, monkeypatch):
-    drawn = watch(monkeypatch)
+    drawn = allocations(monkeypatch)
     options = {**ALLOCATED, "expected_batch_size": 4, "max_steps": 3, "target_delta": None}
     trainer = users.trainer(tmp_path, **options)
     trainer.train()
@@ -150,8 +141,7 @@ def test_users_are_allocated_with_all_of_their_rows(tmp_path, monkeypatch):
 def test_an_audit_refutes_allocations_without_noise(tmp_path, monkeypatch):
     """The planted bug is in the noise; a right run is not refuted (above 99.9 % by chance)."""
     audited = {"audit_canaries": 60, "max_steps": 10, "noise_multiplier": 2.0, "target_delta": 1e-3}
-    trainer = tiny.trainer(tmp_path / "right", **ALLOCATED, **audited)
-    trainer.train()
+    trainer = tiny.trained(tiny.trainer(tmp_path / "right", **ALLOCATED, **audited))
     assert trainer.privacy_statement().proven
     faults.noise_times(0.0)(monkeypatch)
     trainer = tiny.trainer(tmp_path / "wrong", **ALLOCATED, **audited)

@@ -43,6 +43,8 @@ PUBLIC = {"privacy_mode": "non_private", "noise_multiplier": None, "expected_bat
 EPSILON = {"noise_multiplier": None}
 LOSS = {"noised_loss_bound": 2.0, "noised_loss_budget_ratio": 0.1}
 FP = {"privacy_mode": "dp_fp", "dp_fp_variant": "frozen"}
+PUBLISHED = FP | {"dp_fp_variant": "published"}
+ENCODER = FP | {"dp_fp_variant": "private_encoder", "representation_noise_multiplier": 1.0}
 AUTO = {"auto_physical_batch_size": True}
 SEARCH = {"private_selection_mean_runs": 3}
 # argument, its value, what the message says of it, what else is given
@@ -64,7 +66,7 @@ REFUSALS: list[tuple[str, Any, str, dict[str, Any]]] = [
     ("noise_multiplier", 0.0, "to be > 0, got 0.0", {}),
     ("accountant", "moments", r"to be one of \['pld', 'rdp', 'prv', 'gdp_clt'\]", {}),
     ("accountant", "gdp_clt", "to be a bound.*Use 'pld'", EPSILON | {"target_epsilon": 3.0}),
-    ("accountant", "pld", "to be unset for DP-FP as published", FP | {"dp_fp_variant": "published"}),
+    ("accountant", "pld", "to be unset for DP-FP as published", PUBLISHED),
     ("neighboring_relation", "add_remove", r"to be one of \['zero_out'\]", {}),
     # users
     ("privacy_unit", "nation", r"to be one of \['example', 'user'\]", {}),
@@ -137,6 +139,22 @@ REFUSALS: list[tuple[str, Any, str, dict[str, Any]]] = [
     ("release", ["clipped_gradient_norm"], "without 'clipped_gradient_norm'.*'dp_fp'", FP),
     ("insecure_seed", -1, "to be a whole number >= 0", {}),
     ("insecure_seed", True, "got True", {}),
+    # DP-FP
+    (
+        "dp_fp_variant", None,
+        "to be one of 'frozen', 'private_encoder', 'published' with privacy_mode='dp_fp', got None. 'frozen' .* is proven. "
+        "'private_encoder' .* is proven, too. 'published' .* nothing is proven, and no epsilon is printed.$", FP,
+    ),
+    ("dp_fp_variant", "best", "to be one of", FP),
+    ("dp_fp_variant", "frozen", "Only DP-FP reads it. Remove it, or set privacy", {}),
+    ("num_micro_batches", 0, "to be a whole number >= 1", PUBLISHED),
+    ("num_micro_batches", 3, "to be 1 with a private", ENCODER),
+    ("representation_clipping_norm", 0, "to be", PUBLISHED),
+    ("labels_in_vector", True, "to be left at False with", PUBLISHED),
+    ("labels_in_vector", True, "to be left", {}),
+    ("clipping", "automatic", "to be left at 'flat'", PUBLISHED),
+    ("max_logical_batch_size", 20, "to be left at None", FP),
+    ("representation_noise_multiplier", 1.0, "There `noise_multiplier` is the noise", FP),
     # audit
     ("audit_scores", "losses", "left at None with audit_canaries=None.*audit_canaries=1000", {}),
     ("audit_canaries", 9, "left at None with privacy_mode='dp_fp'", FP),

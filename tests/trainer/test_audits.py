@@ -118,8 +118,7 @@ def test_made_up_rows_are_not_the_training_rows_and_follow_from_no_seed(tmp_path
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     folder = tmp_path_factory.mktemp("audited")
-    made = trainer(folder, max_steps=12)
-    made.train()
+    made = tiny.trained(trainer(folder, max_steps=12))
     made.save_model()
     return folder, made.privacy_statement()
 
@@ -195,8 +194,7 @@ def test_losses_are_compared_before_and_after_and_rows_may_be_a_list_or_have_a_f
     assert found.scores == "losses" and np.ptp(audit_of(made.run)._likelihood) > 0
     rows = [dict(row) for row in tiny.dataset(ROWS)]
     given, options = {"train_dataset": rows}, {"remove_unused_columns": False, "max_steps": 1}
-    made = trainer(tmp_path / "list", given=given, **options)
-    made.train()
+    made = tiny.trained(trainer(tmp_path / "list", given=given, **options))
     assert made.privacy_statement().facts.audit.canaries == CANARIES and len(rows) == ROWS
     given = {"train_dataset": tiny.dataset(ROWS).with_format("torch")}
     made = trainer(tmp_path / "torch", given=given, max_steps=1)
@@ -283,8 +281,7 @@ def test_columns_that_would_take_the_length_of_a_row_are_refused(tmp_path):
 
 def test_a_resume_and_a_second_training_are_refused(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
-    made = trainer(tmp_path, **saving)
-    made.train()
+    made = tiny.trained(trainer(tmp_path, **saving))
     again = trainer(tmp_path, **saving)
     for train in (made.train, lambda: again.train(resume_from_checkpoint=True)):
         with pytest.raises(UnsupportedArgumentError, match="not resumed"):

@@ -23,8 +23,7 @@ def search(sigma: float, steps: int) -> BestOfRandomRuns:
 
 
 def test_the_run_states_what_the_whole_search_costs(tmp_path):
-    trainer = tiny.trainer(tmp_path, **OF_A_SEARCH)
-    trainer.train()
+    trainer = tiny.trained(tiny.trainer(tmp_path, **OF_A_SEARCH))
     assert trainer.ledger.events == (search(1.0, 4),)
     statement = trainer.privacy_statement()
     assert statement.epsilon == epsilon(search(1.0, 4), 1 / 80, "rdp").rounded_up(3)
@@ -48,8 +47,7 @@ def test_the_target_is_that_of_the_search(tmp_path):
     alone = tiny.trainer(tmp_path / "one", accountant="rdp", target_epsilon=8)
     assert trainer.run.plan.noise_multiplier > alone.run.plan.noise_multiplier
     trainer.train()
-    spent = trainer.epsilon().value
-    assert 7.9 < spent <= 8
+    assert 7.9 < trainer.epsilon().value <= 8
 
 
 def test_a_resumed_run_goes_on_with_the_same_search(tmp_path):
@@ -68,8 +66,7 @@ def test_steps_that_were_lost_leave_room_for_the_rest_of_the_search(tmp_path):
     """Steps to come are the search's own: as a second search, not one would fit."""
     options = OF_A_SEARCH | {"target_epsilon": 8, "max_steps": 6}
     saving = {"save_strategy": "steps", "save_steps": 2}
-    first = tiny.trainer(tmp_path, **options, **saving, given={"callbacks": [StopAfterFour()]})
-    first.train()
+    tiny.trainer(tmp_path, **options, **saving, given={"callbacks": [StopAfterFour()]}).train()
     again = tiny.resumed(tiny.trainer(tmp_path, **options, **saving), 2)
     (event,) = again.ledger.events  # 3 and 4 ran twice, so 5 and 6 do not fit
     assert event.steps == 6 and again.state.global_step == 4

@@ -5,25 +5,18 @@ import json
 
 import pytest
 import tiny
+from watch import watch
 
 from hf_dp.accounting import PoissonSampledGaussian, TruncatedPoissonSampledGaussian, epsilon
 from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.plans.samplers import PoissonSampler
 from hf_dp.run.ledger import RunLedger
 
 
 @pytest.mark.slow
-def test_what_ran_is_what_is_accounted(tmp_path):
-    trainer = tiny.trainer(tmp_path, max_logical_batch_size=9, max_steps=6)
-    draw = type(trainer.privacy_plan.sampler()).draw
-    drawn = []
-
-    def watched(self):
-        drawn.append(draw(self))
-        return drawn[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_dp.plans.samplers.PoissonSampler.draw", watched)
-        trainer.train()
+def test_what_ran_is_what_is_accounted(tmp_path, monkeypatch):
+    drawn = watch(monkeypatch, PoissonSampler, "draw")
+    trainer = tiny.trained(tiny.trainer(tmp_path, max_logical_batch_size=9, max_steps=6))
     assert len(drawn) >= 6
     assert max(map(len, drawn)) <= 9
     event = TruncatedPoissonSampledGaussian(1.0, 8 / 40, 6, 40, 9)

@@ -4,13 +4,11 @@ import peft
 import pytest
 import tiny
 import torch
+import transformers as hf
 from safetensors.torch import load_file
-from transformers import (
-    BertForTokenClassification,
-    DataCollatorForTokenClassification,
-    TrainerCallback,
-)
+from transformers import TrainerCallback
 
+from hf_dp.cards.verify import verify
 from hf_dp.errors import ConfigError
 from hf_dp.run.witnesses import read_run
 
@@ -102,7 +100,7 @@ def test_planted_loading_by_peft_alone_is_seen(tmp_path, monkeypatch):
         test_a_resumed_adapter_says_what_its_checkpoint_said(tmp_path, "P-tuning")
 
 
-# -- schedule-free optimizers --
+# -- averages: schedule-free optimizers, and a callback --
 
 
 class ScheduleFree(torch.optim.SGD):
@@ -196,14 +194,42 @@ def test_the_best_average_is_that_of_its_checkpoint(tmp_path):
     made.compute_metrics = lambda predicted: {"score": next(scores)}
     made.train()
     made.save_model()
-    saved = load_file(tmp_path / "model.safetensors")
-    torch.testing.assert_close(saved[WEIGHT], after[0])
+    torch.testing.assert_close(load_file(tmp_path / "model.safetensors")[WEIGHT], after[0])
 
 
 def test_planted_save_of_the_training_point_is_seen(tmp_path, monkeypatch):
     monkeypatch.setattr("hf_dp.trainer.trainer.DPTrainer.put_average", lambda self: None)
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         test_what_is_saved_is_the_average_that_was_evaluated(tmp_path, "dp_sgd")
+
+
+class Average(TrainerCallback):
+    """Of the user's own: the mean of the weights after each step, which the model ends with."""
+
+    def __init__(self):
+        self.after, self.mean = [], {}
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.after.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        for name, weight in self.after[-1].items():
+            before = self.mean.setdefault(name, weight.clone())
+            self.mean[name] = before + (weight - before) / len(self.after)
+
+    @torch.no_grad()
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        for name, weight in model.named_parameters():
+            weight.copy_(self.mean[name])
+
+
+def test_a_model_that_ends_with_the_average_of_a_callback_is_saved_and_verified(tmp_path):
+    """It reads released weights alone."""
+    average = Average()
+    tiny.trained(tiny.trainer(tmp_path, given={"callbacks": [average]})).save_model()
+    for name, value in load_file(tmp_path / "model.safetensors").items():
+        mean = torch.stack([each[name].double() for each in average.after]).mean(0)
+        torch.testing.assert_close(value.double(), mean, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(average.mean[WEIGHT], average.after[-1][WEIGHT])
+    assert verify(tmp_path).outcome == "ok"
 
 
 # -- rows without a target --
@@ -216,9 +242,9 @@ def warned_of(tmp_path, warnings_of, without: int) -> list[str]:
         [-100 if i < without else 1] * len(row["input_ids"]) for i, row in enumerate(tiny.dataset())
     ]
     given = {
-        "model": BertForTokenClassification(tiny.model().config), "eval_dataset": None,
+        "model": hf.BertForTokenClassification(tiny.model().config), "eval_dataset": None,
         "train_dataset": tiny.dataset().remove_columns("label").add_column("labels", labels),
-        "data_collator": DataCollatorForTokenClassification(tiny.tokenizer()),
+        "data_collator": hf.DataCollatorForTokenClassification(tiny.tokenizer()),
     }  # fmt: skip
     tiny.trainer(tmp_path, given=given).run.training_data()
     return [text for text in said if "every label is -100" in text]

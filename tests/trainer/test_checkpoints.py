@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 from transformers import TrainerCallback
+from watch import watch
 
 from hf_dp.errors import BudgetExceededError, LedgerError
 from hf_dp.run import checkpoint
@@ -44,15 +45,9 @@ def crashed(folder: Path, step: int, **options) -> None:
 
 
 def test_a_checkpoint_is_in_its_place_only_when_it_is_complete(tmp_path, monkeypatch):
-    seen, honest = [], checkpoint.sync_tree
-
-    def sync(path):
-        seen.append([each.name for each in checkpoints(tmp_path)])
-        honest(path)
-
-    monkeypatch.setattr(checkpoint, "sync_tree", sync)
+    seen = watch(monkeypatch, checkpoint, "sync_tree", before=lambda path: checkpoints(tmp_path))
     saving(tmp_path).train()
-    assert seen == [[], ["checkpoint-2"]]
+    assert seen == [[], [tmp_path / "checkpoint-2"]]
     for path in checkpoints(tmp_path):
         assert {each.name for each in path.iterdir()} >= {
             *("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"),
@@ -63,19 +58,12 @@ def test_a_checkpoint_is_in_its_place_only_when_it_is_complete(tmp_path, monkeyp
 
 def test_every_file_and_folder_is_synced_before_the_rename(tmp_path, monkeypatch):
     """The order that a power cut can rely on: files, their folder, rename, the parent."""
-    calls: list[tuple[str, str]] = []
-    fsync, rename = os.fsync, os.rename
 
-    def record_fsync(descriptor):
-        calls.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
-        fsync(descriptor)
+    def synced_path(descriptor):
+        return "fsync", os.readlink(f"/proc/self/fd/{descriptor}")
 
-    def record_rename(old, new):
-        calls.append(("rename", str(new)))
-        rename(old, new)
-
-    monkeypatch.setattr(os, "fsync", record_fsync)
-    monkeypatch.setattr(os, "rename", record_rename)
+    calls = watch(monkeypatch, os, "fsync", before=synced_path)
+    watch(monkeypatch, os, "rename", before=lambda old, new: ("rename", str(new)), notes=calls)
     saving(tmp_path, max_steps=2).train()
     place = calls.index(("rename", str(tmp_path / "checkpoint-2")))
     synced = {path for kind, path in calls[:place] if kind == "fsync"}
@@ -128,8 +116,7 @@ def test_the_best_checkpoint_is_known_by_its_final_path_and_kept(tmp_path):
         "save_steps": 1, "save_total_limit": 2, "eval_strategy": "steps", "eval_steps": 1,
         "load_best_model_at_end": True, "metric_for_best_model": "eval_loss",
     }  # fmt: skip
-    trainer = saving(tmp_path, **options)
-    trainer.train()
+    trainer = tiny.trained(saving(tmp_path, **options))
     best = trainer.state.best_model_checkpoint
     assert best == str(tmp_path / f"checkpoint-{trainer.state.best_global_step}")
     assert Path(best) in checkpoints(tmp_path) and len(checkpoints(tmp_path)) == 2

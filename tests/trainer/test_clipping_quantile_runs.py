@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 import tiny
+import torch
 import users
 from peft import LoraConfig
+from safetensors.torch import load_file, save
+from transformers import TrainerCallback
 
 from hf_dp.accounting import PoissonSampledGaussian, epsilon
 from hf_dp.cli.main import main
@@ -72,7 +75,7 @@ def goes_on_with_its_norm(folder: Path) -> bool:
     """Whether a resumed run's first norm is the one that followed from the checkpoint's steps."""
     first = made(folder, **SAVING)
     first.train()
-    saved = json.loads((folder / "checkpoint-2" / FILE_NAME).read_text())["ratio"]
+    saved = float(load_file(folder / "checkpoint-2" / FILE_NAME)["ratio"])
     assert 0.1 * saved == pytest.approx(logged(first)[2])
     again = tiny.resumed(made(folder, **SAVING), 2)
     assert again.ledger.events == (PoissonSampledGaussian(1.0, 0.2, 6, beside={"count": 2.0}),)
@@ -92,10 +95,27 @@ def test_a_resume_with_another_norm_or_without_it_is_refused(paid, tmp_path):
         with pytest.raises(LedgerError, match="`clipping_quantile`"):
             again.train(resume_from_checkpoint=True)
     again, state = made(folder, target_epsilon=3.0, **SAVING), folder / "checkpoint-4" / FILE_NAME
-    for broken in ('{"ratio": 1e9}', '{"ratio": NaN}', "{}", None):
-        state.unlink() if broken is None else state.write_text(broken)
+    values = [{"ratio": torch.tensor(each)} for each in (1e9, 1e-3, torch.nan, [1.0, 1.0])]
+    for broken in (*map(save, values), save({}), b"{", None):
+        state.unlink() if broken is None else state.write_bytes(broken)
         with pytest.raises(ConfigError, match=FILE_NAME):
             again.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+
+
+class TellsIt(TrainerCallback):
+    """Logs a number of its own under the names of released ones."""
+
+    def on_step_end(self, args, state, control, **given):
+        state.log_history.append({"clipping_norm": 7.0, "noised_loss": 7.0, "step": 7})
+
+
+@pytest.mark.parametrize(("asks", "names"), [({}, {"step"}), (NORM, {"step", "clipping_norm"})])
+def test_names_of_released_numbers_are_kept_where_the_run_releases_them(asks, names, tmp_path):
+    trainer = tiny.trainer(tmp_path, **asks, max_steps=2, given={"callbacks": [TellsIt()]})
+    trainer.train()
+    trainer.save_state()
+    rows = [row for row in trainer.state.log_history if row["step"] == 7]
+    assert len(rows) == 2 and all(set(row) == names for row in rows)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""A head on a decoder reads at the last token of a text, wherever padding is and whatever pads."""
+"""A head on a decoder reads at the last token of a text, wherever padding is and whatever pads; one
+on an encoder-decoder at its last end token, of which rows may have any number."""
 
 import json
 import re
@@ -16,23 +17,14 @@ from torch.nn import functional as F
 from transformers import DataCollatorWithPadding
 
 from hf_dp import losses
-from hf_dp.errors import DataError, UnsupportedModelError
+from hf_dp.errors import DataError, SelfCheckError, UnsupportedModelError
 from hf_dp.losses import each_row_read_as_alone, per_example_loss
 
-PAD = 3  # and the end token
-SHARED = {
-    "vocab_size": 61,
-    "pad_token_id": PAD,
-    "eos_token_id": PAD,
-    "bos_token_id": PAD,
-    "num_labels": 3,
-}
-SIZES = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "initializer_range": 0.4,
-}
+PAD = END = 3
+ENDS = dict.fromkeys(("pad_token_id", "eos_token_id", "bos_token_id"), PAD)
+SHARED = {"vocab_size": 61, "num_labels": 3, **ENDS}
+LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES = {"hidden_size": 16, "initializer_range": 0.4, **LAYERS}
 ROPE = {**SIZES, "intermediate_size": 24, "num_key_value_heads": 1, "max_position_embeddings": 48}
 KINDS: dict[str, dict[str, Any]] = {
     "GPT2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 48, "initializer_range": 0.4,
@@ -62,10 +54,10 @@ def rows(texts: list[list[int]]) -> list[dict[str, Any]]:
     ]
 
 
-def padded(some: list[dict[str, Any]], side: str) -> dict[str, Any]:
+def padded(some: list[dict[str, Any]], side: str, by: str = "[SEP]") -> dict[str, Any]:
+    """A batch, padded by a token: [SEP] has the id 3."""
     tokenizer = tiny.tokenizer()
-    tokenizer.padding_side = side
-    tokenizer.pad_token = "[SEP]"  # whose id is 3
+    tokenizer.padding_side, tokenizer.pad_token = side, by
     return dict(DataCollatorWithPadding(tokenizer)(some))
 
 
@@ -146,17 +138,13 @@ def trainer_of(folder: Any, side: str, rows: datasets.Dataset, **given: Any) -> 
     tokenizer = tiny.tokenizer()
     tokenizer.padding_side, tokenizer.pad_token = side, "[SEP]"
     made = {"model": model_of("GPT2"), "train_dataset": rows, "processing_class": tokenizer}
-    made |= {
-        "data_collator": DataCollatorWithPadding(tokenizer),
-        "eval_dataset": data(8, 0, first=3),
-    }
+    made |= {"data_collator": DataCollatorWithPadding(tokenizer), "eval_dataset": data(8, 0, 3)}
     return tiny.trainer(folder, given=made | given, max_steps=1, accountant="rdp")
 
 
 @pytest.mark.parametrize("side", SIDES)
 def test_a_run_checks_itself_trains_and_evaluates(side, tmp_path):
-    trainer = trainer_of(tmp_path, side, data())
-    trainer.train()
+    trainer = tiny.trained(trainer_of(tmp_path, side, data()))
     model, some = trainer.model.eval(), list(trainer.eval_dataset)
     with torch.no_grad():
         expected = torch.stack([alone(model, row) for row in some])
@@ -174,6 +162,87 @@ def test_a_row_that_others_would_read_elsewhere_is_named_before_the_first_draw(t
     assert trainer.ledger.steps() == 0
 
 
+# -- encoder-decoders, whose heads read at the last end token --
+
+BART = {
+    "vocab_size": 19, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "pad_token_id": 0, "bos_token_id": 2,
+    "eos_token_id": END, "decoder_start_token_id": END, "forced_eos_token_id": END, "max_position_embeddings": 32,
+    "dropout": 0.0, "attention_type": "original_full",
+}  # fmt: skip
+T5 = {
+    "vocab_size": 19, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0,
+    "decoder_start_token_id": 0, "eos_token_id": END, "pad_token_id": 0,
+}  # fmt: skip
+CLASSES = {"Bart": BART, "BigBirdPegasus": BART, "MBart": BART, "Mvp": BART, "PLBart": BART,
+           "T5": T5, "MT5": T5, "UMT5": T5}  # fmt: skip
+
+
+def encoder_decoder(name: str) -> Any:
+    torch.manual_seed(0)
+    config = getattr(hf, f"{name}Config")(**CLASSES[name], num_labels=2)
+    return getattr(hf, f"{name}ForSequenceClassification")(config)
+
+
+def ended(count: int = 12, ends=(1, 2, 3), first: int = 2) -> list[dict]:
+    made = []
+    for i in range(count):
+        body = [token for j in range(ends[i % len(ends)] - 1) for token in (4 + (i + j) % 12, END)]
+        ids = [first, *body, 5 + i % 9, END]
+        made.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": i % 2})
+    return made
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_each_loss_and_gradient_is_that_of_the_row_alone(name):
+    model = encoder_decoder(name).double().eval()
+    some = ended(3)
+    batch = padded(some, "right", "[PAD]")
+    with each_row_read_as_alone(model):  # as around a loss of the user's own, which may call ours
+        found = per_example_loss(model, dict(batch))
+    of_head = list(model.classification_head.parameters())
+    for place, row in enumerate(some):
+        own = model(**{key: torch.tensor([value]) for key, value in row.items()}).loss
+        torch.testing.assert_close(found[place], own, rtol=1e-6, atol=0)
+        ours = torch.autograd.grad(found[place], of_head, retain_graph=True)
+        for one, other in zip(ours, torch.autograd.grad(own, of_head), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
+    with pytest.raises(ValueError, match="same number of <eos>"):  # hooks are gone
+        model(**batch)
+
+
+def trainer_of_ended(folder, name="Bart", data=None, **given):
+    options = {"max_steps": 2, "per_device_train_batch_size": 8, "expected_batch_size": 8}
+    rows = {"train_dataset": data or ended(), "eval_dataset": ended(6, first=17)}
+    rows = {each: datasets.Dataset.from_list(made) for each, made in rows.items()}
+    given = {"model": encoder_decoder(name), **rows, **given}
+    return tiny.trainer(folder, given=given, **options, eval_strategy="steps", eval_steps=1)
+
+
+@pytest.mark.parametrize("name", ["Bart", "T5"])
+def test_a_run_of_an_encoder_decoder_trains_and_evaluates(name, tmp_path):
+    layers = {"target_modules": ["k_proj", "k"], "modules_to_save": ["classification_head"]}
+    adapter = peft.LoraConfig(r=2, **layers) if name == "T5" else None
+    trainer = tiny.trained(trainer_of_ended(tmp_path, name, peft_config=adapter))
+    assert trainer.ledger.steps() == 2 and trainer.evaluate()["eval_loss"] > 0
+
+
+def test_a_row_without_an_end_token_is_found_before_the_first_draw(tmp_path):
+    data = ended()
+    data[7]["input_ids"] = [9 if token == END else token for token in data[7]["input_ids"]]
+    with pytest.raises(DataError, match=r"Row 7 .* no end token \(3\), where BartFor.*truncate"):
+        trainer_of_ended(tmp_path, data=data).train()
+
+
+def test_planted_rows_that_must_be_alike_are_found_by_the_self_check(tmp_path, monkeypatch):
+    monkeypatch.setattr(losses, "_READ_AT_THE_END", frozenset())
+    trainer = trainer_of_ended(tmp_path, data=ended(ends=(1,)))
+    message = r"examples of .*input_ids': \(3, 12\).*same number of <eos>.*in common"
+    with pytest.raises(SelfCheckError, match=message):
+        trainer.train()
+    assert trainer.ledger.steps() == 0
+
+
 # -- a recipe, on a decoder as it comes --
 
 
@@ -183,9 +252,8 @@ def decoder(tmp_path) -> str:
     tokenizer = chat.tokenizer()
     tokenizer.pad_token = None
     torch.manual_seed(0)
-    config = hf.LlamaConfig(
-        **{**ROPE, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
-    )
+    words = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    config = hf.LlamaConfig(**ROPE, **words)
     hf.LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     return str(tmp_path / "base")

@@ -27,8 +27,7 @@ def after(folder: Path, *earlier: Path, **options):
 
 
 def trained(folder: Path, *earlier: Path, **options):
-    trainer = after(folder, *earlier, **options)
-    trainer.train()
+    trainer = tiny.trained(after(folder, *earlier, **options))
     assert disagreements(read(folder)) == []
     return trainer
 
@@ -131,6 +130,14 @@ def test_a_run_with_another_unit_or_relation_is_refused(finished, tmp_path, thei
     rewrite(published, lambda data: data["plan"].update(theirs))
     with pytest.raises(error, match=why):
         after(tmp_path / "second", tmp_path)
+
+
+def test_a_run_on_other_rows_and_none_at_all_are_refused(finished, tmp_path):
+    rows = {"train_dataset": tiny.dataset(50)}
+    with pytest.raises(InvalidArgumentError, match="to be a run with num_examples=50, not 40"):
+        after(tmp_path / "second", finished, given=rows)
+    with pytest.raises((InvalidArgumentError, LedgerError), match="privacy.json"):
+        after(tmp_path / "second", tmp_path / "first")
 
 
 def test_a_checkpoint_stands_for_its_whole_run(finished, tmp_path):

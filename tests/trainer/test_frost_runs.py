@@ -2,6 +2,7 @@
 nothing un-noised left."""
 
 import copy
+import itertools
 import json
 import math
 import shutil
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import get_peft_model
+from watch import watch
 
 from hf_dp.accounting import PoissonSampledGaussian, epsilon
 from hf_dp.errors import BudgetExceededError, ConfigError, HfDpError, InvalidArgumentError
@@ -59,17 +61,14 @@ def test_selection_and_training_together_meet_the_target(tmp_path):
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     """A run of 2 steps, and ledger and optimizer when each sum of its selection was noised."""
-    folder, seen = tmp_path_factory.mktemp("frost"), []
-    original = Release.sum
+    folder = tmp_path_factory.mktemp("frost")
+    trainer = frost(folder, config=FrostConfig(**GIVEN, gap_coefficient=0.0), **SAVING)
 
-    def watched(self, sums):
-        if self.planned.purpose == "selection":
-            seen.append((read_run(folder).ledger.steps("selection"), trainer.optimizer))
-        return original(self, sums)
+    def state(release, sums):
+        return release.planned.purpose, read_run(folder).ledger.steps(), trainer.optimizer
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Release, "sum", watched)
-        trainer = frost(folder, config=FrostConfig(**GIVEN, gap_coefficient=0.0), **SAVING)
+        seen = watch(patch, Release, "sum", before=state)
         trainer.train()
     (made,) = trainer.model.peft_config["default"].made
     return SimpleNamespace(trainer=trainer, folder=folder, seen=seen, made=made)
@@ -86,7 +85,8 @@ def test_only_the_selected_and_the_head_move(ran):
 
 
 def test_each_release_is_durable_before_it_is_used_charged_and_noised_for_what_remains(ran):
-    assert ran.seen == [(1, None), (2, None), (3, None)]
+    assert ran.seen[:3] == [("selection", number, None) for number in (1, 2, 3)]
+    assert [purpose for purpose, *_ in ran.seen[3:]] == ["training"] * 2
     assert sensitivities_follow(ran.made)
     assert ran.trainer.ledger.steps("selection") == len(ran.made["noisy_magnitudes"]) == 3
 
@@ -128,8 +128,7 @@ torch.save(model(torch.tensor([[2, 5, 6, 3]]), torch.ones(1, 4, dtype=torch.long
 @pytest.mark.slow
 def test_stock_peft_without_hf_dp_computes_the_same(tmp_path):
     tiny.model().save_pretrained(tmp_path / "base")
-    trainer = frost(tmp_path / "run")
-    trainer.train()
+    trainer = tiny.trained(frost(tmp_path / "run"))
     trainer.save_model()
     batch = torch.tensor([[2, 5, 6, 3]]), torch.ones(1, 4, dtype=torch.long)
     ours = trainer.model.eval()(*batch).logits
@@ -139,9 +138,7 @@ def test_stock_peft_without_hf_dp_computes_the_same(tmp_path):
 
 
 def test_no_artifact_holds_noise_drawn_rows_or_magnitudes_without_noise(tmp_path, monkeypatch):
-    secret: list[float] = []
-    drawn: list[list[int]] = []
-    magnitudes, rows = MagnitudeEngine.magnitudes, PoissonSampler.draw
+    noise: list[float] = []
     original = Release.sum
 
     def watched(self, sums):
@@ -149,32 +146,22 @@ def test_no_artifact_holds_noise_drawn_rows_or_magnitudes_without_noise(tmp_path
         noisy = original(self, sums)
         if self.planned.purpose == "selection":
             (name,) = noisy
-            secret.extend((noisy[name] - before[name]).tolist())
+            noise.extend((noisy[name] - before[name]).tolist())
         return noisy
 
-    def seen(engine, *processes):
-        found = magnitudes(engine, *processes)
-        secret.extend(found.tolist())
-        return found
-
-    def draws(sampler):
-        found = rows(sampler)
-        drawn.append(found)
-        return found
-
     monkeypatch.setattr(Release, "sum", watched)
-    monkeypatch.setattr(MagnitudeEngine, "magnitudes", seen)
-    monkeypatch.setattr(PoissonSampler, "draw", draws)
+    exact = watch(monkeypatch, MagnitudeEngine, "magnitudes", lambda found, *_: found.tolist())
+    drawn = watch(monkeypatch, PoissonSampler, "draw")
     # Seeded: with fresh noise one run in a hundred has a secret number beside one of the public
     # ones by chance.
-    trainer = frost(tmp_path, insecure_seed=1, **SAVING)
-    trainer.train()
+    trainer = tiny.trained(frost(tmp_path, insecure_seed=1, **SAVING))
     trainer.save_model()
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     stored = tiny.numbers_in(tmp_path)
     noisy = trainer.model.peft_config["default"].made[0]["noisy_magnitudes"][0]
     assert set(noisy.values()) <= stored  # the search finds what is there
-    assert len(secret) > 50 and len(drawn) >= 5
+    secret = [*noise, *itertools.chain(*exact)]
+    assert len(noise) > 25 and len(secret) > 50 and len(drawn) >= 5
     close = [v for v in secret if v and any(math.isclose(v, s, rel_tol=1e-6) for s in stored)]
     assert close == []
     for path in files:
@@ -238,8 +225,7 @@ def test_planted_remaining_set_that_is_not_updated_and_no_charge_are_seen(tmp_pa
     monkeypatch.setattr("hf_dp.tuners.frost.tuner.sensitivity", stale)
     monkeypatch.setattr(RunLedger, "append", forgetful)
     config = FrostConfig(**GIVEN, gap_coefficient=0.0)
-    trainer = frost(tmp_path, config=config, max_steps=1)
-    trainer.train()
+    trainer = tiny.trained(frost(tmp_path, config=config, max_steps=1))
     (made,) = trainer.model.peft_config["default"].made
     assert not sensitivities_follow(made)
     assert trainer.ledger.steps("selection") != len(made["noisy_magnitudes"])
@@ -297,8 +283,7 @@ def test_selected_again_in_the_middle(tmp_path):
     config = FrostConfig(**GIVEN, num_selections=2)
     before = tiny.model().state_dict()
     saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": None}
-    trainer = frost(tmp_path, config=config, **saving)
-    trainer.train()
+    trainer = tiny.trained(frost(tmp_path, config=config, **saving))
     assert [(row.purpose, row.event.steps) for row in trainer.ledger.entries] == [
         ("selection", 3), ("training", 2), ("selection", 3), ("training", 2),
     ]  # fmt: skip

@@ -137,8 +137,7 @@ def test_a_model_may_take_other_channels_and_the_self_check_images_of_the_size_o
     model = tiny_images.vit(num_labels=3)
     first = model.vit.embeddings.patch_embeddings
     first.projection, first.num_channels = torch.nn.Conv2d(1, 16, 4, 4), 1
-    made = trainer(tmp_path, rows(shaped("L", lambda x: x[None])), model)
-    made.train()
+    made = tiny.trained(trainer(tmp_path, rows(shaped("L", lambda x: x[None])), model))
     assert made.model.config.num_channels == 3 and made.ledger.steps() == 1
     # DINOv2 interpolates its position embeddings there, and this path is what is compared.
     made = trainer(tmp_path / "dinov2", model=tiny_images.dinov2(num_labels=3))
@@ -170,9 +169,7 @@ def test_videos_train_on_a_loss_of_ones_own(tmp_path, monkeypatch):
 
     with pytest.raises(UnsupportedLossError, match="Override DPTrainer.compute_per_example_loss"):
         made(DPTrainer).train()
-    trained = made(Own)
-    trained.train()
-    assert trained.ledger.steps() == 1
+    assert tiny.trained(made(Own)).ledger.steps() == 1
     monkeypatch.setattr(training_data, "_of_the_size_of_rows", lambda example, layout: example)
     again = made(type("Again", (Own,), {}))
     with pytest.raises(SelfCheckError, match="expected 5, got 4"):  # planted
@@ -199,8 +196,7 @@ def test_frost_takes_a_share_of_what_is_no_head(tmp_path):
     """The head trains beside the share, and no matrix of it is a candidate."""
     noise = {"selection_noise_multiplier": 1.0, "selection_iterations": 2}
     peft = FrostConfig(unfreeze_ratio=0.25, selection_sample_rate=0.5, **noise)
-    made = trainer(tmp_path, peft=peft, accountant="rdp")
-    made.train()
+    made = tiny.trained(trainer(tmp_path, peft=peft, accountant="rdp"))
     looked_at = made.tuner.config.made[0]["noisy_magnitudes"][0]
     assert looked_at and not any("classifier" in name for name in looked_at)
     base = tiny_images.vit(num_labels=3)

@@ -13,18 +13,7 @@ from transformers.training_args import OptimizerNames
 
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.trainer import inherited
-from hf_dp.trainer.inherited import (
-    ENVIRONMENT,
-    FREE,
-    REFUSED,
-    STEPPING_OPTIMIZERS,
-    TRACKERS,
-    VERSION_DEPENDENT,
-    WORKS,
-    environment_problems,
-    inherited_problems,
-    unknown_fields,
-)
+from hf_dp.trainer.inherited import REFUSED, TRACKERS, environment_problems, unknown_fields
 
 INSTALLED = {field.name for field in dataclasses.fields(TrainingArguments)}
 # Optimizers that step parameter by parameter inside the backward pass, before any noise is added.
@@ -43,14 +32,14 @@ class NewerTrainingArguments(TrainingArguments):
 
 def test_every_field_and_optimizer_works_or_is_refused_and_defaults_work(tmp_path):
     assert unknown_fields() == []
-    names = [*WORKS, *FREE, *REFUSED]
+    names = [*inherited.WORKS, *inherited.FREE, *REFUSED]
     assert len(names) == len(set(names))
-    assert set(names) - INSTALLED <= VERSION_DEPENDENT <= set(names)
-    assert inherited_problems(TrainingArguments(str(tmp_path), use_cpu=True)) == {}
+    assert set(names) - INSTALLED <= inherited.VERSION_DEPENDENT <= set(names)
+    assert inherited.inherited_problems(TrainingArguments(str(tmp_path), use_cpu=True)) == {}
     for field in dataclasses.fields(TrainingArguments):
         assert field.name not in REFUSED or REFUSED[field.name].accepts(field.default)
     names = {member.value for member in OptimizerNames}
-    assert names == {*STEPPING_OPTIMIZERS} | STEPPING_IN_BACKWARD
+    assert names == {*inherited.STEPPING_OPTIMIZERS} | STEPPING_IN_BACKWARD
     accepts = REFUSED["optim"].accepts
     assert {each.value for each in OptimizerNames if not accepts(each)} == STEPPING_IN_BACKWARD
     assert not accepts("an_optimizer_of_next_year")
@@ -59,9 +48,9 @@ def test_every_field_and_optimizer_works_or_is_refused_and_defaults_work(tmp_pat
 def test_a_planted_new_field_is_refused_unless_it_has_its_default(tmp_path):
     assert [field.name for field in unknown_fields(NewerTrainingArguments)] == ["share_everything"]
     unset = NewerTrainingArguments(str(tmp_path), use_cpu=True)
-    assert inherited_problems(unset, NewerTrainingArguments) == {}
+    assert inherited.inherited_problems(unset, NewerTrainingArguments) == {}
     used = NewerTrainingArguments(str(tmp_path), use_cpu=True, share_everything=True)
-    (problem,) = inherited_problems(used, NewerTrainingArguments).values()
+    (problem,) = inherited.inherited_problems(used, NewerTrainingArguments).values()
     assert isinstance(problem, UnsupportedArgumentError)
     assert re.search("`share_everything` to be False.*got True.*Remove it", str(problem))
 
@@ -149,6 +138,8 @@ def unread_switches() -> set[str]:
 
 def test_every_switch_of_an_accepted_tracker_is_checked(monkeypatch):
     assert unread_switches() == set()
-    assert {name for switches in TRACKERS.values() for name in switches} <= ENVIRONMENT.keys()
+    assert {
+        name for switches in TRACKERS.values() for name in switches
+    } <= inherited.ENVIRONMENT.keys()
     monkeypatch.setitem(TRACKERS, "dvclive", ())  # planted
     assert unread_switches() == {"HF_DVCLIVE_LOG_MODEL"}

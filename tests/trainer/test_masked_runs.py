@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import get_peft_model
 from safetensors.torch import load_file
+from watch import watch
 
 from hf_dp.errors import ConfigError, InvalidArgumentError, UnsupportedModelError
 from hf_dp.plans.rounding import ROUNDING_MARGIN
@@ -30,8 +31,7 @@ def masked(folder, config, **options):
 def outside(folder, config, **options) -> int:
     """How many entries moved that the mask does not keep."""
     before = tiny.weights(tiny.model())
-    trainer = masked(folder, config, **options)
-    trainer.train()
+    trainer = tiny.trained(masked(folder, config, **options))
     after = trainer.model.state_dict()
     moved = {name: before[name] != after[name] for name in before}
     masks = trainer.tuner.masks
@@ -76,8 +76,7 @@ def test_param_is_charged_and_pval_is_free(tmp_path):
     assert entries == [("selection", 1), ("training", 2)]
     assert trainer.epsilon().value <= 2.0
     assert disagreements(read(tmp_path / "a")) == []
-    trainer = masked(tmp_path / "b", PvalConfig(unfreeze_ratio=0.2))
-    trainer.train()
+    trainer = tiny.trained(masked(tmp_path / "b", PvalConfig(unfreeze_ratio=0.2)))
     assert [entry.purpose for entry in trainer.ledger.entries] == ["training"]
 
 
@@ -98,9 +97,10 @@ def test_a_resumed_run_reads_its_masks(config, tmp_path, monkeypatch):
 
 
 def test_refusals(tmp_path):
-    options = {"weight_decay": 0.01, "clipping": "per_layer", "clipping_strategy": "two_pass"}
-    for name, value in options.items():
-        for config in (PvalConfig(), *([] if name == "weight_decay" else [RgpConfig()])):
+    both = {"clipping": "per_layer", "clipping_strategy": "two_pass"}
+    of_masks = {"weight_decay": 0.01, "optim": "lion_32bit", "adam_epsilon": 0.0}
+    for config, options in ((PvalConfig(), both | of_masks), (RgpConfig(), both)):
+        for name, value in options.items():
             with pytest.raises(InvalidArgumentError, match=name):
                 masked(tmp_path, config, **{name: value})
     with pytest.raises(InvalidArgumentError, match="unfreeze_ratio"):
@@ -111,16 +111,14 @@ def test_refusals(tmp_path):
         get_peft_model(tiny.model(), PvalConfig())
 
 
-def test_rgp_trains_matrices_and_head_along_its_carriers(tmp_path):
-    before, seen = tiny.weights(tiny.model()), []
+def test_rgp_trains_matrices_and_head_along_its_carriers(tmp_path, monkeypatch):
+    before = tiny.weights(tiny.model())
     trainer = masked(tmp_path, RgpConfig(rank=2), optim="sgd", **SAVING)
-    original = trainer.tuner.finish
 
-    def watched(noised):
-        seen.append({name: tuple(value.shape) for name, value in noised.items()})
-        return original(noised)
+    def shapes(sums):
+        return {name: total.shape for name, total in sums.items()}
 
-    trainer.tuner.finish = watched
+    seen = watch(monkeypatch, trainer.tuner, "finish", before=shapes)
     trainer.train()
     after = trainer.model.state_dict()
     matrices = {

@@ -8,6 +8,7 @@ import tiny
 import torch
 from peft import LoraConfig
 from tiny import Recorder
+from watch import watch
 
 from hf_dp.accounting import (
     PoissonSampledGaussian,
@@ -36,19 +37,12 @@ def made(folder: Path, **options) -> DPTrainer:
 # -- what is logged --
 
 
-class Watched:
+@pytest.fixture
+def noised(monkeypatch) -> list[float]:
     """The noised loss of each step, as the mechanism makes it."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.steps: list[float] = []
-        honest = DpSgd.gradients
-
-        def gradients(mechanism, clipped, release):
-            found = honest(mechanism, clipped, release)
-            self.steps.append(float(mechanism.noised["noised_loss"]))
-            return found
-
-        monkeypatch.setattr(DpSgd, "gradients", gradients)
+    return watch(
+        monkeypatch, DpSgd, "gradients", lambda _, dp_sgd, *__: float(dp_sgd.noised["noised_loss"])
+    )
 
 
 def logged(trainer: DPTrainer) -> list[tuple[int, float]]:
@@ -56,17 +50,17 @@ def logged(trainer: DPTrainer) -> list[tuple[int, float]]:
     return [(row["step"], row["noised_loss"]) for row in history if "noised_loss" in row]
 
 
-def test_logs_hold_the_mean_over_the_steps_since_the_last(tmp_path, monkeypatch, capsys):
-    watched, recorder = Watched(monkeypatch), Recorder()
+def test_logs_hold_the_mean_over_the_steps_since_the_last(tmp_path, noised, capsys):
+    recorder = Recorder()
     options = {
         "max_steps": 5, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 3,  # also between two logs of steps
         "save_strategy": "steps", "save_steps": 5, "report_to": ["tensorboard"], "disable_tqdm": False,
     }  # fmt: skip
     trainer = made(tmp_path, given={"callbacks": [recorder]}, **options)
     output = trainer.train()
-    s = watched.steps
-    assert len(s) == 5
-    expected = [(2, sum(s[:2]) / 2), (4, sum(s[2:4]) / 2), (5, s[4])]  # and the rest at the end
+    assert len(noised) == 5
+    a, b, c, d, e = noised
+    expected = [(2, (a + b) / 2), (4, (c + d) / 2), (5, e)]  # and the rest at the end
     assert logged(trainer) == [(step, pytest.approx(value)) for step, value in expected]
     values = [value for _, value in logged(trainer)]
     assert [row["noised_loss"] for row in recorder.logs if "noised_loss" in row] == values
@@ -80,14 +74,11 @@ def test_logs_hold_the_mean_over_the_steps_since_the_last(tmp_path, monkeypatch,
     assert f", noised loss {values[1]:.4g}" in capsys.readouterr().err
 
 
-def test_the_end_has_the_mean_of_all_and_it_may_stand_beside_a_released_loss(tmp_path, monkeypatch):
-    watched = Watched(monkeypatch)
-    trainer = made(tmp_path, logging_strategy="no", max_steps=2)
-    trainer.train()
-    assert logged(trainer) == [(2, pytest.approx(sum(watched.steps) / 2))]
+def test_the_end_has_the_mean_of_all_and_it_may_stand_beside_a_released_loss(tmp_path, noised):
+    trainer = tiny.trained(made(tmp_path, logging_strategy="no", max_steps=2))
+    assert logged(trainer) == [(2, pytest.approx(sum(noised) / 2))]
     all_rows = {"expected_batch_size": 40, "max_steps": 1}  # of none, a loss would be 0
-    trainer = made(tmp_path / "released", release=["training_loss"], **all_rows)
-    trainer.train()
+    trainer = tiny.trained(made(tmp_path / "released", release=["training_loss"], **all_rows))
     (row,) = [row for row in trainer.state.log_history if "noised_loss" in row]
     assert row["loss"] > 0
     assert trainer.privacy_statement().status == "proven_weights_only"
@@ -95,18 +86,9 @@ def test_the_end_has_the_mean_of_all_and_it_may_stand_beside_a_released_loss(tmp
 
 def unnoised_numbers(folder: Path) -> list[float]:
     """Numbers below a folder, or in logs, that are a sum of losses without its noise, or a mean."""
-    totals = []
-    honest = DpSgd.clip
-
-    def clip(mechanism, batches):
-        clipped = honest(mechanism, batches)
-        totals.append(float(clipped.beside["loss"]))
-        return clipped
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DpSgd, "clip", clip)
-        trainer = made(folder, save_strategy="steps", save_steps=2, max_steps=3)
-        trainer.train()
+        totals = watch(patch, DpSgd, "clip", lambda clipped, *_: float(clipped.beside["loss"]))
+        trainer = tiny.trained(made(folder, save_strategy="steps", save_steps=2, max_steps=3))
     trainer.save_model()
     trainer.save_state()  # with all logs
     assert len([total for total in totals if total > 0]) > 1
@@ -133,8 +115,7 @@ PAID = {"target_epsilon": 3.0, **SAVING}
 @pytest.fixture(scope="module")
 def paid(tmp_path_factory) -> DPTrainer:
     """The trainer of a run that spent its target."""
-    trainer = made(tmp_path_factory.mktemp("paid"), **PAID)
-    trainer.train()
+    trainer = tiny.trained(made(tmp_path_factory.mktemp("paid"), **PAID))
     trainer.save_model()
     return trainer
 
@@ -182,8 +163,7 @@ RARE = ("frost twice", "param", "pval", "adapter")
     "tuner", [pytest.param(t, marks=[pytest.mark.slow] * (t in RARE)) for t in TUNERS]
 )
 def test_every_tuner_has_it(tuner, tmp_path):
-    trainer = made(tmp_path, given={"peft_config": TUNERS[tuner]}, max_steps=2)
-    trainer.train()
+    trainer = tiny.trained(made(tmp_path, given={"peft_config": TUNERS[tuner]}, max_steps=2))
     assert len(logged(trainer)) == 2
     entries = trainer.ledger.entries
     trained = [entry.event for entry in entries if entry.purpose == "training"]
@@ -212,16 +192,9 @@ def test_the_loss_is_that_of_the_draw_however_the_gradients_are_clipped(options,
 
 @pytest.mark.slow
 def test_a_limit_of_the_draw(tmp_path, monkeypatch):
+    counted = watch(monkeypatch, BoundedLosses, "add", lambda _, self, losses: len(losses))
     limit = {"max_logical_batch_size": 9, "accountant": "pld"}
-    trainer = made(tmp_path, max_steps=2, logging_strategy="no", **limit)
-    counted, honest = [], BoundedLosses.add
-
-    def add(self, losses):
-        counted.append(len(losses))
-        honest(self, losses)
-
-    monkeypatch.setattr(BoundedLosses, "add", add)
-    trainer.train()
+    trainer = tiny.trained(made(tmp_path, max_steps=2, logging_strategy="no", **limit))
     assert trainer.ledger.events == (
         TruncatedPoissonSampledGaussian(1.0, 0.2, 2, 40, 9, beside={"loss": 2.0}),
     )

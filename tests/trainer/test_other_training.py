@@ -31,8 +31,7 @@ def trainer(folder, model, callback=None, **options):
 
 
 def train(folder, model, **options):
-    made = trainer(folder, model, **options)
-    made.train()
+    made = tiny.trained(trainer(folder, model, **options))
     made.save_model()
     return made
 
@@ -167,9 +166,8 @@ def _from_config(model, folder):
 
 def _after_unload(model, folder):
     """The base as it was, without the adapter that was trained."""
-    adapter = LoraConfig(r=2, target_modules=["query"])
-    wrapped = by_us(get_peft_model(model, adapter), folder)
-    return wrapped.unload().requires_grad_(True)
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["query"]))
+    return by_us(wrapped, folder).unload().requires_grad_(True)
 
 
 def _unwrapped(change):
@@ -227,8 +225,7 @@ def test_going_on_is_not_refused(tmp_path):
     model = tiny.model()
     options = {"save_strategy": "steps", "save_steps": 1}
     train(tmp_path, model, **options).train()
-    again = trainer(tmp_path, model, **options, max_steps=2)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    again = tiny.resumed(trainer(tmp_path, model, **options, max_steps=2), 1)
     assert again.ledger.steps() == 3
     options |= {"earlier_runs": [str(tmp_path)]}
     over = train(tmp_path / "second", model, **options)  # counts what it left behind
@@ -237,8 +234,7 @@ def test_going_on_is_not_refused(tmp_path):
 
 def test_model_init_makes_a_new_model_for_each_train(tmp_path):
     given = {"model": None, "model_init": lambda: tiny.model()}
-    made = tiny.trainer(tmp_path, given=given, **SHORT)
-    made.train()
+    made = tiny.trained(tiny.trainer(tmp_path, given=given, **SHORT))
     made.train()
     made.save_model()
 

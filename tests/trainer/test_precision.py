@@ -52,8 +52,7 @@ def test_bf16_from_the_environment_is_seen(tmp_path, from_environment):
 
 
 def test_planted_precision_by_the_argument_is_seen(tmp_path, from_environment, monkeypatch):
-    as_the_argument_says = classmethod(lambda cls, *given: cls(None, ("float32",)))
-    monkeypatch.setattr(Precision, "of", as_the_argument_says)
+    monkeypatch.setattr(Precision, "of", classmethod(lambda cls, *given: cls(None, ("float32",))))
     from_environment("bf16")
     assert not one_shape(tiny.trainer(tmp_path))
 
@@ -148,8 +147,7 @@ def test_a_small_coupling_is_seen_in_16_bits_too(tmp_path, bf16):
 
 
 def test_the_comparison_in_float32_leaves_autocast_as_it_was(tmp_path):
-    trainer = tiny.trainer(tmp_path, bf16=True, max_steps=1)
-    trainer.train()
+    trainer = tiny.trained(tiny.trainer(tmp_path, bf16=True, max_steps=1))
     forward, products = trainer.model.forward, torch.get_float32_matmul_precision()
     trainer.run.check_engine()
     assert trainer.model.forward == forward and trainer.run.precision().autocast == "bfloat16"

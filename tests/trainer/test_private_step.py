@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 from scipy import stats
+from watch import watch
 
 from hf_dp.clipping import per_example_gradients
 from hf_dp.errors import LedgerError
@@ -131,16 +132,12 @@ def test_an_example_that_is_not_finite_is_removed_and_the_step_goes_on(
 
 
 def test_the_step_is_durable_before_any_gradient_is_visible(trainer, monkeypatch):
-    seen = []
-    original = RunLedger.append
-
-    def watched(self, event, purpose):
-        original(self, event, purpose)
+    def state(_, book, event, purpose):
         on_disk = read_run(trainer.args.output_dir).ledger.steps()
         hidden = all(p.grad is None for p in trainer.model.parameters())
-        seen.append((hidden, on_disk, self.ledger.steps()))
+        return hidden, on_disk, book.ledger.steps()
 
-    monkeypatch.setattr(RunLedger, "append", watched)
+    seen = watch(monkeypatch, RunLedger, "append", state)
     step(trainer, [1, 2])
     assert seen == [(True, 1, 1)]
 
@@ -174,17 +171,15 @@ def draws(trainer) -> list[list[int]]:
 def of_seed(folder) -> dict[str, list]:
     """Draws, noise and clipped sums under dropout, with the public generators seeded."""
     trainer = tiny.trainer(folder, seed=7, given={"model": tiny.model(dropout=0.5)})
-    clip, sums = trainer.mechanism.clip, []
 
-    def watched(batches):
-        clipped = clip(batches)
-        sums.append([total.clone() for total in clipped.values.values()])
-        return clipped
+    def sums_of(clipped, batches):
+        return [total.clone() for total in clipped.values.values()]
 
-    trainer.mechanism.clip = watched
-    found = {"draws": draws(trainer), "noise": list(step(trainer, []).values())}
-    torch.manual_seed(7)
-    step(trainer, list(range(12)))
+    with pytest.MonkeyPatch.context() as patch:
+        sums = watch(patch, trainer.mechanism, "clip", sums_of)
+        found = {"draws": draws(trainer), "noise": list(step(trainer, []).values())}
+        torch.manual_seed(7)
+        step(trainer, list(range(12)))
     return {**found, "dropout": sums[-1]}
 
 
@@ -217,18 +212,8 @@ def test_neither_a_step_nor_fetching_draws_from_the_public_generators(trainer, t
     step(trainer, [1, 2])
     assert torch.equal(torch.rand(3), expected)
     # A transform's draws would otherwise tell from rng_state.pth how many rows were drawn.
-
-    class Augmented(torch.utils.data.Dataset):
-        rows = [tiny.dataset()[i] for i in range(40)]
-
-        def __len__(self):
-            return 40
-
-        def __getitem__(self, index):
-            torch.rand(3)
-            return self.rows[index]
-
-    trainer = tiny.trainer(tmp_path, given={"train_dataset": Augmented()})
+    augmented = tiny.dataset().with_transform(lambda rows: (torch.rand(3), rows)[1])
+    trainer = tiny.trainer(tmp_path, given={"train_dataset": augmented})
     before = torch.get_rng_state()
     loader = trainer.get_train_dataloader()
     batch = loader.collate_fn(loader.dataset.__getitems__([1, 5, 7]))

@@ -3,6 +3,7 @@
 import pytest
 import tiny
 from transformers.utils.notebook import NotebookProgressCallback
+from watch import watch
 
 from hf_dp.accounting import PoissonSampledGaussian, epsilon
 from hf_dp.features.always import Progress
@@ -11,13 +12,11 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 
 
 def test_the_bar_shows_epsilon_from_the_first_step(tmp_path, capsys):
-    trainer = tiny.trainer(tmp_path / "logged", disable_tqdm=False)
-    trainer.train()
+    trainer = tiny.trained(tiny.trainer(tmp_path / "logged", disable_tqdm=False))
     assert f"epsilon {trainer.epsilon().rounded_up():g}" in capsys.readouterr().err
     # Whatever is logged: by another way than the run's, from noise, rate and steps.
     options = {"logging_strategy": "no", "accountant": "rdp", "disable_tqdm": False}
-    trainer = tiny.trainer(tmp_path, **options, max_steps=3)
-    trainer.train()
+    trainer = tiny.trained(tiny.trainer(tmp_path, **options, max_steps=3))
     delta = trainer.privacy_plan.delta
     first = epsilon(PoissonSampledGaussian(1.0, 8 / 40, 1), delta, "rdp").rounded_up()
     # Not the count beside it: tqdm draws that again after a tenth of a second at the earliest.
@@ -26,23 +25,19 @@ def test_the_bar_shows_epsilon_from_the_first_step(tmp_path, capsys):
 
 def test_planted_bar_that_waits_for_a_log_is_seen(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Progress, "on_step_end", lambda *args, **kwargs: None)
-    trainer = tiny.trainer(tmp_path, logging_strategy="no", disable_tqdm=False, max_steps=1)
-    trainer.train()
+    tiny.trainer(tmp_path, logging_strategy="no", disable_tqdm=False, max_steps=1).train()
     assert "epsilon" not in capsys.readouterr().err.split("1/1")[0]
 
 
-def test_the_notebook_table_has_an_epsilon_column(tmp_path, capsys):
+def test_the_notebook_table_has_an_epsilon_column(tmp_path, monkeypatch):
     trainer = tiny.trainer(tmp_path, eval_strategy="steps", eval_steps=2, logging_steps=3)
     notebook = NotebookProgressCallback()
-    tables = []
     trainer.add_callback(notebook)
-    original = notebook.on_step_end
 
-    def watched(*args, **kwargs):
-        original(*args, **kwargs)
-        tables.append([list(row) for row in notebook.training_tracker.inner_table])
+    def table(*given, **named):
+        return [list(row) for row in notebook.training_tracker.inner_table]
 
-    notebook.on_step_end = watched
+    tables = watch(monkeypatch, notebook, "on_step_end", table)
     trainer.train()
     assert "Epsilon" in tables[-1][0]
     assert tables[0][1][0] == 1 and tables[0][1][tables[0][0].index("Epsilon")] > 0

@@ -91,6 +91,8 @@ def given(**keywords):
 ALLOCATED, CAPPED = {"sampling": "random_allocation"}, {"max_logical_batch_size": 12}
 SEARCH = {"private_selection_mean_runs": 5, "accountant": "rdp"}
 LOSS = {"noised_loss_bound": 1.0, "noised_loss_budget_ratio": 0.1}
+FROZEN = {"privacy_mode": "dp_fp", "dp_fp_variant": "frozen"}
+PUBLISHED = FROZEN | {"dp_fp_variant": "published"}
 NEW_HEAD_FROZEN = LoraConfig(r=2, target_modules=["query"], task_type="FEATURE_EXTRACTION")
 # Of what has no bound, tests/accounting/test_knows.py asks every combination.
 AT_CREATION = {  # what a trainer is made with, or what makes it; the error and its words
@@ -103,6 +105,11 @@ AT_CREATION = {  # what a trainer is made with, or what makes it; the error and 
     "no rows": (given(train_dataset=tiny.dataset().select([])), errors.DataError, "at least two rows, got 0"),
     "batch larger than the data": (
         {"expected_batch_size": 41}, errors.InvalidArgumentError, r"`expected_batch_size` to be at most num_examples \(40\)",
+    ),
+    "DP-FP's batch larger than the data": ({**PUBLISHED, "expected_batch_size": 41}, errors.InvalidArgumentError, "`expected_batch_size` to be at most num_"),
+    "DP-FP by an estimate": ({**FROZEN, "accountant": "gdp_clt"}, errors.InvalidArgumentError, "`accountant` to be a bound with dp_fp_variant='fr"),
+    "a private encoder without noise of vectors": (
+        {**FROZEN, "dp_fp_variant": "private_encoder"}, errors.InvalidArgumentError, "`representation_noise_multiplier` to be given beside",
     ),
     "delta of at least 1/N": ({"target_delta": 0.03}, errors.InvalidArgumentError, "`target_delta` to be < 1/num_examples"),
     "target that cannot be met": (
@@ -118,7 +125,7 @@ AT_CREATION = {  # what a trainer is made with, or what makes it; the error and 
     "allocation with a noised loss": ({**ALLOCATED, **LOSS}, errors.InvalidArgumentError, "`noised_loss_bound` to be left"),
     "allocation with FROST": ({**ALLOCATED, **given(peft_config=FrostConfig())}, errors.InvalidArgumentError, "`peft_config` to be left out"),
     "allocation to one step": ({**ALLOCATED, "expected_batch_size": 30}, errors.InvalidArgumentError, "`expected_batch_size` to be at most 20"),
-    "allocation of DP-FP": ({**ALLOCATED, "privacy_mode": "dp_fp", "dp_fp_variant": "published"}, errors.InvalidArgumentError, "sampling"),
+    "allocation of DP-FP": ({**ALLOCATED, **PUBLISHED}, errors.InvalidArgumentError, "sampling"),
     "another sampling": ({"sampling": "shuffle"}, errors.InvalidArgumentError, "`sampling` to be one of"),
     "a largest draw by RDP": ({**CAPPED, "accountant": "rdp"}, errors.UnsupportedArgumentError, "`accountant` to be 'pld'"),
     "a search by PLD": ({**SEARCH, "accountant": "pld"}, errors.InvalidArgumentError, "`accountant` to be 'rdp' with private_selection_mean_runs"),
@@ -245,9 +252,7 @@ def test_an_optimizer_with_other_parameters_or_made_late_is_refused(tmp_path):
 
 
 def test_a_folder_with_other_weights_and_another_training_set_are_refused(tmp_path):
-    public = tiny.trainer(tmp_path, privacy_mode="non_private", max_steps=1)
-    public.train()
-    public.save_model()
+    tiny.trained(tiny.trainer(tmp_path, privacy_mode="non_private", max_steps=1)).save_model()
     with pytest.raises(errors.LedgerError, match="model.safetensors"):
         tiny.trainer(tmp_path).train()
     assert not (tmp_path / "ledger.jsonl").exists()

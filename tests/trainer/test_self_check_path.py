@@ -50,8 +50,7 @@ def test_a_row_that_cannot_be_made_up_is_said(tmp_path, warnings_of):
     collator = DataCollatorWithPadding(tiny.tokenizer())
     given = {"train_dataset": [Tokens(dict(row)) for row in tiny.dataset()], "eval_dataset": None}
     given["data_collator"] = lambda rows: collator([row.row for row in rows])
-    trainer = tiny.trainer(tmp_path, given=given, max_steps=1)
-    trainer.train()
+    trainer = tiny.trained(tiny.trainer(tmp_path, given=given, max_steps=1))
     assert trainer.ledger.steps() == 1
     (said,) = warned
     for words in ("skips the data collator", "a Tokens cannot be made up", "synthetic_batches"):
@@ -131,8 +130,7 @@ def test_what_the_made_up_rows_show_is_named(tmp_path):
 
 
 def test_a_model_of_ones_own_trains_saves_and_has_a_card(tmp_path):
-    trainer = of_own(tmp_path, OwnTrainer, max_steps=1)
-    trainer.train()
+    trainer = tiny.trained(of_own(tmp_path, OwnTrainer, max_steps=1))
     trainer.save_model()
     assert trainer.privacy_statement().status == "proven"
     assert "Privacy" in (tmp_path / "README.md").read_text()
@@ -146,9 +144,7 @@ def test_the_loss_gets_a_batch_of_its_own(tmp_path):
             inputs["input_ids"].clamp_(max=18)
             return F.cross_entropy(model(**inputs).logits, labels, reduction="none")
 
-    trainer = tiny.trainer(tmp_path, cls=Popping, max_steps=1)
-    trainer.train()
-    assert trainer.ledger.steps() == 1
+    assert tiny.trained(tiny.trainer(tmp_path, cls=Popping, max_steps=1)).ledger.steps() == 1
 
 
 def test_nothing_of_a_real_row_is_in_a_made_up_one():

@@ -189,11 +189,9 @@ def test_without_privacy_it_trains_as_trl_does(tmp_path):
         "disable_tqdm": True, "bf16": False, "logging_steps": 1, "max_grad_norm": 1.0,
     }  # fmt: skip
     given = {"train_dataset": prompts(), "processing_class": tokenizer()}
-    theirs = SFTTrainer(model(), SFTConfig(str(tmp_path / "trl"), **options), **given)
-    theirs.train()
+    theirs = tiny.trained(SFTTrainer(model(), SFTConfig(str(tmp_path / "trl"), **options), **given))
     args = DPSFTConfig(str(tmp_path / "ours"), privacy_mode="non_private", **options)
-    ours = DPSFTTrainer(model(), args, **given)
-    ours.train()
+    ours = tiny.trained(DPSFTTrainer(model(), args, **given))
     start = dict(model().named_parameters())
     for name, weight in ours.model.named_parameters():
         torch.testing.assert_close(weight, theirs.model.get_parameter(name), rtol=1e-4, atol=1e-6)
@@ -208,8 +206,7 @@ def test_what_it_prepares_serves_generation_during_evaluation(tmp_path):
     names = ("data_collator", "train_dataset", "eval_dataset", "processing_class")
     given = {name: getattr(made, name) for name in names}
     given["compute_metrics"] = lambda prediction: {"tokens": prediction.predictions.shape[1]}
-    tested = DPSeq2SeqTrainer(model(), args, **given)
-    tested.train()
+    tested = tiny.trained(DPSeq2SeqTrainer(model(), args, **given))
     assert tested.evaluate()["eval_tokens"] == 4
     labels = tested.predict(made.eval_dataset).label_ids
     said = tokenizer().batch_decode([[t for t in row if t != -100] for row in labels.tolist()])
@@ -287,6 +284,10 @@ UNFIT = {  # rows, what else is given, the message
         "Row 24 of the train_dataset has a text as .'messages'",
     ),
     "no answer": (with_row(talks, {"messages": ONLY_USER}), PLAINLY, "Row 24 has no turn with the role 'assistant'"),
+    "a template that rewrites turns": (
+        talks, {"given": {"processing_class": tokenizer(REWRITES)}, "assistant_only_loss": True},
+        "rewrites earlier turns .seen in row 1",
+    ),
     "no prompts": (without(prompts, "prompt"), {}, MISSING),
     "no completions": (without(prompts, "completion"), {}, MISSING),
     "no texts": (without(texts, "text"), {}, MISSING),
@@ -357,9 +358,9 @@ def test_training_rows_are_known_by_their_texts(tmp_path):
                 call(same)
 
 
-def plainly(folder: Any, template: str = PLAIN, **options: Any) -> DPSFTTrainer:
-    given = {"processing_class": tokenizer(template), "eval_dataset": talks(4, 90)}
-    return trainer(folder, talks, given=given, assistant_only_loss=True, **options)
+def plainly(folder: Any) -> DPSFTTrainer:
+    given = {"processing_class": tokenizer(PLAIN), "eval_dataset": talks(4, 90)}
+    return trainer(folder, talks, given=given, assistant_only_loss=True)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -375,11 +376,6 @@ def test_a_template_without_markers_is_taken_as_from_yaml(tmp_path):
             assert spelled.decode(labeled) == "".join(f"{each}<|im_end|>\n" for each in said)
     made.train()
     assert made.evaluate()["eval_loss"] > 0
-
-
-def test_a_template_that_rewrites_turns_is_refused(tmp_path):
-    with pytest.raises(DataError, match="rewrites earlier turns .seen in row 1"):
-        plainly(tmp_path, REWRITES)
 
 
 def test_planted_labels_on_every_turn_are_seen(tmp_path, monkeypatch):

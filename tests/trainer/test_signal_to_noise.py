@@ -4,6 +4,7 @@ import math
 
 import pytest
 import tiny
+from watch import watch
 
 from hf_dp.cli.tasks import signal_to_noise
 from hf_dp.tuners.methods import RgpConfig
@@ -15,18 +16,16 @@ def run_of(folder, multiplier, **given):
     """A run of four steps, and |g|^2 / E|z|^2 of each from its sums before noise."""
     options = {"noise_multiplier": multiplier, "accountant": "rdp", "max_steps": 4, **given}
     trainer = tiny.trainer(folder, **options)
-    plan, true = trainer.privacy_plan, []
-    clip = trainer.mechanism.clip
+    plan = trainer.privacy_plan
 
-    def seen(batches):
-        clipped = clip(batches)
+    def ratio(clipped, batches):
         signal = sum(float(total.double().square().sum()) for total in clipped.values.values())
         numbers = sum(total.numel() for total in clipped.values.values())
-        true.append(signal / (numbers * (plan.noise_multiplier * plan.clipping_norm) ** 2))
-        return clipped
+        return signal / (numbers * (plan.noise_multiplier * plan.clipping_norm) ** 2)
 
-    trainer.mechanism.clip = seen
-    trainer.train()
+    with pytest.MonkeyPatch.context() as patch:
+        true = watch(patch, trainer.mechanism, "clip", ratio)
+        trainer.train()
     return trainer, true
 
 
@@ -56,8 +55,7 @@ def test_where_gradients_are_not_the_noised_sum_none_is_logged_and_the_mean_is_o
     tmp_path,
 ):
     given = {"peft_config": RgpConfig(rank=2, task_type="SEQ_CLS")}
-    trainer = tiny.trainer(tmp_path, given=given, accountant="rdp", max_steps=1)
-    trainer.train()
+    trainer = tiny.trained(tiny.trainer(tmp_path, given=given, accountant="rdp", max_steps=1))
     assert not any("signal_to_noise" in log for log in trainer.state.log_history)
     assert signal_to_noise(trainer.state.log_history) == {}
     logs = [{"signal_to_noise": of, "step": step} for of, step in ((1.0, 1), (2.0, 30), (9.0, 31))]

@@ -14,10 +14,6 @@ from hf_dp.trainer.logs import ReleasedLogs
 SECRET, PUBLIC = 6.125, 7.25
 
 
-def append(trainer, value):
-    trainer.state.log_history.append({"eval_accuracy": value, "step": 1})
-
-
 def replace_history(trainer, value):
     trainer.state.log_history = [*trainer.state.log_history, {"eval_loss": value}]
 
@@ -27,19 +23,17 @@ def change_the_last_entry(trainer, value):
         trainer.state.log_history[-1]["learning_rate"] = value
 
 
-def note_as_best(trainer, value):
-    trainer.state.best_metric = value
-
-
 # Exact in float32, and no value of a run that logs nothing of its rows.
 LEAKS = {
     6.125: lambda trainer, value: trainer.log({"ce_part": value, "rows_in_batch": 4}),
     6.25: lambda trainer, value: trainer.log({"eval_loss": value}),
     6.375: lambda trainer, value: trainer.log({"learning_rate": value}),
-    6.5: append,
+    6.5: lambda trainer, value: trainer.state.log_history.append(
+        {"eval_accuracy": value, "step": 1}
+    ),
     6.625: replace_history,
     6.75: change_the_last_entry,
-    6.875: note_as_best,
+    6.875: lambda trainer, value: setattr(trainer.state, "best_metric", value),
 }
 
 

@@ -13,6 +13,9 @@ import tiny
 import torch
 from silence import Coupled
 from torch import Tensor, nn
+from transformers import default_data_collator
+from users import flat
+from watch import watch
 
 from hf_dp.batches import loader
 from hf_dp.clipping import forms
@@ -92,17 +95,7 @@ def noised(folder, monkeypatch, kind: str, count: int, without: int | None, **op
     """What enters the noise of the one step, float64."""
     kept = [i for i in range(count) if i != without]
     rows = numbered(count) if kind == "numbered" else KINDS[kind](count)
-    seen: list[Tensor] = []
-    original = Release.sum
-
-    def watched(self, sums):
-        seen.append(torch.cat([total.flatten().double().clone() for total in sums.values()]))
-        return original(self, sums)
-
-    collate = {
-        "data_collator": lambda items: {k: torch.stack([i[k] for i in items]) for k in items[0]}
-    }
-    given = {"model": Linear(), "eval_dataset": None, **collate,
+    given = {"model": Linear(), "eval_dataset": None, "data_collator": default_data_collator,
              "train_dataset": [{"x": rows[i][0], "g": rows[i][1]} for i in kept]}  # fmt: skip
     values = {"expected_batch_size": len(kept), "max_steps": 1, "per_example_max_grad_norm": C,
               "remove_unused_columns": False, "logging_strategy": "no", "insecure_seed": 5}  # fmt: skip
@@ -110,7 +103,7 @@ def noised(folder, monkeypatch, kind: str, count: int, without: int | None, **op
     made.run.randomness = Coupled(5)
     made.run.randomness.rows = kept
     with monkeypatch.context() as patch:
-        patch.setattr(Release, "sum", watched)
+        seen = watch(patch, Release, "sum", before=lambda _, sums: flat(sums))
         made.train()
     return seen[0]
 

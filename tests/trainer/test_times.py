@@ -48,9 +48,7 @@ def test_a_run_writes_its_times_into_the_file_that_the_environment_names(
     monkeypatch.setenv(VARIABLE, str(file))
     folder = tmp_path / "run"
     options = {"privacy_mode": mode, "max_steps": 2, "accountant": "rdp" if private else None}
-    trainer = tiny.trainer(folder, given={"peft_config": config}, **options)
-    trainer.train()
-    trainer.save_model()
+    tiny.trained(tiny.trainer(folder, given={"peft_config": config}, **options)).save_model()
     found = json.loads(file.read_text())
     assert set(found) == ({TRAINING} if kind == "full" else {TRAINING, SELECTION})
     if kind != "full":

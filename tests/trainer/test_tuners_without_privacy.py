@@ -36,8 +36,7 @@ def gradients() -> list[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("iterations", [1, 3])
 def test_frost_chooses_by_the_magnitudes_of_definition_6(tmp_path, iterations):
     share = {"unfreeze_ratio": 0.3, "selection_sample_rate": 1.0}
-    trainer = plain(tmp_path, FrostConfig(**share, selection_iterations=iterations))
-    trainer.train()
+    trainer = tiny.trained(plain(tmp_path, FrostConfig(**share, selection_iterations=iterations)))
     (made,) = trainer.tuner.config.made
     rows = gradients()
     exact = {}
@@ -60,10 +59,8 @@ def test_a_resumed_run_takes_over_what_was_chosen(tmp_path, monkeypatch):
     options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
     frost = FrostConfig(unfreeze_ratio=0.3, selection_sample_rate=0.5)
     param = ParamConfig(selection_sample_rate=0.5)
-    first = plain(tmp_path / "frost", copy.deepcopy(frost), **options)
-    first.train()
-    masked = plain(tmp_path / "param", copy.deepcopy(param), **options)
-    masked.train()
+    first = tiny.trained(plain(tmp_path / "frost", copy.deepcopy(frost), **options))
+    masked = tiny.trained(plain(tmp_path / "param", copy.deepcopy(param), **options))
     for place in ("frost.tuner.select_partitions", "single_entries.select_entries"):
         monkeypatch.setattr(f"hf_dp.tuners.{place}", lambda *a: pytest.fail("chosen again"))
     again = tiny.resumed(plain(tmp_path / "frost", frost, **options))
@@ -78,8 +75,7 @@ def test_a_resumed_run_takes_over_what_was_chosen(tmp_path, monkeypatch):
 )
 def test_single_entries_are_chosen_exactly_and_only_they_move(tmp_path, config):
     before = tiny.model().state_dict()
-    trainer = plain(tmp_path, config)
-    trainer.train()
+    trainer = tiny.trained(plain(tmp_path, config))
     masks = trainer.tuner.masks
     rows = gradients()
     values = {
@@ -106,8 +102,7 @@ def test_a_step_of_rgp_is_the_projected_gradient(tmp_path):
         "max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0,
         "per_device_train_batch_size": 10, "gradient_accumulation_steps": 4,  # the whole set
     }  # fmt: skip
-    trainer = plain(tmp_path, RgpConfig(rank=2), **step)
-    trainer.train()
+    trainer = tiny.trained(plain(tmp_path, RgpConfig(rank=2), **step))
     rows, differs = gradients(), False
     for name, each in trainer.tuner._carriers.items():
         gradient = sum(row[name] for row in rows) / len(rows)
@@ -129,8 +124,7 @@ def test_accumulated_batches_give_the_gradient_of_all_their_rows(tmp_path):
     for size in (40, 10):
         step = {"max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0}
         batches = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 40 // size}
-        trainer = tiny.trainer(tmp_path / str(size), **{**PLAIN, **batches}, **step)
-        trainer.train()
+        trainer = tiny.trained(tiny.trainer(tmp_path / str(size), **{**PLAIN, **batches}, **step))
         after.append(trainer.model.state_dict())
     for name, value in after[0].items():
         torch.testing.assert_close(after[1][name], value, rtol=1e-5, atol=1e-6)

@@ -43,8 +43,7 @@ def test_the_lines_of_the_card_load_the_classes_and_the_weights(what, classes_of
     )
     given = {"model": model, "peft_config": WHAT_TRAINS[what]}
     given["processing_class"] = tiny.tokenizer()
-    trainer = tiny.trainer(folder, given=given, max_steps=1, accountant="rdp")
-    trainer.train()
+    trainer = tiny.trained(tiny.trainer(folder, given=given, max_steps=1, accountant="rdp"))
     trainer.save_model()
     space: dict[str, Any] = {}
     exec(program(folder, base), space)

@@ -5,6 +5,7 @@ import hmac
 import json
 import os
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +14,12 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from recipe import Recipe
 from transformers import DataCollatorWithPadding
 from users import SECRET, C, by_user, flat, owners, trainer
+from watch import watch
 
-from hf_dp.accounting import PoissonSampledGaussian
+from hf_dp.accounting import PoissonSampledGaussian, UserRowsGaussian, epsilon, round_up
 from hf_dp.batches.loader import Drawn
 from hf_dp.batches.units import UnitBatches, UnitDraws, UnitTable
 from hf_dp.cli.main import main
@@ -29,6 +32,7 @@ from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.rounding import ROUNDING_MARGIN
 from hf_dp.plans.units import USER, Users
 from hf_dp.run import earlier
+from hf_dp.run.private_run import PrivateRun
 from hf_dp.statement.evidence import disagreements, read
 from hf_dp.statement.facts import EarlierRun
 from hf_dp.statement.statement import PrivacyStatement
@@ -149,17 +153,12 @@ def done(tmp_path_factory):
         assert {name for row in rows for name in row} == {"input_ids", "attention_mask", "label"}
         return pad(rows)
 
-    recorder, stds, honest = tiny.Recorder(), [], SecretRandomness.gaussian_like
-
-    def noise(self, tensor, std):
-        stds.append(std)
-        return honest(self, tensor, std)
-
+    recorder = tiny.Recorder()
     given = {"data_collator": collator, "callbacks": [recorder]}
     saving = {"save_strategy": "steps", "save_steps": 2}
     made = trainer(folder, given=given, remove_unused_columns=False, **RUN, **saving)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SecretRandomness, "gaussian_like", noise)
+        stds = watch(patch, SecretRandomness, "gaussian_like", before=lambda _, tensor, std: std)
         made.train()
     made.save_model()
     return SimpleNamespace(
@@ -295,8 +294,7 @@ def test_a_run_with_rows_grouped_in_another_way_is_not_counted(done, tmp_path, s
         trainer(folder, [i % 12 for i in range(40)], **options)
     assert {*done.folder.rglob("*")} == before and not folder.exists()
     renamed = [f"renamed {name}" for name in owners()]
-    both = trainer(folder, renamed, **options)
-    both.train()
+    both = tiny.trained(trainer(folder, renamed, **options))
     assert both.ledger.steps() == 5 and both.epsilon().value > done.epsilon
     assert both.privacy_statement().unit_code == USER
 
@@ -351,10 +349,127 @@ def test_frost_selects_by_users(tmp_path, monkeypatch):
     assert "the gradients of each user" in made.privacy_statement().mechanism
 
 
+# -- rows of users, drawn and clipped one by one --
+
+
+MOST = 2
+ROWS = sum(min(count, MOST) for count in Counter(owners()).values())
+BY_ROW = {"unit_sampling": "examples", "max_rows_per_unit": MOST}
+
+
+def by_row(folder, values=None, given=None, **options):
+    return trainer(folder, values, given, **{**BY_ROW, **options})
+
+
+@pytest.fixture(scope="module")
+def by_rows(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("by_row")
+    made = by_row(folder, privacy_unit_name="patient", max_steps=2, noise_multiplier=2.0)
+    drawn_from = len(made.get_train_dataloader().dataset)
+    made.train()
+    made.save_model()
+    return SimpleNamespace(
+        folder=folder, plan=made.privacy_plan, ledger=made.ledger, units=made.run.units,
+        statement=made.privacy_statement(), drawn_from=drawn_from, epochs=made.state.epoch,
+    )  # fmt: skip
+
+
+def test_the_accountant_is_told_how_many_rows_one_user_has(by_rows):
+    plan = by_rows.plan
+    assert (plan.num_examples, plan.drawn_from, plan.unit) == (len(set(owners())), ROWS, USER)
+    assert plan.users.num_rows == by_rows.drawn_from == ROWS
+    event = UserRowsGaussian(2.0, 4 / ROWS, 2, MOST)
+    assert by_rows.ledger.events == (event,)
+    assert by_rows.statement.epsilon == round_up(epsilon(event, plan.delta).value)
+    assert by_rows.statement.accountant == "pld"
+    assert by_rows.epochs == pytest.approx(2 * 4 / ROWS)
+
+
+def test_no_user_has_more_rows_than_that_and_the_record_reads_back(by_rows):
+    of_row = {row: unit for unit in range(len(by_rows.units)) for row in by_rows.units.rows(unit)}
+    kept = Counter(of_row[row] for row in by_rows.units.capped(MOST))
+    assert max(kept.values()) == MOST and sum(kept.values()) == ROWS
+    assert set(kept) == set(range(len(by_rows.units)))
+    record = read(by_rows.folder)
+    assert record.plan == by_rows.plan and not disagreements(record)
+    assert PrivacyPlan.from_dict(json.loads(json.dumps(record.plan.to_dict()))) == record.plan
+
+
+def test_one_user_moves_a_step_by_at_most_c_a_row(tmp_path):
+    values = ["many"] * 9 + [f"other{number}" for number in range(5)]
+    aligned = tiny.dataset(14).select([*[3] * 9, *range(5)]).add_column("who", values)
+    made = by_row(tmp_path, given={"train_dataset": aligned}, max_rows_per_unit=3)
+    made.create_optimizer()
+    loader = made.get_train_dataloader()
+    assert len(made.train_dataset) == 8  # the first three are of one user
+
+    def total(rows):
+        batches = loader.collate_fn(loader.dataset.__getitems__(rows))
+        return flat(made.mechanism.clip(batches).values)
+
+    for rows in ([0], [0, 1], [0, 1, 2]):
+        moved = float((total([*rows, 5, 6]) - total([5, 6])).norm()) / C
+        assert 0.9 * len(rows) < moved <= len(rows) * (1 + ROUNDING_MARGIN)
+
+
+def test_statement_and_card_say_how(by_rows):
+    card = (by_rows.folder / "README.md").read_text()
+    assert f"at most 2 rows of each patient are drawn from, {ROWS} rows in all" in card
+    public = "the number of units (each a patient) and of the rows kept of them, which is stated as"
+    assert any(public in each for each in by_rows.statement.not_covered)
+    assert "unit: user" in card and "sampling: examples" in card
+    assert f"num_rows: {ROWS}" in card
+    assert "each single patient in the training set" in card.lower()
+    assert main(["verify", str(by_rows.folder)]) == 0
+
+
+def test_which_rows_are_drawn_from_depends_on_their_user_alone():
+    """So all processes, and a resumed run, draw from the same ones."""
+    table = UnitTable(["a"] * 9 + ["b"] * 30, "who")
+    of_b = table.capped(4)[4:] - 9
+    alone = UnitTable(["b"] * 30 + ["a"] * 2, "who").capped(4)[:4]
+    np.testing.assert_array_equal(of_b, alone)
+    assert len(set(np.diff(of_b))) > 1  # not just the first ones
+
+
+def test_a_loop_of_ones_own_draws_from_as_many_rows_as_planned(tmp_path):
+    users = Users("who", max_rows=MOST, sampling="examples", num_rows=ROWS)
+    plan = PrivacyPlan.create(
+        num_examples=len(set(owners())), expected_batch_size=4, max_steps=2, noise_multiplier=1.0, clipping_norm=C,
+        privacy_unit="user", users=users,
+    )  # fmt: skip
+    rows = {"train_dataset": by_user(), "data_collator": DataCollatorWithPadding(tiny.tokenizer())}
+
+    def run(users):
+        return PrivateRun(tiny.model(), replace(plan, users=users), tmp_path, **rows)
+
+    assert len(run(users).train_dataset) == ROWS
+    with pytest.raises(DataError, match=f"There are {ROWS} rows to draw from"):
+        run(replace(users, num_rows=ROWS - 1))
+    for wrong in ({"num_rows": None}, {"num_rows": 3}, {"sampling": "users"}):
+        with pytest.raises(InvalidArgumentError, match="num_rows"):
+            replace(plan, users=replace(users, **wrong))
+
+
+def test_the_plan_command_compares_both_ways(tmp_path, capsys):
+    unit = {"privacy_unit": "user", "privacy_unit_column": "who", "max_rows_per_unit": 2}
+    recipe = Recipe(tmp_path, capsys, **unit, max_steps=3, target_epsilon=0.5)
+    made = [{"text": "a", "label": 0, "who": i % 300} for i in range(900)]
+    said = recipe.run("plan", train_file=recipe.lines("rows.json", made), expected_batch_size=30)
+    assert "a step of about 60 rows" in said and "do not publish" in said
+    found = {way: said.split(f"unit_sampling={way}")[1] for way in ("users", "examples")}
+    noise = {way: float(text.split(": ")[1].split()[0]) for way, text in found.items()}
+    assert "unit_sampling=users (as configured)" in said and min(noise.values()) > 0
+    said = recipe.run("plan", expected_batch_size=60, unit_sampling="examples")
+    assert "600 rows, 60 expected in a step" in said
+    assert f"unit_sampling=examples (as configured): {noise['examples']:.4g}" in said
+    assert f"unit_sampling=users: {noise['users']:.4g}" in said
+    recipe.refused("counted user by user", "plan", "--num-examples", "300")
+
+
 # -- data --
 
 
-BY_ROW = {"unit_sampling": "examples", "max_rows_per_unit": 2}
 REFUSED = {
     "a row of nobody": ({"values": [None, *owners()[1:]]}, DataError, "'who' holds NoneType.*nobody's"),
     "one user": ({"values": ["one"] * 40}, DataError, r"names 1 unit\(s\)"),

@@ -5,7 +5,7 @@ import copy
 import pytest
 import tiny_text
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from models import llama
 
 from hf_dp.errors import DataError
 from hf_dp.losses import IGNORED_LABEL, per_example_loss
@@ -60,10 +60,7 @@ def test_the_loss_of_the_users_turns_is_zero():
     chat = encoding(PLAIN)
     words = chat.tokenizer
     row = chat.example(TURNS, 0)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    config = LlamaConfig(vocab_size=len(words), num_attention_heads=2, **sizes)
-    model = LlamaForCausalLM(config).double()
+    model = llama(vocab_size=len(words), max_position_embeddings=200)
     batch = {name: torch.tensor([value]) for name, value in row.items()}
     logits = model(batch["input_ids"]).logits[0].detach()
     text = words.decode(row["input_ids"])

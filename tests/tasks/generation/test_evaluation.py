@@ -1,5 +1,4 @@
-"""Writing: a batch as each prompt alone, reproducible, and apart from all private randomness; and
-perplexity against a loop over single examples and tokens in float64."""
+"""Writing: a batch as each prompt alone, reproducible, and apart from all private randomness."""
 
 import math
 
@@ -7,18 +6,10 @@ import pytest
 import tiny_text
 import torch
 from peft import PromptTuningConfig, get_peft_model
-from transformers import DataCollatorForSeq2Seq
 
 from hf_dp.errors import DataError
-from hf_dp.tasks.generation.arguments import DecodingArguments, TextArguments
-from hf_dp.tasks.generation.encoding import encode, encoding_of
-from hf_dp.tasks.generation.evaluation import (
-    check_prompts,
-    decode,
-    negative_log_likelihood,
-    perplexity,
-)
-from hf_dp.tasks.models import CAUSAL, SEQ2SEQ
+from hf_dp.tasks.generation.arguments import DecodingArguments
+from hf_dp.tasks.generation.evaluation import check_prompts, decode, perplexity
 
 PROMPTS = ["food", "The Golden Fern is a cheap pub", "area : riverside | food", "a"]
 
@@ -147,57 +138,7 @@ def test_settings_are_checked(given):
         DecodingArguments(**given)
 
 
-# -- perplexity --
-
-E2E = TextArguments(data_format="e2e")
-
-
-def assert_likelihood(model, words, rows, kind):
-    """Compare with the sum over rows and tokens; return the number of tokens."""
-    total, count = negative_log_likelihood(model, DataCollatorForSeq2Seq(words), rows, 5)
-    by_hand = [one_by_one(model, row, kind) for row in rows]
-    assert count == sum(each for _, each in by_hand)
-    assert math.isclose(total, sum(each for each, _ in by_hand), rel_tol=1e-9)
-    return count
-
-
-def one_by_one(model, row, kind):
-    """The sum of -ln p over one row's labeled tokens, and their number, by the model's logits."""
-    labels = row["labels"]
-    given = {"input_ids": torch.tensor([row["input_ids"]])}
-    if kind == SEQ2SEQ:
-        start = model.config.decoder_start_token_id
-        given["decoder_input_ids"] = torch.tensor([[start, *labels[:-1]]])
-    scores = model(**given).logits[0].log_softmax(-1).detach()
-    at = range(len(labels)) if kind == SEQ2SEQ else range(1, len(labels))
-    before = 0 if kind == SEQ2SEQ else 1
-    terms = [-float(scores[t - before, labels[t]]) for t in at if labels[t] != -100]
-    return sum(terms), len(terms)
-
-
-# Encoders of T5's kind are padded on the right.
-CASES = [
-    (tiny_text.gpt2, CAUSAL, "right"), (tiny_text.gpt2, CAUSAL, "left"), (tiny_text.t5, SEQ2SEQ, "right")
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("make", "kind", "side"), CASES)
-def test_perplexity_is_the_mean_over_all_target_tokens(make, kind, side):
-    words = tiny_text.tokenizer()
-    words.pad_token, words.padding_side = words.eos_token, side
-    model = make().double()
-    encoded = encode(tiny_text.tables()["validation"], E2E, encoding_of(kind, words, E2E))
-    assert_likelihood(model, words, [dict(row) for row in encoded], kind)
-    words.padding_side = "right"
-
-
-def test_a_first_token_that_nothing_stands_before_is_not_counted():
-    words = tiny_text.tokenizer()
-    words.pad_token = words.eos_token
-    ids = [words(text)["input_ids"] for text in ("The Golden Fern", "a cheap pub", "food")]
-    rows = [{"input_ids": i, "attention_mask": [1] * len(i), "labels": i} for i in ids]
-    count = assert_likelihood(tiny_text.gpt2().double(), words, rows, CAUSAL)
-    assert count == sum(len(i) - 1 for i in ids)
+# -- perplexity; its sums of losses are in tests/tasks/test_padding_is_the_end.py --
 
 
 def test_a_model_that_knows_nothing_is_in_doubt_between_all_tokens():

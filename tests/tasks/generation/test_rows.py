@@ -1,5 +1,7 @@
-"""Rows to prompts and targets, as Li et al. write them; their token ids and labels; questions with
-their references."""
+"""Rows to prompts and targets, as Li et al. write them; questions with their references.
+
+What each layout learns of a row: tests/tasks/test_padding_is_the_end.py.
+"""
 
 from dataclasses import replace
 
@@ -8,7 +10,7 @@ import pytest
 import tiny_text
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.tasks.generation.arguments import (
@@ -140,23 +142,6 @@ def test_labels_stand_on_the_target_alone():
         assert len(row["attention_mask"]) == len(labels) == len(row["input_ids"])
 
 
-def test_an_encoder_decoder_has_prompt_and_target_apart():
-    words = tiny_text.tokenizer()
-    given = rows(q=["food : Thai"], a=["Thai food"])
-    (row,) = encode(given, PAIRS, encoding_of(SEQ2SEQ, words, PAIRS))
-    assert words.decode(row["input_ids"]) == "food : Thai"
-    assert words.decode(row["labels"]) == f"Thai food{words.eos_token}"
-
-
-def test_free_text_is_predicted_from_its_first_token_on():
-    words = tiny_text.tokenizer()
-    data = TextArguments(data_format="text", text_column="t")
-    (row,) = encode(rows(t=["The Golden Fern"]), data, encoding_of(CAUSAL, words, data))
-    assert row["input_ids"][0] == words.bos_token_id  # something stands before the first token
-    assert row["labels"][0] == -100
-    assert words.decode(row["labels"][1:-1]) == "The Golden Fern"
-
-
 @pytest.mark.parametrize(("begin", "end"), [("<s>", "</s>"), ("</s>", "</s>")])
 def test_what_a_tokenizer_puts_before_any_text_stands_before_a_prompt(begin, end):
     pieces = Tokenizer.from_str(tiny_text.tokenizer().backend_tokenizer.to_str())
@@ -271,12 +256,3 @@ def test_arguments_that_do_not_go_together():
         encoding_of(SEQ2SEQ, words, TextArguments(data_format="messages"))
     with pytest.raises(ConfigError, match="separator"):
         encoding_of(SEQ2SEQ, words, TextArguments(separator=" : "))
-
-
-def test_the_stock_collator_pads_what_was_encoded():
-    words = tiny_text.tokenizer()
-    words.pad_token = words.eos_token
-    encoded = encode(tiny_text.tables()["train"], E2E, encoding_of(CAUSAL, words, E2E))
-    batch = DataCollatorForSeq2Seq(words)([encoded[i] for i in range(4)])
-    padding = batch["attention_mask"] == 0
-    assert padding.any() and (batch["labels"][padding] == -100).all()

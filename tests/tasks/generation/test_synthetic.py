@@ -32,16 +32,11 @@ def written(name, count=3, prompts=None, **decoding):
     words = copy.deepcopy(tiny_text.tokenizer())
     words.pad_token, words.chat_template = words.eos_token, CHAT
     given = given if prompts is None else prompts
-    rows = write_rows(
-        tiny_text.gpt2(),
-        words,
-        data,
-        encoding_of(CAUSAL, words, data),
-        None if given is None else datasets.Dataset.from_dict(given),
-        DecodingArguments(**{"decoding": "nucleus", "max_new_tokens": 6, **decoding}),
-        count,
-        progress=False,
-    )
+    asked = None if given is None else datasets.Dataset.from_dict(given)
+    encoding = encoding_of(CAUSAL, words, data)
+    settings = DecodingArguments(**{"decoding": "nucleus", "max_new_tokens": 6, **decoding})
+    model = tiny_text.gpt2()
+    rows = write_rows(model, words, data, encoding, asked, settings, count, progress=False)
     return rows, data, words
 
 
