@@ -32,7 +32,9 @@ from hf_dp.plans.dp_sgd import DpSgdPlan
 from hf_dp.plans.quantile import COUNT, HIGHEST, LOWEST
 from hf_dp.run.private_run import PrivateRun
 
-FILE_NAME = "_gauge.safetensors"  # "_": not published
+# In the format of safetensors, but without its name, since evidence vouches for all files of that.
+# What begins with "_" is not published.
+FILE_NAME = "_gauge.state"
 _RATIO = "ratio"
 
 
