@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM = false
 # processes that tests start would compile again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test quick lint slow clean
+.PHONY: demo test quick lint slow gpu clean
 
 demo: $(VENV)/installed-demo
 	rm -rf outputs/demo
@@ -34,6 +34,16 @@ quick: $(VENV)/installed-test
 
 slow: $(VENV)/installed-slow
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+
+# The first minutes on a GPU (recipes/gpu/README.md), with an environment of one's own: PYTHON=python3.
+GPU_TESTS = tests/clipping/test_architectures.py tests/clipping/test_engine_contract.py tests/clipping/test_sensitivity.py \
+	tests/clipping/test_sharded.py tests/clipping/test_tensor_cores.py tests/test_noise.py
+
+gpu:
+	@$(PYTHON) -c "import torch; assert torch.cuda.is_available(), 'make gpu needs a CUDA device, and torch sees none.'"
+	mkdir -p outputs
+	-PYTHONPATH=. timeout 180 $(PYTHON) -m pytest -q -m gpu $(GPU_TESTS)
+	PYTHONPATH=. $(PYTHON) recipes/gpu/measure.py outputs/gpu.json --seconds 300
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check hf_dp tests recipes

@@ -95,3 +95,14 @@ class DistributedError(HfDpError, RuntimeError):
 class PublishError(HfDpError, RuntimeError):
     """A folder cannot be published as it is, or the Hub did not take it; the message says what to
     do. It never holds a token."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocation failed, on the device or on the host."""
+    import torch  # not needed by any error
+
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    # torch on the CPU, CUDA, cuBLAS and cuDNN
+    signs = ("can't allocate memory", "not enough memory", "out of memory", "alloc_failed")
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in signs)

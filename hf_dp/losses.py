@@ -349,7 +349,7 @@ def per_example_loss(model: nn.Module, inputs: Inputs, chunked: bool = False) ->
         return _LOSSES[task](base, logits, labels)
     hidden = check_output(base, found, logits)
     _require_one_per_token(labels, hidden)
-    return chunked_loss(head, *_at_targets(model, hidden, labels), IGNORED_LABEL)
+    return chunked_loss(head, hidden, _at_predictions(model, labels), IGNORED_LABEL)
 
 
 def _missing(name: str, inputs: Inputs, next_move: str) -> DataError:
@@ -495,7 +495,7 @@ def number_of_targets(model: nn.Module, inputs: Inputs) -> Tensor:
     """Return how many labels each example's loss is the mean over, (b,)."""
     labels = counted_labels(model, inputs)
     if task_of(model) == "causal_lm":
-        _, labels = _at_targets(model, labels, labels)
+        labels = _at_predictions(model, labels)
     return (labels != IGNORED_LABEL).sum(1)
 
 
@@ -506,9 +506,11 @@ def labels_at_their_tokens(model: nn.Module, labels: Tensor) -> Tensor:
     return labels
 
 
-def _at_targets(model: nn.Module, values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what a decoder gives at each position, (b, T, ...), and the label for it."""
-    return (values, labels) if _labels_are_shifted(model) else (values[:, :-1], labels[:, 1:])
+def _at_predictions(model: nn.Module, labels: Tensor) -> Tensor:
+    """Return a decoder's labels, (b, T), each at the position that predicts it."""
+    if _labels_are_shifted(model):
+        return labels
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
 
 
 def _require_one_per_token(labels: Tensor, values: Tensor) -> None:
@@ -556,14 +558,18 @@ def classification_loss(model: nn.Module, logits: Tensor, labels: Tensor) -> Ten
 def _tokens(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
     """Return the mean cross-entropy over each example's *own* labeled tokens; 0 if it has none."""
     _require_one_per_token(labels, logits)
+    # With the classes last: a GPU took ten times as long for a softmax over another dimension.
     tokens = F.cross_entropy(
-        _widened(logits).mT, labels, reduction="none", ignore_index=IGNORED_LABEL
-    )
+        _widened(logits).flatten(0, 1),
+        labels.flatten(),
+        reduction="none",
+        ignore_index=IGNORED_LABEL,
+    ).view(labels.shape)
     return tokens.sum(1) / (labels != IGNORED_LABEL).sum(1).clamp_min(1)
 
 
 def _causal_lm(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
-    return _tokens(model, *_at_targets(model, logits, labels))
+    return _tokens(model, logits, _at_predictions(model, labels))
 
 
 _LOSSES: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {

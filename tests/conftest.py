@@ -105,7 +105,7 @@ def without_prv(request: pytest.FixtureRequest) -> Iterator[None]:
 def unchecked(monkeypatch):
     """Leave out the self-check of the engine, which is most of a short run, in files that are about
     other things: ``pytestmark = pytest.mark.usefixtures("unchecked")``."""
-    monkeypatch.setattr("hf_dp.run.private_run.PrivateRun.check_engine", lambda self: None)
+    monkeypatch.setattr("hf_dp.run.engine_check.EngineCheck.check", lambda self: None)
 
 
 @pytest.fixture

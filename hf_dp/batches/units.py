@@ -214,7 +214,7 @@ class UnitDraws(Sampler[list[Rows]]):
 
 
 class Reduction(Protocol):
-    """How a unit's rows become one gradient, for example :class:`hf_dp.plans.units.Users`."""
+    """Says how a unit's rows become one gradient, as :class:`hf_dp.plans.units.Users` does."""
 
     def scale(self, rows: int) -> float: ...
 

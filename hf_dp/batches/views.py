@@ -50,7 +50,7 @@ _FORWARDS = 8
 
 @dataclass(frozen=True)
 class Views:
-    """How the views of a unit become one gradient.
+    """Says how the views of a unit become one gradient.
 
     Args: count: K > 1, of each row. of_rows: how a user's rows do; None: each row is a unit.
     """
@@ -68,8 +68,7 @@ class Views:
 
 @dataclass(frozen=True)
 class ViewDraws(Sampler[list[Rows]]):
-    """What ``draws`` draws, rows or all rows of each drawn user, with each row ``count`` times: it
-    is read as often."""
+    """Repeats each drawn row, or each row of a drawn user, ``count`` times: it is read as often."""
 
     draws: Iterable[Sequence[Place]]
     count: int

@@ -33,10 +33,8 @@ from hf_dp import _validate, errors
 from hf_dp.benchmarks.workload import Batch, Workload, build_model, environment, make_batch
 from hf_dp.clipping.engine import ClippingEngine
 from hf_dp.losses import base_model, per_example_loss
-from hf_dp.mechanisms.last_layer import find_last_layer, noising
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans.dp_sgd import STRATEGIES
-from hf_dp.run.physical_size import is_out_of_memory
 
 CLIPPING_NORM = 0.1  # the library's default; its value changes no operation
 NON_PRIVATE, FORWARD = "non_private", "dp_fp"
@@ -108,6 +106,9 @@ class ForwardNoised(NonPrivate):
         self._randomness = SecretRandomness()
 
     def step(self, batch: Batch) -> None:
+        # Only here, so that other modes need no more than torch and transformers.
+        from hf_dp.mechanisms.last_layer import find_last_layer, noising
+
         if self._layer is None:  # before the first round, which warms up
             _, self._layer = find_last_layer(self.model, batch)
         gaussian = self._randomness.gaussian_like
@@ -216,7 +217,7 @@ def refusals(name: str) -> Iterator[None]:
             errors.UnsupportedLossError,
             errors.UnaccountedGradientError,
         )
-        if is_out_of_memory(error):
+        if errors.is_out_of_memory(error):
             raise Refused("out of memory") from error
         if name in OPACUS or isinstance(error, ours):
             lines = str(error).strip().splitlines() or [""]

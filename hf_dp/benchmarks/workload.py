@@ -75,6 +75,12 @@ _BERT, _ROBERTA = "BertForSequenceClassification", "RobertaForSequenceClassifica
 _OF_ROBERTA = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}
 _GPT2 = _gpt2(12, 768, 12)
 _LLAMA = _layers("LlamaForCausalLM", 4096, 12, 768, 12, 2048, vocab_size=32000)
+_LLAMA_1B = _layers(
+    "LlamaForCausalLM", 4096, 16, 2048, 32, 8192, vocab_size=128256, num_key_value_heads=8
+)
+_QWEN_7B = _layers(
+    "Qwen2ForCausalLM", 4096, 28, 3584, 28, 18944, vocab_size=152064, num_key_value_heads=4
+)
 _LORA = {"r": 8, "target_modules": ["c_attn"], "fan_in_fan_out": True}
 
 SHAPES: Mapping[str, Shape] = {
@@ -84,7 +90,10 @@ SHAPES: Mapping[str, Shape] = {
     "gpt2-lora": replace(_GPT2, tied=False, lora=_LORA),  # the tied weight is frozen
     "llama-small": _LLAMA,
     "llama-small-lora": replace(_LLAMA, lora={"r": 16, "target_modules": ["q_proj", "v_proj"]}),
+    "llama-1b": _LLAMA_1B,
+    "qwen-7b-lora": replace(_QWEN_7B, lora={"r": 16, "target_modules": "all-linear"}),
     "roberta-base": _layers(_ROBERTA, 512, 12, 768, 12, 3072, **_OF_ROBERTA),
+    "roberta-large": _layers(_ROBERTA, 512, 24, 1024, 16, 4096, **_OF_ROBERTA),
     "minilm": _layers(_BERT, 512, 6, 384, 12, 1536),
     # for tests
     "tiny": _gpt2(2, 16, 2, 32, vocab_size=64, bos_token_id=0, eos_token_id=0),

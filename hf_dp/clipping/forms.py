@@ -141,8 +141,9 @@ def made_explicit(
     return [explicit, *(use for use in uses if not isinstance(use, OuterProducts))]
 
 
-# Numbers in one example's gradient; copying a larger one costs more than the operations saved.
-_LARGEST = 2**14
+# Numbers in one example's gradient; copying a larger one costs more than the operations saved. And
+# the numbers of a bundle, which are there twice while it is made.
+_LARGEST, _IN_BUNDLE = {"cpu": 2**14, "cuda": 2**18}, 2**25
 
 
 @dataclass
@@ -162,12 +163,13 @@ def bundled(
     Return a bundle for each group, dtype and device."""
     members: dict[tuple[int, torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter, (first, *others) in uses.items():
-        small = not others and parameter.numel() <= _LARGEST and parameter not in apart
-        if isinstance(first, Dense) and small:
-            key = (groups[parameter], first.gradients.dtype, first.gradients.device)
+        if others or parameter in apart or not isinstance(first, Dense):
+            continue
+        key = (groups[parameter], first.gradients.dtype, first.gradients.device)
+        if parameter.numel() <= _LARGEST.get(key[2].type, 2**14):
             members.setdefault(key, []).append(parameter)
     bundles = []
-    for parameters in members.values():
+    for parameters in [some for of_key in members.values() for some in _parted(of_key, uses)]:
         dense = [use for p in parameters for use in uses.pop(p) if isinstance(use, Dense)]
         gradients = torch.cat([use.gradients.flatten(1) for use in dense], 1)
         known = any(use.of_terms is not None for use in dense)
@@ -175,6 +177,20 @@ def bundled(
         size = torch.linalg.vector_norm(torch.stack(sizes), dim=0) if known else None
         bundles.append(Bundle(parameters, Dense(gradients, owned=True, of_terms=size)))
     return bundles
+
+
+def _parted(parameters: Sequence[nn.Parameter], uses: Uses) -> Iterator[list[nn.Parameter]]:
+    """Yield parameters that have at most _IN_BUNDLE numbers of gradients together."""
+    some: list[nn.Parameter] = []
+    numbers = 0
+    for parameter in parameters:
+        more = sum(use.gradients.numel() for use in uses[parameter] if isinstance(use, Dense))
+        if some and numbers + more > _IN_BUNDLE:
+            yield some
+            some, numbers = [], 0
+        some.append(parameter)
+        numbers += more
+    yield some
 
 
 class RunningSums(dict[nn.Parameter, Tensor]):
@@ -194,6 +210,10 @@ class RunningSums(dict[nn.Parameter, Tensor]):
         """Add the weighted gradients of a bundle, to all of its sums by one operation."""
         key, device = tuple(bundle.parameters), bundle.gradient.gradients.device
         if key not in self._flat:
+            new = [parameter for parameter in key if parameter not in self]
+            sizes = [parameter.numel() for parameter in new]
+            for parameter, sums in zip(new, zero_sum([sum(sizes)], device).split(sizes)):
+                self[parameter] = sums.view(parameter.shape)
             self._flat[key] = [self.of(parameter, device).view(-1) for parameter in key]
         totals = self._flat[key]
         for part in bundle.gradient.weighted(weights):

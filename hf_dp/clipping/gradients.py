@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,11 +29,15 @@ import torch
 from torch import Tensor
 
 from hf_dp.clipping.rounding import (
+    LONG_SUM,
     Grams,
     LastOf,
     Norms,
     accumulation_dtype,
+    exact_products,
+    on_tensor_cores,
     outer_norms,
+    pieces,
     squared_norms,
     unit,
 )
@@ -46,6 +50,10 @@ _BLOCK = 2**22  # numbers of a product that are added to a wider total at once
 # and lose 22 times the slack; dense gradients are added one by one, too.
 _TERMS, _THIN, _ADDED = 2**13, 16, 64
 
+# Products of fewer operations take a GPU less time than starting those that tensor cores need; and
+# the numbers of partial sums that are held at once.
+_SLOW, _SUMS = 2**31, 2**25
+
 
 class Weights:
     """One weight for each of b examples, ``values`` (b,). ``scaled(vectors, dtype)`` returns
@@ -54,7 +62,13 @@ class Weights:
     def __init__(self, values: Tensor):
         self.values = values
         of_vectors = values.view(-1, 1, 1)
-        self.scaled = LastOf(lambda vectors, dtype: vectors.to(dtype) * of_vectors.to(dtype))
+        self.scaled = LastOf(lambda vectors, dtype: vectors * of_vectors.to(dtype))
+        self._pieces = LastOf(lambda vectors, dtype: pieces(vectors * of_vectors.to(dtype)))
+
+    def pieces(self, vectors: Tensor) -> list[Tensor]:
+        """Return what bfloat16 vectors (b, T, d) times the weights are the sum of, exactly but for
+        the rounding of that product to float32."""
+        return self._pieces(vectors, torch.float32)
 
 
 class PerExampleGradient(ABC):
@@ -173,6 +187,27 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         some.add_(torch.mm(of_left, right))
 
 
+def add_exact_product(total: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> None:
+    """Add ``sum_k sum_it lefts[k][i, t] rights[k][i, t]^T`` to a total of m n numbers, in place.
+    The factors, (b, T, m) and (b, T, n), are multiplied on tensor cores."""
+    lefts, rights = ([each.flatten(0, 1) for each in factors] for factors in (lefts, rights))
+    (terms, height), width = lefts[0].shape, rights[0].shape[1]
+    whole = terms // LONG_SUM
+    # All sums of LONG_SUM terms, and that of the terms that are left over.
+    both = (slice(whole * LONG_SUM), whole), (slice(whole * LONG_SUM, terms), 1)
+    parts = [(part, count) for part, count in both if part.start != part.stop and count]
+    rows = max(1, _SUMS // (max(1, whole) * width))
+    for start in range(0, height, rows):
+        some = total.view(height, width)[start : start + rows]
+        for part, count in parts:
+            sums: Tensor | None = None
+            for left, right in zip(lefts, rights, strict=True):
+                one = left[part, start : start + rows].unflatten(0, (count, -1))
+                sums = exact_products(one.mT, right[part].unflatten(0, (count, -1)), sums)
+            assert sums is not None
+            some.add_(sums.sum(0, dtype=total.dtype))
+
+
 @dataclass
 class OuterProducts(PerExampleGradient):
     """``G_i = sum_t left[i, t] right[i, t]^T``; left (b, T, m), right (b, T, n)."""
@@ -205,7 +240,13 @@ class OuterProducts(PerExampleGradient):
         return left.flatten(0, 1).mT, right.flatten(0, 1)
 
     def add_weighted_sum(self, total: Tensor, weights: Weights) -> None:
-        add_product(total, *self.weighted_factors(weights))
+        flops = 2 * total.numel() * self.left.shape[:2].numel()
+        if not on_tensor_cores(self.left, self.right) or flops < _SLOW:
+            add_product(total, *self.weighted_factors(weights))
+        elif self.left.shape[2] < self.right.shape[2]:
+            add_exact_product(total, weights.pieces(self.left), [self.right] * 3)
+        else:
+            add_exact_product(total, [self.left] * 3, weights.pieces(self.right))
 
     def size(self) -> Tensor:
         dtype = accumulation_dtype(self.left.dtype)

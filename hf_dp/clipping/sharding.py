@@ -149,7 +149,7 @@ def of_all_shards(parts: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     for (mesh, placements), places in alike.items():
         partial = [Partial() if each.is_shard() else Replicate() for each in placements]
         one = DTensor.from_local(parts[places], mesh, partial, run_check=False)
-        found[places] = one.full_tensor()
+        found[places] = one.full_tensor().to(found.device)  # of shards kept on the CPU, too
     return found
 
 

@@ -176,7 +176,7 @@ class MechanismPlan(Named, ABC):
 
     @property
     def views_per_example(self) -> int:
-        """As how many random views a drawn row enters a step (:mod:`hf_dp.batches.views`)."""
+        """K, the random views as which a drawn row enters a step (:mod:`hf_dp.batches.views`)."""
         return 1
 
     @property

@@ -24,7 +24,13 @@ from hf_dp import _validate
 from hf_dp.batches.loader import length_of
 from hf_dp.batches.structure import Batch, Example, column, combined, numbers, own
 from hf_dp.clipping.self_check import in_training
-from hf_dp.errors import DataError, DoesNotFitError, MemoryShortError, UnsupportedArgumentError
+from hf_dp.errors import (
+    DataError,
+    DoesNotFitError,
+    MemoryShortError,
+    UnsupportedArgumentError,
+    is_out_of_memory,
+)
 from hf_dp.noise import untouched_generators
 from hf_dp.run.other_training import pay_for_step
 from hf_dp.run.private_run import PrivateRun
@@ -140,7 +146,9 @@ def _kept_free(device: torch.device) -> Tensor:
             f"{device.type!r}: what is left of this memory depends on the rows in it. Set "
             "`per_device_train_batch_size` or `max_tokens_per_physical_batch` yourself."
         )
-    left = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    free, total = torch.cuda.mem_get_info(device)
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    left = min(free + torch.cuda.memory_reserved(device), share * total)
     return torch.empty(int(MARGIN * left), dtype=torch.uint8, device=device)
 
 
@@ -198,12 +206,3 @@ def named_memory_errors() -> Iterator[None]:
             "`per_device_train_batch_size` or set `max_tokens_per_physical_batch`: all change "
             "memory and speed, never the result. Then go on with resume_from_checkpoint=True."
         ) from error
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed, on the device or on the host."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    # torch on the CPU, CUDA, cuBLAS and cuDNN
-    signs = ("can't allocate memory", "not enough memory", "out of memory", "alloc_failed")
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in signs)

@@ -332,8 +332,6 @@ class PrivateRun:
         )
         checks.refuse_rows_in_code(data.examples.reached, self.training_rows())
         data.check(self.model, self.losses, needs_labels=not self.has_own_loss)
-        if views > 1:
-            refuse_views(views, data.examples, self.losses, self.model, self.options.batches)
         data.warn_of_no_targets()
         if not self.options.rows_are_chunks and limits.ignorable and users is None:
             data.warn_of_chunks()
@@ -419,9 +417,14 @@ class PrivateRun:
 
     def check_engine(self) -> None:
         """Raise SelfCheckError when the engine disagrees, on synthetic examples, with one-by-one
-        gradients.
+        gradients; and then the errors of :func:`hf_dp.batches.views.refuse_views`.
         """
         self.engine_check.check()
+        if (views := self.plan.mechanism.views_per_example) > 1:
+            # It reads rows in training mode. A layer that keeps something of its first batch was
+            # refused above, on made-up examples.
+            examples = self.training_data().examples
+            refuse_views(views, examples, self.losses, self.model, self.options.batches)
 
     def feed(
         self,

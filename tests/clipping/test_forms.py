@@ -189,3 +189,24 @@ def test_sums_of_changing_compositions_take_no_more_than_their_parameters():
     assert sum(each.numel() for each in sums.values()) == 120
     for parameter in experts:
         torch.testing.assert_close(sums[parameter], expected[parameter])
+
+
+def test_a_bundle_is_of_limited_size_and_sums_are_the_same(monkeypatch):
+    parameters = [nn.Parameter(torch.zeros(2, 5)) for _ in range(5)]
+    gradients = torch.randn(5, 3, 2, 5)
+
+    def made() -> tuple[list[int], list[torch.Tensor]]:
+        uses = {p: [Dense(each)] for p, each in zip(parameters, gradients, strict=True)}
+        bundles = forms.bundled(uses, dict.fromkeys(parameters, 0), ())
+        sums, weights = RunningSums(), Weights(torch.tensor([1.0, 0.5, 0.0]))
+        assert not uses
+        for bundle in bundles:
+            sums.add_bundle(bundle, weights)
+        return [len(bundle.parameters) for bundle in bundles], [sums[p] for p in parameters]
+
+    (sizes, together) = made()
+    assert sizes == [5]
+    monkeypatch.setattr(forms, "_IN_BUNDLE", 70)  # of 30 numbers each
+    (sizes, apart) = made()
+    assert sizes == [2, 2, 1]
+    torch.testing.assert_close(apart, together)

@@ -392,7 +392,7 @@ def test_a_remembered_gram_matrix_is_that_of_the_same_numbers():
 def test_uses_reduced_together_have_the_norms_they_have_alone(together, monkeypatch):
     """Norms come in order, for any lengths in succession, with halved matrices among them. It does
     not matter how many fit together."""
-    monkeypatch.setattr(rounding, "_TOGETHER", together)
+    monkeypatch.setattr(rounding, "_TOGETHER", {"cpu": together})
     generator = torch.Generator().manual_seed(5)
     lengths = (3, 3, 7, 130, 130, 64, 3, 1)
     draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731

@@ -13,7 +13,6 @@ import torch
 from models import DEVICES, batch_for, on, rows
 from torch import Tensor
 
-from hf_dp.batches.loader import physical_batches
 from hf_dp.clipping import ClippingEngine, forms
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.losses import per_example_loss
@@ -117,6 +116,9 @@ def moved_by_a_longer_one(bf16: bool, by_shape: bool, device: str = "cpu") -> fl
     for first in (0, 1):
         here = list(range(first, len(lengths)))
         if by_shape:
+            # Not at the top: it needs `datasets`, which an image for GPUs may lack.
+            from hf_dp.batches.loader import physical_batches
+
             keys = range(len(lengths) - first)
             cut = physical_batches(lengths[first:], keys, size, shapes=lengths[first:])
             groups = [[here[i] for i in group] for group in cut]
@@ -140,7 +142,7 @@ def test_another_padding_of_all_others_moves_the_sum_by_no_more_than_the_noise_i
 
 
 def test_planted_padding_to_the_longest_neighbor_in_bf16_is_seen():
-    assert moved_by_a_longer_one(bf16=True, by_shape=False) > 1.05  # where 0.986 is right
+    assert moved_by_a_longer_one(bf16=True, by_shape=False) > 1.03  # where 0.986 is right
 
 
 def moved_by_small_products(batches: int = 150) -> float:

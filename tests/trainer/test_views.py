@@ -30,6 +30,7 @@ from hf_dp.cli.main import main
 from hf_dp.errors import (
     InvalidArgumentError,
     LedgerError,
+    SelfCheckError,
     UnsupportedArgumentError,
     UnsupportedModelError,
 )
@@ -38,12 +39,14 @@ from hf_dp.plans.dp_sgd import DpSgdPlan
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.rounding import ROUNDING_MARGIN
 from hf_dp.plans.units import Users
+from hf_dp.run.engine_check import EngineCheck
 from hf_dp.statement.evidence import disagreements, read
 from hf_dp.tasks.images import ToPixels, image_rows
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 ROWS, K, C = 8, 3, 0.1
+CHECK = EngineCheck.check  # which tests of other things leave out
 
 
 def pictures(spread: float = 1.0, who: bool = False) -> datasets.Dataset:
@@ -248,6 +251,29 @@ def test_dropout_draws_for_each_view_by_itself(tmp_path):
     assert len(losses.unique()) == K * ROWS
 
 
+class FromFirstBatch(torch.nn.Module):
+    """Keeps the mean of the first batch that it is trained on."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, states):
+        if self.training and self.mean == 0:
+            self.mean.copy_(states.detach().mean())
+        return states - self.mean
+
+
+def test_rows_are_compared_after_the_check_on_made_up_ones(tmp_path, monkeypatch):
+    """That check refuses what a forward on rows would set for good."""
+    monkeypatch.setattr(EngineCheck, "check", CHECK)
+    model = tiny.model(dropout=0.1)
+    model.dropout = torch.nn.Sequential(model.dropout, FromFirstBatch())
+    given = {"model": model, "train_dataset": tiny.dataset(ROWS), "eval_dataset": None}
+    with pytest.raises(SelfCheckError, match="changed the buffer .*mean"):
+        made_of(tmp_path, given).train()
+
+
 @pytest.mark.parametrize("planted", [one_reading_for_all, the_same_in_every_step])
 def test_planted_views_that_are_repeated_are_seen(planted, tmp_path, monkeypatch):
     monkeypatch.setattr(Examples, "__getitems__", planted)
@@ -342,7 +368,7 @@ def test_other_arguments_that_do_not_go_with_views(tmp_path, monkeypatch):
         made.mechanism.find_physical_batch(None)
     monkeypatch.setattr("hf_dp.batches.views.is_sharded", lambda model: True)
     with pytest.raises(UnsupportedModelError, match="3 views .* physical batch .2 rows.*DDP"):
-        made.get_train_dataloader()
+        made.run.check_engine()
 
 
 # -- parts --
