@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from hf_dp.plans import PrivateEncoderPlan as PrivateEncoderPlan
     from hf_dp.plans import PublishedPlan as PublishedPlan
     from hf_dp.plans.dp_sgd import NoisedLoss as NoisedLoss
-    from hf_dp.plans.quantile import ClippingQuantile as ClippingQuantile
-    from hf_dp.plans.scaling import GradientScaling as GradientScaling
     from hf_dp.publishing.hub import publish as publish
     from hf_dp.run.private_run import PrivateRun as PrivateRun
     from hf_dp.statement.statement import PrivacyStatement as PrivacyStatement

@@ -29,9 +29,9 @@ REPLACE_ONE = "relation 'replace_one'"  # the other relations are known wherever
 KINDS = (
     POISSON, TRUNCATED, USER_ROWS, ALLOCATION, OUTSIDE, VISIBLE, PUBLISHED, SEARCH, REPLACE_ONE,
 )  # fmt: skip
-# What a plan may add to a draw: another noised sum over it, which is one Gaussian with the
-# gradients'; and a private selection of what trains, which is Poisson-sampled.
-BESIDE, SELECTION = "another sum", "selection"
+# What a plan may add to a draw: a noised loss, which is one Gaussian with the sum's; and a private
+# selection of what trains, which is Poisson-sampled.
+LOSS, SELECTION = "noised loss", "selection"
 
 KNOWS: dict[str, frozenset[str]] = {
     "pld": frozenset({POISSON, TRUNCATED, USER_ROWS, ALLOCATION, OUTSIDE, VISIBLE, REPLACE_ONE}),
@@ -49,10 +49,10 @@ BOUNDS: list[str] = ["pld", "rdp", "prv"]
 # Each alone is bounded, but nobody has implemented and tested the two in one run.
 NOT_TOGETHER = {
     SELECTION: frozenset({ALLOCATION, USER_ROWS, SEARCH}),
-    BESIDE: frozenset({ALLOCATION, USER_ROWS, SEARCH, OUTSIDE}),
+    LOSS: frozenset({ALLOCATION, USER_ROWS, SEARCH, OUTSIDE}),
 }
 NO_BOUND = "No bound is known for both together."
-_ACCOUNTED_AS = {BESIDE: POISSON, SELECTION: POISSON}
+_ACCOUNTED_AS = {LOSS: POISSON, SELECTION: POISSON}
 
 UNESTABLISHED = (
     "No bound on the epsilon of DP-FP as published is known: the encoder's gradient is computed "

@@ -164,8 +164,8 @@ def _parameter_rows(statement: PrivacyStatement) -> list[tuple[str, str]]:
         "Neighboring relation": statement.neighboring_relation,
         "Mechanism": statement.mechanism,
         "Sampling": plan.words.sampling,
-        "Clipping and noise": f"{plan.clipping}, to an L2 norm of {plan.clipping_norm!r}"
-        f"{plan.mechanism.norm_moves}; noise multiplier {_noise(statement)}",
+        "Clipping and noise": f"{plan.clipping}, to an L2 norm of {plan.clipping_norm!r}; noise "
+        f"multiplier {_noise(statement)}",
         "Draws": f"sample rate {_numbers(statement.sample_rates)} (expected batch size "
         f"{plan.expected_batch_size:g}); {statement.steps} of {plan.steps_recorded} steps; "
         f"{plan.num_examples} {counted} in the training set (public)",

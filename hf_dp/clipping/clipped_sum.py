@@ -120,16 +120,17 @@ class ClippedSum:
         return Decision(norms.square().sum(0).sqrt(), by_group, keep, bool(read))
 
     def _weights(self, table: ExampleNorms) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return weights, norms and the norms that the weights are computed from, each (K, b), and
-        which examples are used, (b,)."""
+        """Return weights, norms and the norms that weights are computed from, each (K, b), and
+        which examples are used, (b,). ``G / r`` is clipped to C: its weight is that of G, clipped
+        to r C, divided by the gauge r."""
         norms, slack = table.result()
-        upper = norms + slack
-        sizes = torch.maximum(upper, slack / self.slack_cap)
-        weights = clipping_weights(self.clipping, sizes, self.clipping_norm, self.gauge)
+        upper, least = norms + slack, slack / self.slack_cap
+        weights = clipping_weights(self.clipping, upper, self.clipping_norm * self.gauge, least)
+        weights = weights / self.gauge
         keep = torch.isfinite(upper).all(0)
         if not self.counted:
             weights, keep = torch.zeros_like(weights), torch.zeros_like(keep)
-        return weights, norms, sizes, keep
+        return weights, norms, torch.maximum(upper, least), keep
 
     @torch.no_grad()
     @full_precision()

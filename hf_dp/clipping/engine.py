@@ -188,16 +188,17 @@ class ClippingEngine:
         if self.clipping_norm * _validate.positive("gauge", gauge) < SMALLEST_CLIPPING_NORM:
             least = SMALLEST_CLIPPING_NORM / self.clipping_norm
             raise _validate.invalid("gauge", gauge, f"to be at least {least:.3g}", "Raise it.")
-        for name, scale in (scales or {}).items():
-            if name not in self._parameters:
-                raise _validate.invalid("scales", name, "to name a trainable parameter")
-            scale.check(name, self._parameters[name].shape)
         if scales and self._sharded:
             raise UnsupportedModelError(
                 "Scales of a sharded parameter are not implemented. Train with DDP, or without."
             )
-        self._gauge, self._watch = gauge, watch
-        self._tape.scales = {self._parameters[name]: each for name, each in (scales or {}).items()}
+        fitted = {}
+        for name, scale in (scales or {}).items():
+            if name not in self._parameters:
+                raise _validate.invalid("scales", name, "to name a trainable parameter")
+            parameter = self._parameters[name]
+            fitted[parameter] = scale.fitted(name, parameter)
+        self._gauge, self._watch, self._tape.scales = gauge, watch, fitted
 
     @property
     def groups(self) -> dict[str, int]:

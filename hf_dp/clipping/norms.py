@@ -16,14 +16,8 @@ the norm of group k and w_k its weight, the example's contribution is the concat
 * ``per_layer``, K groups: ``w_k = min(1, (C / sqrt(K)) / n_k)``, so the norm is at most
   ``sqrt(K (C / sqrt(K))^2) = C`` (McMahan et al. 2018, section 2.3, all layers alike).
 
-Norms come with the slack of rounding, and are at least as large as it asks for:
-:func:`hf_dp.plans.rounding.slack_cap` says why.
-
-**The gauge.** Gradients may be measured by a public number r: ``G / r`` is clipped to C and added.
-Its norm is n / r, so the weight of G is ``(1/r) min(1, C / (n/r)) = C / max(n, r C)``. So gradients
-are clipped to r C, and C is what one example adds at most. Bounds are of ``w_k n_k``, and where the
-engine rounds of ``w_k`` times a slack. What forward and backward round is absolute: it counts 1/r
-times.
+A second norm may bound the weights further: the example's ``w_k`` is as if its norm were at least
+that one. :func:`hf_dp.plans.rounding.slack_cap` says why.
 """
 
 from __future__ import annotations
@@ -271,29 +265,31 @@ AUTOMATIC_GAMMA = 0.01
 
 
 def clipping_weights(
-    clipping: str, norms: Tensor, clipping_norm: float, gauge: float = 1.0
+    clipping: str, norms: Tensor, clipping_norm: float, at_least: Tensor | None = None
 ) -> Tensor:
     """Return the weight of each group of each example, (K, b) as ``norms``.
 
     Guarantee: for finite norms, ``sqrt(sum_k (weights[k] norms[k])^2) <= clipping_norm``, up to
-    one rounding.
+    one rounding; and the same of ``at_least``.
 
     | norm (flat) | weight |
     |-------------|--------|
-    | 0           | 1/r    |
-    | <= r C      | 1/r    |
-    | > r C       | C/norm |
+    | 0           | 1      |
+    | <= C        | 1      |
+    | > C         | C/norm |
     | inf or NaN  | 0 in all groups (the caller also zeroes its gradients: 0 * NaN is NaN) |
 
     Args:
         clipping: one of :data:`hf_dp.plans.dp_sgd.CLIPPINGS`.
         norms: (K, b), float.
-        clipping_norm: C > 0.
-        gauge: r > 0, by which gradients are measured.
+        clipping_norm: C > 0, in the units of the norms.
+        at_least: norms below which none counts, (K, b); None for 0.
     """
+    if at_least is not None:
+        norms = torch.maximum(norms, at_least)
     if clipping == "automatic":
-        weights = clipping_norm / (norms + AUTOMATIC_GAMMA * gauge)
+        weights = clipping_norm / (norms + AUTOMATIC_GAMMA)
     else:
         bound = clipping_norm / math.sqrt(len(norms))  # one group: C itself
-        weights = bound / norms.clamp_min(bound * gauge)
+        weights = bound / norms.clamp_min(bound)
     return torch.where(torch.isfinite(norms).all(0), weights, torch.zeros_like(weights))

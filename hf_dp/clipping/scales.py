@@ -36,12 +36,14 @@ class Scale:
     rows: Tensor
     columns: Tensor
 
-    def check(self, name: str, shape: torch.Size) -> None:
-        """Raise InvalidArgumentError for scales of another shape, or that are not above 0."""
+    def fitted(self, name: str, parameter: Tensor) -> Scale:
+        """Return the scales on the parameter's device. Raises: InvalidArgumentError for those of
+        another shape, or that are not above 0."""
         numbers = torch.cat([self.rows, self.columns])
-        fits = (*self.rows.shape, *self.columns.shape) == sides(shape)
+        fits = (*self.rows.shape, *self.columns.shape) == sides(parameter.shape)
         if not fits or not bool((torch.isfinite(numbers) & (numbers > 0)).all()):
             raise invalid("scales", name, "to have scales of its shape, finite and above 0")
+        return Scale(self.rows.to(parameter.device), self.columns.to(parameter.device))
 
     def of(self, use: PerExampleGradient) -> PerExampleGradient:
         """Return the gradients of one use times the scales, in float32 or better.
@@ -69,11 +71,11 @@ class Scale:
     def undo(self, total: Tensor) -> None:
         """Divide a sum of scaled gradients by the scales, in place."""
         by_rows = total.view(len(self.rows), len(self.columns))
-        by_rows.div_(self.rows[:, None].to(total.dtype)).div_(self.columns.to(total.dtype))
+        by_rows.div_(self.rows[:, None].to(total)).div_(self.columns.to(total))
 
-    def inverse_squares(self) -> Tensor:
-        """Return the sum of 1 / s^2 over all numbers of the parameter, ()."""
-        return self.rows.double().pow(-2).sum() * self.columns.double().pow(-2).sum()
+    def inverse_squares(self) -> float:
+        """Return the sum of 1 / s^2 over all numbers of the parameter."""
+        return float(self.rows.double().pow(-2).sum() * self.columns.double().pow(-2).sum())
 
 
 def _times(values: Tensor, scales: Tensor) -> Tensor:

@@ -50,13 +50,15 @@ class Mechanism(ABC):
 
     Attributes:
         noised: what the last step released beside the gradients, each (), by its name in logs.
+        logs: what logs call these numbers, where the plan asks for them.
         noise_norm: the root of the expected squared norm of the noise in the last step's gradients,
             where these are the noised sum itself; else None.
     """
 
     plan_type: ClassVar[type[MechanismPlan]]
     gradients_are_noised: ClassVar[bool] = True  # so that the norm of one may be logged
-    needs_whole_weights: ClassVar[str] = ""  # why, where a sharded model cannot be trained
+    needs_whole_weights: str = ""  # why, where a sharded model cannot be trained
+    logs: tuple[str, ...] = ()
     noised: Mapping[str, Tensor] = MappingProxyType({})
     noise_norm: float | None = None
 

@@ -14,15 +14,18 @@ from torch.optim import Optimizer
 
 from hf_dp._validate import invalid
 from hf_dp.accounting import LOSS, SUM
-from hf_dp.errors import UnsupportedArgumentError, UnsupportedModelError
+from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.mechanisms.base import Batches, Clipped, Mechanism, register_mechanism
 from hf_dp.mechanisms.gauge import Gauge
 from hf_dp.plans.dp_sgd import DpSgdPlan
 from hf_dp.plans.mechanism import MechanismPlan
+from hf_dp.plans.quantile import LOG
 from hf_dp.plans.scaling import BETA
 from hf_dp.run.gate import Release
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.tuners.base import Tuner
+
+_LOSS_LOG = "noised_loss"
 
 
 @register_mechanism
@@ -34,6 +37,10 @@ class DpSgd(Mechanism):
     def __init__(self, run: PrivateRun, tuner: Tuner | None = None):
         super().__init__(run, tuner)
         self.gauge = Gauge(run, self.plan)
+        asked = {_LOSS_LOG: self.plan.loss, LOG: self.plan.clipping_quantile}
+        self.logs = tuple(name for name, part in asked.items() if part is not None)
+        if self.gauge.scales is not None:
+            self.needs_whole_weights = "Scales of a part of the gradients are not implemented."
 
     def start(self, checkpoint: str | None = None) -> None:
         if checkpoint is not None:
@@ -41,14 +48,6 @@ class DpSgd(Mechanism):
 
     def save(self, folder: str) -> None:
         self.gauge.save(folder)
-
-    def refuse_shards(self, sharded: bool) -> None:
-        super().refuse_shards(sharded)
-        if sharded and self.gauge.scales is not None:
-            raise UnsupportedModelError(
-                "Scales of gradients that are spread over processes are not implemented. Train "
-                f"with DDP (an accelerate configuration without FSDP), or leave out `{BETA}`."
-            )
 
     def prepare(self) -> None:
         if self.gauge.scales is not None and self.tuner.clips_in_its_own_way:
@@ -77,7 +76,6 @@ class DpSgd(Mechanism):
         logical batch, and the divisor is a public constant, also for an empty draw."""
         sums, divisor = clipped.values, self.run.plan.expected_batch_size
         beside = {part: release.beside(part, total) for part, total in clipped.beside.items()}
-        told = {"noised_loss": beside[LOSS] / divisor} if LOSS in beside else {}
         for each in self.run.inside:
             each.clipped(sums)
         noised = release.sum(sums)
@@ -85,8 +83,8 @@ class DpSgd(Mechanism):
             each.noised(noised)
         for total in noised.values():
             total.div_(divisor)
-        spread = self.gauge.undo(noised)
-        self.noised = told | self.gauge.learn(beside, noised)
+        spread, told = self.gauge.undo(noised), self.gauge.learn(beside, noised)
+        self.noised = {_LOSS_LOG: beside[LOSS] / divisor} | told if LOSS in beside else told
         own = {id(total) for total in noised.values()}
         gradients = self.tuner.finish(noised)  # a function of what is noised: free
         as_noised = {id(gradient) for gradient in gradients.values()} == own
@@ -98,7 +96,7 @@ class DpSgd(Mechanism):
         """Clip made-up batches, and give the optimizer zeros: sums without noise must not reach
         it."""
         with self.tuner.engine(self.run) as engine:
-            self.gauge.rehearse(engine)
+            self.gauge.measure(engine)
             for batch in batches:
                 engine.backward(self.run.losses(batch))
             sums = engine.collect()

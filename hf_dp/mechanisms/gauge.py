@@ -29,7 +29,7 @@ from hf_dp.clipping.scales import Scale, sides
 from hf_dp.errors import ConfigError
 from hf_dp.mechanisms.scales import Scales
 from hf_dp.plans.dp_sgd import DpSgdPlan
-from hf_dp.plans.quantile import COUNT, HIGHEST, LOWEST
+from hf_dp.plans.quantile import COUNT, HIGHEST, LOG, LOWEST
 from hf_dp.run.private_run import PrivateRun
 
 # In the format of safetensors, but without its name, since evidence vouches for all files of that.
@@ -51,8 +51,8 @@ class Gauge:
     def __init__(self, run: PrivateRun, rules: DpSgdPlan):
         self.run, self.plan, self.quantile, self.ratio = run, run.plan, rules.clipping_quantile, 1.0
         self.scales: Scales | None = None
-        if rules.gradient_scaling is not None:
-            self.scales = Scales(rules.gradient_scaling, run.processes)
+        if rules.gradient_scaling_beta is not None:
+            self.scales = Scales(rules.gradient_scaling_beta, run.processes)
 
     @property
     def clipping_norm(self) -> float:
@@ -63,12 +63,13 @@ class Gauge:
         """Let an engine measure gradients; return the sums that it adds to meanwhile, each (), by
         part of the step's event. They are not private."""
         quantile, norm, device = self.quantile, self.clipping_norm, self.run.device
-        scales, trained = {}, engine.groups  # what trains may change between steps
-        if self.scales is not None:
-            scales = {name: each for name, each in self.scales.now.items() if name in trained}
+        scales: dict[str, Scale] = {}
+        if self.scales is not None:  # in the first step, too, so that all take the same memory
+            for name, p in self.run.model.named_parameters():
+                if name in engine.groups:  # what trains may change between steps
+                    scales[name] = self.scales.now.get(name) or Scale(*map(torch.ones, sides(p.shape)))
         if quantile is None:
-            if scales:
-                engine.measure(scales=scales)
+            engine.measure(scales=scales)
             return {}
         total = torch.zeros((), dtype=torch.float64, device=device)
 
@@ -79,30 +80,20 @@ class Gauge:
         engine.measure(self.ratio, count, scales)
         return {COUNT: total}
 
-    def rehearse(self, engine: ClippingEngine) -> None:
-        """Let an engine take the memory that it takes in steps."""
-        if self.scales is not None:
-            ones = {
-                name: Scale(*(torch.ones(side, device=p.device) for side in sides(p.shape)))
-                for name, p in self.run.model.named_parameters()
-                if p.requires_grad
-            }
-            engine.measure(scales=ones)
-
     @torch.no_grad()
     def undo(self, noised: Mapping[str, Tensor]) -> float:
         """Put noised sums back into the units of gradients, in place. Return the root of the sum of
         the squares of what their numbers were multiplied by: the norm of noise that had 1 in each.
         """
         scales = {} if self.scales is None else self.scales.now
-        squares: Tensor | float = 0.0
+        squares = 0.0
         for name, total in noised.items():
             if (scale := scales.get(name)) is not None:
                 scale.undo(total)
             if self.quantile is not None:
                 total.mul_(self.ratio)
             squares += total.numel() if scale is None else scale.inverse_squares()
-        return math.sqrt(float(squares)) * self.ratio
+        return math.sqrt(squares) * self.ratio
 
     def learn(
         self, released: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
@@ -120,7 +111,7 @@ class Gauge:
             return {}
         used = torch.tensor(self.clipping_norm, dtype=torch.float64)
         self.ratio = self.quantile.moved(self.ratio, float(released[COUNT]), self.plan)
-        return {"clipping_norm": used}
+        return {LOG: used}
 
     # -- kept with a run --
 
@@ -130,7 +121,7 @@ class Gauge:
         if self.quantile is not None:
             kept[_RATIO] = torch.tensor(self.ratio, dtype=torch.float64)
         if kept:
-            save_file({name: each.cpu() for name, each in kept.items()}, Path(folder, FILE_NAME))
+            save_file(kept, Path(folder, FILE_NAME))
 
     def load(self, checkpoint: str) -> None:
         """Go on from a checkpoint.
@@ -147,7 +138,7 @@ class Gauge:
             if not LOWEST <= ratio <= HIGHEST:
                 raise ValueError(_RATIO)
             if self.scales is not None:
-                self.scales.go_on(kept, self.run.model, self.run.device)
+                self.scales.go_on(kept, self.run.model)
         except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
             raise ConfigError(
                 f"Cannot resume: the checkpoint {path.parent.name!r} has no {FILE_NAME} that says "

@@ -343,7 +343,7 @@ class PrivateEncoderPlan(ForwardPlan):
     variant: ClassVar[str] = PRIVATE_ENCODER
     loss: ClassVar[None] = None
     clipping_quantile: ClassVar[None] = None
-    gradient_scaling: ClassVar[None] = None
+    gradient_scaling_beta: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,12 +15,13 @@ from hf_dp import _validate
 from hf_dp._dataclasses import unless_asked
 from hf_dp.accounting import LOSS, SUM, BestOfRandomRuns, Event
 from hf_dp.accounting.event import joint_noise_multiplier
-from hf_dp.accounting.knows import BESIDE, SEARCH, SELECTION, USER_ROWS, Asked, refuse_together
+from hf_dp.accounting.knows import LOSS as LOSS_KIND
+from hf_dp.accounting.knows import SEARCH, SELECTION, USER_ROWS, Asked, refuse_together
 from hf_dp.plans.draws import POISSON, Draw, Poisson, Schedule, draw_of
 from hf_dp.plans.mechanism import MechanismPlan, Words, register_plan
-from hf_dp.plans.quantile import ClippingQuantile
+from hf_dp.plans.quantile import BUDGET_RATIO, LEARNING_RATE, NORM_QUANTILE, ClippingQuantile
 from hf_dp.plans.rounding import clipping_share, rounding_margin
-from hf_dp.plans.scaling import GradientScaling
+from hf_dp.plans.scaling import BETA, check_beta, scaled
 from hf_dp.plans.units import BY_USER, Users
 
 DP_SGD = "dp_sgd"
@@ -61,23 +62,9 @@ class NoisedLoss:
     bound: float
     budget_ratio: float
 
-    name: ClassVar[str] = "a noised loss"
-    log: ClassVar[str] = "noised_loss"
-    logged: ClassVar[str] = "noised losses"
-
     def __post_init__(self) -> None:
         object.__setattr__(self, "bound", loss_bound(BOUND, self.bound))
         object.__setattr__(self, "budget_ratio", budget_ratio(RATIO, self.budget_ratio))
-
-    @property
-    def asked(self) -> Asked:
-        """What a user set to get it, for a refusal."""
-        return Asked(BESIDE, BOUND, self.bound)
-
-    @property
-    def sensitivities(self) -> Mapping[str, float]:
-        """How far one example moves the sum of losses."""
-        return {LOSS: self.bound}
 
     def part(self, noise_multiplier: float) -> Mapping[str, float]:
         """Return the noise multiplier of the losses beside this one of the gradients."""
@@ -108,16 +95,25 @@ class NoisedLoss:
             f"noise multiplier {joint_noise_multiplier(noise_multiplier, losses):.6g}"
         )
 
-    def said(self, schedule: Schedule, noise_multiplier: float, views: int) -> str:
-        """Return how a statement speaks of it."""
+    def words(
+        self, alone: Words, schedule: Schedule, noise_multiplier: float, views: int = 1
+    ) -> Words:
+        """Return how a statement speaks of both sums. Args: alone: how it does of the gradients."""
         losses = self.part(noise_multiplier)[LOSS]
         of_same = f"The losses of the same rows{', each the mean over its views' * (views > 1)}"
         if schedule.users is not None:
             of_same = f"The losses of the same draw, the mean over the rows of each {schedule.one}"
-        return (
-            f"{of_same}, each clipped to [0, {self.bound!r}], are summed, too; Gaussian noise with "
-            f"standard deviation {losses:.6g} x {self.bound!r} is added once to their sum, which "
-            "is divided by the expected batch size and logged as noised_loss"
+        return replace(
+            alone,
+            name=f"{alone.name} and a noised loss",
+            mechanism=(
+                f"{alone.mechanism}. {of_same}, each clipped to [0, {self.bound!r}], are summed, "
+                f"too; Gaussian noise with standard deviation {losses:.6g} x {self.bound!r} is "
+                "added once to their sum, which is divided by the expected batch size and logged "
+                "as noised_loss. Each step's two sums are accounted together, as one with noise "
+                f"multiplier {joint_noise_multiplier(noise_multiplier, losses):.6g}"
+            ),
+            also_covered="the noised losses in its logs, and whatever is computed from them",
         )
 
 
@@ -206,8 +202,8 @@ class DpSgdPlan(MechanismPlan):
         clipping_quantile: how the clipping norm of a step follows from noised counts; C is then
             that of the first step, and the unit in which gradients and noise of all steps are
             measured. None: it is C in all.
-        gradient_scaling: how the scales of a step follow from the noised gradients before, by which
-            gradients are multiplied before they are clipped. None: they are 1.
+        gradient_scaling_beta: how slowly the scales, by which gradients are multiplied before they
+            are clipped, follow the noised gradients of earlier steps. None: they are 1.
         views_per_example: K; a drawn row enters a step as K random views, of which neither draw nor
             event know (:mod:`hf_dp.batches.views`).
 
@@ -219,7 +215,7 @@ class DpSgdPlan(MechanismPlan):
     loss: NoisedLoss | None = None
     search: Search | None = None
     clipping_quantile: ClippingQuantile | None = unless_asked(None)
-    gradient_scaling: GradientScaling | None = unless_asked(None)
+    gradient_scaling_beta: float | None = unless_asked(None)
     views_per_example: int = unless_asked(1)
 
     name: ClassVar[str] = "dp_sgd"
@@ -231,6 +227,8 @@ class DpSgdPlan(MechanismPlan):
         _validate.one_of("clipping", self.clipping, CLIPPINGS)
         if self.clipping_quantile is not None:
             self.clipping_quantile.check(self.clipping, self.clipping_norm)
+        if self.gradient_scaling_beta is not None:
+            check_beta(BETA, self.gradient_scaling_beta)
         _validate.integer("views_per_example", self.views_per_example, 1)
 
     @classmethod
@@ -246,8 +244,10 @@ class DpSgdPlan(MechanismPlan):
         noised_loss_bound: float | None = None,
         noised_loss_budget_ratio: float | None = None,
         mean_runs: float | None = None,
-        clipping_quantile: ClippingQuantile | None = None,
-        gradient_scaling: GradientScaling | None = None,
+        clipping_quantile: float | None = None,
+        clipping_quantile_learning_rate: float = LEARNING_RATE,
+        clipping_quantile_budget_ratio: float = BUDGET_RATIO,
+        gradient_scaling_beta: float | None = None,
         views_per_example: int = 1,
     ) -> Self:
         """Return the plan that these arguments ask for; the draw's as :func:`draw_of`.
@@ -264,27 +264,16 @@ class DpSgdPlan(MechanismPlan):
         search = None if mean_runs is None else Search(mean_runs)
         draw = draw_of(sampling, max_batch_size, by_row)
         own = (clipping_norm, noise_multiplier, clipping, draw, loss, search)
+        counts = (clipping_quantile_learning_rate, clipping_quantile_budget_ratio)
+        moves = None
+        if clipping_quantile is not None:
+            moves = ClippingQuantile(clipping_quantile, *counts)
         return cls(
             *own,
-            clipping_quantile=clipping_quantile,
-            gradient_scaling=gradient_scaling,
+            clipping_quantile=moves,
+            gradient_scaling_beta=gradient_scaling_beta,
             views_per_example=views_per_example,
         )
-
-    @property
-    def beside(self) -> tuple[NoisedLoss | ClippingQuantile, ...]:
-        """What a step releases of the same draw beside the gradients."""
-        return tuple(each for each in (self.loss, self.clipping_quantile) if each is not None)
-
-    @property
-    def logs(self) -> tuple[str, ...]:
-        return tuple(each.log for each in self.beside)
-
-    @property
-    def norm_moves(self) -> str:
-        scaled = "" if self.gradient_scaling is None else " of the scaled gradient"
-        moves = "" if self.clipping_quantile is None else " at first, and then as noised counts say"
-        return scaled + moves
 
     @property
     def is_searched(self) -> bool:
@@ -300,18 +289,21 @@ class DpSgdPlan(MechanismPlan):
 
     def step_event(self, schedule: Schedule, noise_multiplier: float, steps: int) -> Event:
         event: Any = self.draw.event(schedule, noise_multiplier, steps)
-        if self.beside:
-            event = replace(event, beside=self._multipliers(noise_multiplier))
+        if beside := self._beside(noise_multiplier):
+            event = replace(event, beside=beside)
         return event if self.search is None else BestOfRandomRuns((event,), self.search.mean_runs)
 
     def sensitivities(self, schedule: Schedule) -> Mapping[str, float]:
-        others = {name: most for each in self.beside for name, most in each.sensitivities.items()}
-        return {SUM: self.clipping_norm * (1 + self.margin(schedule)), **others}
+        own = {SUM: self.clipping_norm * (1 + self.margin(schedule))}
+        own |= {} if self.loss is None else {LOSS: self.loss.bound}
+        return own if self.clipping_quantile is None else own | self.clipping_quantile.sensitivities
 
-    def _multipliers(self, noise_multiplier: float) -> dict[str, float]:
+    def _beside(self, noise_multiplier: float) -> dict[str, float]:
         """Return the noise multipliers beside this one of the gradients, by part."""
-        parts = (each.part(noise_multiplier) for each in self.beside)
-        return {name: multiplier for part in parts for name, multiplier in part.items()}
+        found: dict[str, float] = {}
+        for each in (self.loss, self.clipping_quantile):
+            found |= {} if each is None else each.part(noise_multiplier)
+        return found
 
     def check_users(self, users: Users | None) -> None:
         by_row = users is not None and users.by_row
@@ -324,7 +316,10 @@ class DpSgdPlan(MechanismPlan):
         super().check(schedule, selects)
         asked = [] if self.search is None else [Asked(SEARCH, MEAN_RUNS, self.search.mean_runs)]
         asked.append(self.draw.asked)
-        asked.extend(each.asked for each in self.beside)
+        if self.loss is not None:
+            asked.append(Asked(LOSS_KIND, BOUND, self.loss.bound))
+        if self.clipping_quantile is not None:  # another sum over the draw, as losses are
+            asked.append(Asked(LOSS_KIND, NORM_QUANTILE, self.clipping_quantile.quantile))
         if selects:
             asked.append(Asked(SELECTION, "peft_config", "one that selects what trains"))
         refuse_together(asked, schedule.accountant)
@@ -333,14 +328,14 @@ class DpSgdPlan(MechanismPlan):
     def outline(self, schedule: Schedule) -> tuple[str, ...]:
         views = self.views_per_example
         lines = [f"{views} views of each drawn row: {views} x as many go through the model"]
-        lines = lines[views == 1 :] + [each.outline(schedule, self.sigma) for each in self.beside]
-        if len(self.beside) > 1:
-            lines.append(f"all of a step's sums, as one with noise multiplier {self._joint():.6g}")
-        return tuple(lines)
+        loss = [] if self.loss is None else [self.loss.outline(schedule, self.sigma)]
+        counts = self.clipping_quantile
+        norm = [] if counts is None else [counts.outline(schedule, self.sigma, self._joint())]
+        return (*lines[views == 1 :], *loss, *norm)
 
     def _joint(self) -> float:
         """Return the noise multiplier of all sums of a step, as of one."""
-        return joint_noise_multiplier(self.sigma, *self._multipliers(self.sigma).values())
+        return joint_noise_multiplier(self.sigma, *self._beside(self.sigma).values())
 
     def words(self, schedule: Schedule) -> Words:
         users, one = schedule.users, schedule.one
@@ -359,11 +354,9 @@ class DpSgdPlan(MechanismPlan):
                 f"; of a drawn {one} with more than {users.max_rows} rows, that many of them are "
                 "used, chosen uniformly at random in each draw"
             )
-        noise = f"and Gaussian noise{('', ' on both sums', ' on all three sums')[len(self.beside)]}"
-        if self.clipping_quantile is not None:
-            noise = f"with a bounded count, {noise}"
+        noise = "and Gaussian noise"
         if self.loss is not None:
-            noise = f"of gradients and losses, {noise}"
+            noise = "of gradients and losses, and Gaussian noise on both sums"
         words = Words(
             name=name,
             mechanism=(
@@ -380,25 +373,12 @@ class DpSgdPlan(MechanismPlan):
             sampling_code=self.draw.sampling,
             conditions=self.draw.conditions,
         )
-        if self.gradient_scaling is not None:
-            scaled = f"{words.mechanism}. {self.gradient_scaling.said()}"
-            words = replace(words, name=f"{words.name} with scaled gradients", mechanism=scaled)
-        if self.beside:
-            logged, said = " and ".join(each.logged for each in self.beside), [words.mechanism]
-            if self.loss is not None:
-                said.append(self.loss.said(schedule, self.sigma, self.views_per_example))
-            if self.clipping_quantile is not None:
-                said.append(self.clipping_quantile.said(schedule, self.sigma))
-            said.append(
-                f"Each step's {('two', 'three')[len(self.beside) - 1]} sums are accounted "
-                f"together, as one with noise multiplier {self._joint():.6g}"
-            )
-            words = replace(
-                words,
-                name=" and ".join([words.name, *(each.name for each in self.beside)]),
-                mechanism=". ".join(said),
-                also_covered=f"the {logged} in its logs, and whatever is computed from them",
-            )
+        if self.gradient_scaling_beta is not None:
+            words = scaled(words, self.gradient_scaling_beta)
+        if self.loss is not None:
+            words = self.loss.words(words, schedule, self.sigma, self.views_per_example)
+        if self.clipping_quantile is not None:
+            words = self.clipping_quantile.words(words, schedule, self.sigma, self._joint())
         return words if self.search is None else self.search.words(words)
 
 

@@ -165,16 +165,6 @@ class MechanismPlan(Named, ABC):
         return "flat"
 
     @property
-    def logs(self) -> tuple[str, ...]:
-        """What logs call the numbers that steps release beside the gradients."""
-        return ()
-
-    @property
-    def norm_moves(self) -> str:
-        """How the clipping norm changes, for the card; empty if it does not."""
-        return ""
-
-    @property
     def views_per_example(self) -> int:
         """K, the random views as which a drawn row enters a step (:mod:`hf_dp.batches.views`)."""
         return 1

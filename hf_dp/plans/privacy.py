@@ -126,8 +126,7 @@ class PrivacyPlan(Schedule):
 
     @property
     def noise_std(self) -> float:
-        """Standard deviation of the noise on the sum, or on a vector where there is no sum, in
-        units of the step's gauge (:mod:`hf_dp.mechanisms.gauge`)."""
+        """Standard deviation of the noise on the sum, or on a vector where there is no sum."""
         sensitivities = self.mechanism.sensitivities(self)
         part = SUM if SUM in sensitivities else next(iter(sensitivities))
         return self.noise_multiplier * sensitivities[part]

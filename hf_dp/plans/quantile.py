@@ -27,20 +27,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from hf_dp import _validate
-from hf_dp.accounting.event import joint_noise_multiplier
-from hf_dp.accounting.knows import BESIDE, Asked
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.plans.draws import Schedule
+from hf_dp.plans.mechanism import Words
 from hf_dp.plans.rounding import RAMP, count_margin, count_share
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 COUNT = "count"  # the part of a step's event
+LOG = "clipping_norm"  # what logs call the norm of a step
 
 # The arguments.
 NORM_QUANTILE = "clipping_quantile"
@@ -87,22 +87,11 @@ class ClippingQuantile:
     learning_rate: float = LEARNING_RATE
     budget_ratio: float = BUDGET_RATIO
 
-    name: ClassVar[str] = "a noised count"
-    log: ClassVar[str] = "clipping_norm"
-    logged: ClassVar[str] = "clipping norms"
-
     def __post_init__(self) -> None:
         object.__setattr__(self, "quantile", check_quantile(NORM_QUANTILE, self.quantile))
         rate = _validate.positive(RATE, self.learning_rate, "0.2 is the paper's.")
         object.__setattr__(self, "learning_rate", rate)
         object.__setattr__(self, "budget_ratio", check_ratio(RATIO, self.budget_ratio))
-
-    # -- what is released --
-
-    @property
-    def asked(self) -> Asked:
-        """What a user set to get it, for a refusal."""
-        return Asked(BESIDE, NORM_QUANTILE, self.quantile)
 
     def check(self, clipping: str, clipping_norm: float) -> None:
         """Raise InvalidArgumentError for a way to clip, or a first norm, that it does not go with;
@@ -164,28 +153,37 @@ class ClippingQuantile:
 
     # -- how it is spoken of --
 
-    def outline(self, schedule: Schedule, noise_multiplier: float) -> str:
-        """Return its numbers, on one line."""
+    def outline(self, schedule: Schedule, noise_multiplier: float, joint: float) -> str:
+        """Return its numbers, on one line. Args: joint: that of all of a step's sums, as of one."""
         counts = self.part(noise_multiplier)[COUNT]
         return (
             f"clipping norm: moves towards the norm that a share of {self.quantile:g} of the "
             f"gradients has at most, by noised counts with noise multiplier {counts:.6g}, standard "
-            f"deviation of a step's share {self.std(schedule, noise_multiplier):.4g}; with the "
-            "gradients, as one sum with noise multiplier "
-            f"{joint_noise_multiplier(noise_multiplier, counts):.6g}"
+            f"deviation of a step's share {self.std(schedule, noise_multiplier):.4g}; all sums of "
+            f"a step, as one with noise multiplier {joint:.6g}"
         )
 
-    def said(self, schedule: Schedule, noise_multiplier: float) -> str:
-        """Return how a statement speaks of it."""
-        return (
-            "The clipping norm is that of the first step. It then moves towards the norm that a "
-            f"share of {self.quantile!r} of the gradients has at most, within {1 / LOWEST:g} times "
-            f"less and {HIGHEST:g} times more, with the learning rate {self.learning_rate!r}. To "
-            f"this end each {schedule.one} that is drawn counts 0.5 where its gradient's norm is "
-            "far below the step's, -0.5 where it is far above, and a number between them "
-            "elsewhere; Gaussian "
-            f"noise with standard deviation {self.part(noise_multiplier)[COUNT]:.6g} x 0.5 (and "
-            f"{count_margin():.1e} of it more, for the rounding of norms) is added once to the sum "
-            "of the counts. Gradients and their noise are in units of the step's norm, which is a "
-            "function of the noised counts before and is logged as clipping_norm"
+    def words(
+        self, others: Words, schedule: Schedule, noise_multiplier: float, joint: float
+    ) -> Words:
+        """Return how a statement speaks of it. Args: others: how it does of the other sums."""
+        counts, of_logs = self.part(noise_multiplier)[COUNT], "the clipping norms in its logs, "
+        return replace(
+            others,
+            name=f"{others.name} and a noised count",
+            mechanism=(
+                f"{others.mechanism}. The clipping norm is that of the first step. It then moves "
+                f"towards the norm that a share of {self.quantile!r} of the gradients has at most, "
+                f"within {1 / LOWEST:g} times less and {HIGHEST:g} times more, with the learning "
+                f"rate {self.learning_rate!r}. To this end each {schedule.one} that is drawn "
+                "counts 0.5 where its gradient's norm is far below the step's, -0.5 where it is "
+                "far above, and a number between them elsewhere; Gaussian noise with standard "
+                f"deviation {counts:.6g} x 0.5 (and {count_margin():.1e} of it more, for the "
+                "rounding of norms) is added once to the sum of the counts. Gradients and their "
+                "noise are in units of the step's norm, which is a function of the noised counts "
+                "before and is logged as clipping_norm. All sums of a step are accounted together, "
+                f"as one with noise multiplier {joint:.6g}"
+            ),
+            proof=f"{others.proof}, each with a bounded count and noise on it",
+            also_covered=of_logs + (others.also_covered or "and whatever is computed from them"),
         )

@@ -14,9 +14,10 @@ Stern 2018, arXiv 1804.04235), s = 1 / sqrt(v), limited so that the scales of a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 from hf_dp import _validate
+from hf_dp.plans.mechanism import Words
 
 BETA = "gradient_scaling_beta"  # the argument
 
@@ -29,25 +30,13 @@ def check_beta(name: str, value: object) -> float:
     return _validate.in_unit_interval(name, value, "0.95 averages about 20 steps.")
 
 
-@dataclass(frozen=True)
-class GradientScaling:
-    """Scales that follow from the noised gradients.
-
-    Args: beta: in (0, 1), the decay of the moving averages of their squares.
-
-    Raises: InvalidArgumentError.
-    """
-
-    beta: float
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "beta", check_beta(BETA, self.beta))
-
-    def said(self) -> str:
-        """Return how a statement speaks of it."""
-        return (
-            "Before it is clipped, each gradient is multiplied by scales, one for each number, "
-            "which are a function of the noised gradients of earlier steps (decay "
-            f"{self.beta!r}); the norm is that of the scaled gradient, and the noised sum is "
-            "divided by the scales"
-        )
+def scaled(plain: Words, beta: float) -> Words:
+    """Return how a statement speaks of it. Args: plain: how it does of plain gradients."""
+    return replace(
+        plain,
+        name=f"{plain.name} with scaled gradients",
+        mechanism=f"{plain.mechanism}. Before it is clipped, each gradient is multiplied by "
+        "scales, one for each number, which are a function of the noised gradients of earlier "
+        f"steps (decay {beta!r}); the norm is that of the scaled gradient, and the noised sum is "
+        "divided by the scales",
+    )

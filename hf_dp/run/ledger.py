@@ -40,7 +40,6 @@ _ARGUMENTS = {
     "target_epsilon": "",
     "loss": "`noised_loss_bound`, `noised_loss_budget_ratio`",
     "clipping_quantile": "",
-    "gradient_scaling": "`gradient_scaling_beta`",
     "noise_multiplier": "",
     "delta": "`target_delta`",
     "draw": "`sampling`, `max_logical_batch_size`, `unit_sampling`",

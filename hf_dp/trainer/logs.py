@@ -36,7 +36,7 @@ class ReleasedLogs(Trainer):
     privacy_plan: PrivacyPlan | None = None
     _run: PrivateRun | None = None
     _evaluation: dict[str, float]  # the latest metrics
-    known_names: frozenset[str] = frozenset()  # which features and steps log
+    known_names: frozenset[str] = frozenset()  # which features log
     _is_silent: bool = False  # whether rows of a draw are in sight
     _told: frozenset[str] = frozenset()  # dropped names that were warned of
 

@@ -419,16 +419,10 @@ def gradient_plan(args: Any, num_classes: int | None) -> dp_sgd.DpSgdPlan:
         noised_loss_bound=args.noised_loss_bound,
         noised_loss_budget_ratio=args.noised_loss_budget_ratio,
         mean_runs=args.private_selection_mean_runs,
-        clipping_quantile=None
-        if args.clipping_quantile is None
-        else quantile.ClippingQuantile(
-            args.clipping_quantile,
-            args.clipping_quantile_learning_rate,
-            args.clipping_quantile_budget_ratio,
-        ),
-        gradient_scaling=None
-        if args.gradient_scaling_beta is None
-        else scaling.GradientScaling(args.gradient_scaling_beta),
+        clipping_quantile=args.clipping_quantile,
+        clipping_quantile_learning_rate=args.clipping_quantile_learning_rate,
+        clipping_quantile_budget_ratio=args.clipping_quantile_budget_ratio,
+        gradient_scaling_beta=args.gradient_scaling_beta,
         views_per_example=args.views_per_example,
     )
 

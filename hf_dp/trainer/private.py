@@ -112,9 +112,9 @@ class PrivateTraining(Training):
         run.columns = trainer.columns_for_training
         run.book.weaken(Flags(evaluation_compared=self._compared))
         trainer.write_beside_weights = self.write_beside_weights
-        of_features = (name for each in self.features for name in each.names)
-        trainer.known_names = frozenset((*of_features, *run.plan.mechanism.logs))
         trainer.mechanism = self.mechanism = mechanism_for(run, self.tuner)
+        names = (n for each in self.features for n in each.names)
+        trainer.known_names = frozenset((*names, *self.mechanism.logs))
         for inside in self.inside:  # which the statement names, whatever it overrides
             run.let_inside(inside)
             inside.enter(run, self.tuner)

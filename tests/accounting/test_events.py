@@ -231,7 +231,7 @@ ASKED = {
     knows.TRUNCATED: {"max_batch_size": 60},
     knows.USER_ROWS: {"users": USERS, "privacy_unit": USER},
     knows.ALLOCATION: {"sampling": "random_allocation"},
-    knows.BESIDE: {"noised_loss_bound": 3.0, "noised_loss_budget_ratio": 0.1},
+    knows.LOSS: {"noised_loss_bound": 3.0, "noised_loss_budget_ratio": 0.1},
     knows.SEARCH: {"mean_runs": 3.0},
     knows.SELECTION: {"selection": SelectionPlan("gradient", 0.1, 4, 0.1, 2, 5.0, None)},
 }
