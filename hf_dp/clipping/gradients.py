@@ -188,24 +188,24 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def add_exact_product(total: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> None:
-    """Add ``sum_k sum_it lefts[k][i, t] rights[k][i, t]^T`` to a total of m n numbers, in place.
-    The factors, (b, T, m) and (b, T, n), are multiplied on tensor cores."""
-    lefts, rights = ([each.flatten(0, 1) for each in factors] for factors in (lefts, rights))
+    """Add ``sum_k lefts[k]^T rights[k]`` to a total of m n numbers, in place. The factors, (s, m)
+    and (s, n), are multiplied on tensor cores, and at most LONG_SUM of the s terms added there."""
     (terms, height), width = lefts[0].shape, rights[0].shape[1]
-    whole = terms // LONG_SUM
-    # All sums of LONG_SUM terms, and that of the terms that are left over.
-    both = (slice(whole * LONG_SUM), whole), (slice(whole * LONG_SUM, terms), 1)
-    parts = [(part, count) for part, count in both if part.start != part.stop and count]
-    rows = max(1, _SUMS // (max(1, whole) * width))
+    least = -(-terms // LONG_SUM)
+    # Equal sums if possible: terms that are left over are a product of their own.
+    count = next((c for c in range(least, 2 * least) if terms % c == 0), least)
+    whole, rows = terms - terms % count, max(1, _SUMS // (count * width))
     for start in range(0, height, rows):
-        some = total.view(height, width)[start : start + rows]
-        for part, count in parts:
-            sums: Tensor | None = None
-            for left, right in zip(lefts, rights, strict=True):
-                one = left[part, start : start + rows].unflatten(0, (count, -1))
-                sums = exact_products(one.mT, right[part].unflatten(0, (count, -1)), sums)
-            assert sums is not None
-            some.add_(sums.sum(0, dtype=total.dtype))
+        sums: Tensor | None = None
+        for left, right in zip(lefts, rights, strict=True):
+            one = left[:whole, start : start + rows].unflatten(0, (count, -1))
+            sums = exact_products(one.mT, right[:whole].unflatten(0, (count, -1)), sums)
+        assert sums is not None
+        total.view(height, width)[start : start + rows].add_(sums.sum(0, dtype=total.dtype))
+    if whole < terms:
+        add_exact_product(
+            total, [each[whole:] for each in lefts], [each[whole:] for each in rights]
+        )
 
 
 @dataclass
@@ -243,10 +243,13 @@ class OuterProducts(PerExampleGradient):
         flops = 2 * total.numel() * self.left.shape[:2].numel()
         if not on_tensor_cores(self.left, self.right) or flops < _SLOW:
             add_product(total, *self.weighted_factors(weights))
-        elif self.left.shape[2] < self.right.shape[2]:
-            add_exact_product(total, weights.pieces(self.left), [self.right] * 3)
+            return
+        if self.left.shape[2] < self.right.shape[2]:
+            lefts, rights = weights.pieces(self.left), [self.right] * 3
         else:
-            add_exact_product(total, [self.left] * 3, weights.pieces(self.right))
+            lefts, rights = [self.left] * 3, weights.pieces(self.right)
+        flat = ([each.flatten(0, 1) for each in factors] for factors in (lefts, rights))
+        add_exact_product(total, *flat)
 
     def size(self) -> Tensor:
         dtype = accumulation_dtype(self.left.dtype)

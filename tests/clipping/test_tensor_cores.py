@@ -14,8 +14,9 @@ from hf_dp.clipping.gradients import OuterProducts, Weights
 from hf_dp.clipping.rounding import outer_norms, outer_sums, pieces, unit
 
 CUT_OFF = 39 / 1024 * 2**-24
-# Examples, positions, and both widths; sums of more than LONG_SUM terms, of fewer, of just as many.
-SIZES = [(8, 300, 32, 48), (4, 128, 48, 32), (2, 1024, 24, 24), (3, 700, 17, 1600)]
+# Examples, positions, and both widths; sums of more than LONG_SUM terms, of fewer, of just as many,
+# and of some that are no multiple of any.
+SIZES = [(8, 300, 32, 48), (4, 128, 48, 32), (2, 1024, 24, 24), (2, 1031, 17, 1600)]
 
 
 def cutting_off(one: Tensor, other: Tensor, total: Tensor | None = None) -> Tensor:
