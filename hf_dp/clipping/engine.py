@@ -171,19 +171,16 @@ class ClippingEngine:
         watch: Watch | None = None,
         scales: Mapping[str, Scale] | None = None,
     ) -> None:
-        """Measure gradients by public numbers from now on, inside the ``with``: what is clipped to
-        C and added is ``s * g / r``, so C remains what one example adds at most.
+        """Measure gradients by public numbers until the ``with`` ends: what is clipped to C and
+        added is ``s * g / r``, so C remains what one example adds at most.
 
         Args:
             gauge: r > 0.
-            watch: sees, in each :meth:`backward` that counts, the norms before they are divided by
-                r, as weights are computed from them, (K, units), and which units are used. Not
-                private.
-            scales: s of parameters, by name; 1 for the others. ``collect`` returns the sums of what
-                was scaled, and ``watch`` sees its norms.
+            watch: sees the norms of ``s * g``, as weights are computed from them, (K, units), and
+                which units are used. Not private.
+            scales: s of trainable parameters, by name; 1 for the others.
 
-        Raises: InvalidArgumentError where gradients would be clipped to less than float32 can tell,
-            and for scales that are not those of a trainable parameter.
+        Raises: InvalidArgumentError for these, and where r C is less than float32 can tell from 0.
         """
         if self.clipping_norm * _validate.positive("gauge", gauge) < SMALLEST_CLIPPING_NORM:
             least = SMALLEST_CLIPPING_NORM / self.clipping_norm

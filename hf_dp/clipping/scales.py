@@ -1,13 +1,10 @@
 """Scales: public positive numbers by which a parameter's gradients are multiplied before all else.
 
 A parameter of m rows and n numbers in each has the scales ``s = rows columns^T`` (m, n), so that a
-sum of outer products stays one: ``s * sum_t l_t r_t^T = sum_t (rows * l_t)(columns * r_t)^T``.
-Norms, slack, weights and sums are then those of what was scaled; they cost one scaled copy of what
-a use holds, and nothing more. A vector of m numbers has rows alone, one scale for each number.
-
-In what an embedding adds, ``sum_t onehot(k_t) e_t^T``, e_t is multiplied by ``rows[k_t] columns``.
-A parameter's scales are of its own rows and columns. So they are the same for all its uses, in tied
-layers (an embedding and a head) and for weights that are stored transposed (Conv1D).
+sum of outer products stays one: ``s * sum_t l_t r_t^T = sum_t (rows * l_t)(columns * r_t)^T``. Then
+norms, slack, weights and sums are those of what was scaled. In what an embedding adds,
+``sum_t onehot(k_t) e_t^T``, e_t is multiplied by ``rows[k_t] columns``. A parameter's scales are of
+its own rows and columns: all its uses have the same, in tied and in transposed layers, too.
 """
 
 from __future__ import annotations
@@ -24,8 +21,7 @@ from hf_dp.errors import UnsupportedModelError
 
 
 def sides(shape: torch.Size) -> tuple[int, int]:
-    """Return (m, n) of a parameter: one of shape (m, ...) has n numbers in each row, one of shape
-    (m,) or () has n = 1."""
+    """Return (m, n) of a parameter of shape (m, ...); n is 1 for one of shape (m,) or ()."""
     return (shape[0] if shape else 1), shape[1:].numel()
 
 
@@ -46,10 +42,8 @@ class Scale:
         return Scale(self.rows.to(parameter.device), self.columns.to(parameter.device))
 
     def of(self, use: PerExampleGradient) -> PerExampleGradient:
-        """Return the gradients of one use times the scales, in float32 or better.
-
-        Raises: UnsupportedModelError for gradients that are formed by blocks.
-        """
+        """Return the gradients of one use times the scales, in float32 or better. Raises:
+        UnsupportedModelError for gradients that are formed by blocks."""
         if isinstance(use, OuterProducts):
             return OuterProducts(_times(use.left, self.rows), _times(use.right, self.columns))
         if isinstance(use, Lookups):
@@ -58,13 +52,12 @@ class Scale:
         if isinstance(use, Dense):
             b, m, n = len(use.gradients), len(self.rows), len(self.columns)
             scaled = _times(use.gradients.reshape(b, m, n), self.columns).mul_(self.rows[:, None])
-            # A term may lie where the scale is largest.
-            largest = self.rows.max() * self.columns.max()
-            sizes = None if use.of_terms is None else use.of_terms * largest
-            return Dense(scaled.view_as(use.gradients), owned=True, of_terms=sizes)
+            size = use.of_terms
+            if size is not None:  # a term may lie where the scale is largest
+                size = size * self.rows.max() * self.columns.max()
+            return Dense(scaled.view_as(use.gradients), owned=True, of_terms=size)
         raise UnsupportedModelError(
-            "Gradients of a head that are formed by blocks of the vocabulary cannot be scaled. Set "
-            "chunked_loss=False."
+            "A head's gradients that are formed by blocks cannot be scaled. Set chunked_loss=False."
         )
 
     @torch.no_grad()

@@ -5,12 +5,11 @@ divided by the gauge before they are clipped to C, the plan's norm, and what has
 multiplied by it again. So sensitivity and noise are the same numbers in all steps, however the
 clipping norm moves, and noise that is correlated over steps means what its analysis says.
 
-A gauge is one number for all gradients, the step's clipping norm / C (:mod:`hf_dp.plans.quantile`);
-or it has one for each number of a gradient, 1 / scale (:mod:`hf_dp.plans.scaling`); or both.
-
-A gauge is a function of public numbers and of what earlier steps released. So all that a step does
-with it is chosen before the step's draw, as adaptive composition allows, or comes after the gate.
-Checkpoints of a Trainer keep it; a loop of one's own begins with 1 whenever it is started.
+It is one number for all gradients, the step's clipping norm / C (:mod:`hf_dp.plans.quantile`), or
+one for each number of a gradient, 1 / scale (:mod:`hf_dp.plans.scaling`), or both: a function of
+public numbers and of what earlier steps released. So all that a step does with it is chosen before
+its draw, as adaptive composition allows, or comes after the gate. Checkpoints of a Trainer keep it;
+a loop of one's own begins with 1 whenever it is started.
 """
 
 from __future__ import annotations
@@ -39,20 +38,16 @@ _RATIO = "ratio"
 
 
 class Gauge:
-    """The gauge of a run's steps, from the first one to the next.
+    """The gauge of a run's steps, which moves as the plan ``rules`` says; by default it stays 1.
 
-    Args: rules: the plan that says how it moves; by default it stays, and is 1.
-
-    Attributes:
-        ratio: the norm of the next step, divided by C.
-        scales: what the gradients of the next step are multiplied by; None: 1.
+    Attributes: ratio: the norm of the next step, divided by C. scales: what the gradients of the
+        next step are multiplied by; None: 1.
     """
 
     def __init__(self, run: PrivateRun, rules: DpSgdPlan):
         self.run, self.plan, self.quantile, self.ratio = run, run.plan, rules.clipping_quantile, 1.0
-        self.scales: Scales | None = None
-        if rules.gradient_scaling_beta is not None:
-            self.scales = Scales(rules.gradient_scaling_beta, run.processes)
+        beta = rules.gradient_scaling_beta
+        self.scales = None if beta is None else Scales(beta, run.processes)
 
     @property
     def clipping_norm(self) -> float:
@@ -65,9 +60,9 @@ class Gauge:
         quantile, norm, device = self.quantile, self.clipping_norm, self.run.device
         scales: dict[str, Scale] = {}
         if self.scales is not None:  # in the first step, too, so that all take the same memory
-            for name, p in self.run.model.named_parameters():
-                if name in engine.groups:  # what trains may change between steps
-                    scales[name] = self.scales.now.get(name) or Scale(*map(torch.ones, sides(p.shape)))
+            now, named = self.scales.now, dict(self.run.model.named_parameters())
+            for name in engine.groups:  # what trains may change between steps
+                scales[name] = now.get(name) or Scale(*map(torch.ones, sides(named[name].shape)))
         if quantile is None:
             engine.measure(scales=scales)
             return {}
@@ -82,11 +77,9 @@ class Gauge:
 
     @torch.no_grad()
     def undo(self, noised: Mapping[str, Tensor]) -> float:
-        """Put noised sums back into the units of gradients, in place. Return the root of the sum of
-        the squares of what their numbers were multiplied by: the norm of noise that had 1 in each.
-        """
-        scales = {} if self.scales is None else self.scales.now
-        squares = 0.0
+        """Put noised sums back into the units of gradients, in place. Return the norm that noise
+        with 1 in each number has then."""
+        squares, scales = 0.0, {} if self.scales is None else self.scales.now
         for name, total in noised.items():
             if (scale := scales.get(name)) is not None:
                 scale.undo(total)
@@ -98,13 +91,8 @@ class Gauge:
     def learn(
         self, released: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Move on to the next step, by what was released of this one; return what this one's log
-        may say.
-
-        Args:
-            released: noised sums beside the gradients, by part of the event.
-            gradients: noised, by name.
-        """
+        """Move on to the next step, by the noised sums of this one: the gradients by name, others
+        by part of the event. Return what this one's log may say."""
         if self.scales is not None:
             self.scales.learn(gradients)
         if self.quantile is None:
@@ -124,17 +112,14 @@ class Gauge:
             save_file(kept, Path(folder, FILE_NAME))
 
     def load(self, checkpoint: str) -> None:
-        """Go on from a checkpoint.
-
-        Raises: ConfigError for one that does not say where the gauge was.
-        """
+        """Go on from a checkpoint. Raises: ConfigError for one that does not say where the gauge
+        was."""
         if self.quantile is None and self.scales is None:
             return
-        path, ratio = Path(checkpoint, FILE_NAME), 1.0
+        path = Path(checkpoint, FILE_NAME)
         try:
             kept = load_file(path)
-            if self.quantile is not None:
-                ratio = float(kept[_RATIO])
+            ratio = 1.0 if self.quantile is None else float(kept[_RATIO])
             if not LOWEST <= ratio <= HIGHEST:
                 raise ValueError(_RATIO)
             if self.scales is not None:

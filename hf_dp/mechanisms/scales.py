@@ -12,8 +12,8 @@ from hf_dp.clipping.scales import Scale, sides
 from hf_dp.distributed.processes import Processes
 from hf_dp.plans.scaling import SPREAD
 
-# Mean squares of a parameter's noised gradients: of its rows (m,) and of its columns (n,). They are
-# kept in float64 on the CPU, where their many small sums wait for no device.
+# Mean squares of a parameter's gradients: of its rows (m,) and of its columns (n,), in float64, and
+# kept on the CPU, where their many small sums wait for no device.
 Squares = tuple[Tensor, Tensor]
 _ROWS, _COLUMNS = "rows of ", "columns of "
 # Squares further below the largest mean square count as this much of it: what is 0 but for rounding
@@ -28,12 +28,8 @@ def mean_squares(gradient: Tensor) -> Squares:
 
 
 class Scales:
-    """Moving averages of squares of noised gradients, and the scales that follow from them.
-
-    Args: beta: their decay, in (0, 1).
-
-    Attributes: now: the scales of the next step, by the name of a sum; none before the first.
-    """
+    """Moving averages, with the decay ``beta``, of squares of noised gradients; and the scales that
+    follow, ``now`` those of the next step by the name of a sum, none before the first."""
 
     def __init__(self, beta: float, processes: Processes):
         self.beta, self.processes = beta, processes
@@ -42,15 +38,12 @@ class Scales:
 
     @torch.no_grad()
     def learn(self, noised: Mapping[str, Tensor]) -> None:
-        """Take note of the noised gradients of a step, and scale the next ones.
-
-        The main process's numbers are everyone's: processes that add up scaled gradients must agree
-        on the scales in every bit, and devices may add in different orders.
-        """
+        """Take note of a step's noised gradients, and scale the next ones. Processes must agree on
+        scales in every bit, and devices add in different orders: so all take the main one's."""
         for name, gradient in noised.items():
-            rows, columns = (self.processes.from_main(v).cpu() for v in mean_squares(gradient))
-            old = self._squares.get(name, (rows, columns))  # the first ones are the average
-            rows, columns = old[0].lerp(rows, 1 - self.beta), old[1].lerp(columns, 1 - self.beta)
+            new = [self.processes.from_main(each).cpu() for each in mean_squares(gradient)]
+            old = self._squares.get(name, new)  # the first ones are the average
+            rows, columns = (a.lerp(b, 1 - self.beta) for a, b in zip(old, new, strict=True))
             self._squares[name] = rows, columns
         self.now = scales_of(self._squares)
 
@@ -60,11 +53,8 @@ class Scales:
         return rows | {_COLUMNS + name: each[1] for name, each in self._squares.items()}
 
     def go_on(self, kept: Mapping[str, Tensor], model: nn.Module) -> None:
-        """Go on from what was kept of a run of this model.
-
-        Raises: KeyError where numbers of a parameter that trains are missing; ValueError for those
-            that are no mean squares of a parameter.
-        """
+        """Go on from what was kept of a run of this model. Raises: KeyError where numbers of a
+        parameter that trains are missing; ValueError for those that are no mean squares of it."""
         squares = {}
         for name, p in model.named_parameters():
             if p.requires_grad or _ROWS + name in kept:
@@ -86,20 +76,18 @@ def scales_of(squares: Mapping[str, Squares]) -> dict[str, Scale]:
     """
     means = {name: float(rows.mean()) for name, (rows, _) in squares.items()}
     least = max(means.values(), default=0.0) * _LEAST or 1.0
-    levels: dict[str, float] = {}
+    levels: dict[str, Tensor] = {}
     factors: dict[str, Scale] = {}
     for name in sorted(squares):  # sums that round are the same after a resume
         rows, columns = (v.clamp_min(least).log().mul(-0.5) for v in squares[name])
-        of_mean = 0.5 * math.log(max(means[name], least))
-        levels[name] = float(rows.mean() + columns.mean()) + of_mean
+        levels[name] = rows.mean() + columns.mean() + 0.5 * math.log(max(means[name], least))
         factors[name] = Scale(_limited(rows - rows.mean()), _limited(columns - columns.mean()))
-    middle = sum(levels.values()) / max(len(levels), 1)
-    total, numbers = 0.0, 0
-    for name, (rows, columns) in ((name, (s.rows, s.columns)) for name, s in factors.items()):
-        rows = rows * _limited(torch.tensor(levels[name] - middle, dtype=torch.float64))
-        factors[name] = Scale(rows, columns)
-        total += float(rows.square().sum() * columns.square().sum())
-        numbers += len(rows) * len(columns)
+    total, numbers, middle = 0.0, 0, sum(levels.values()) / max(len(levels), 1)
+    for name, scale in factors.items():
+        rows = scale.rows * _limited(levels[name] - middle)
+        factors[name] = Scale(rows, scale.columns)
+        total += float(rows.square().sum() * scale.columns.square().sum())
+        numbers += len(rows) * len(scale.columns)
     one = math.sqrt(numbers / total) if total else 1.0
     return {name: Scale(scale.rows * one, scale.columns) for name, scale in factors.items()}
 

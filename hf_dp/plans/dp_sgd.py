@@ -199,11 +199,10 @@ class DpSgdPlan(MechanismPlan):
         draw: who takes part in a step.
         loss: the sum of losses that a step releases with noise of its own; None: none.
         search: the search of which this is one run; None: it is none.
-        clipping_quantile: how the clipping norm of a step follows from noised counts; C is then
-            that of the first step, and the unit in which gradients and noise of all steps are
-            measured. None: it is C in all.
-        gradient_scaling_beta: how slowly the scales, by which gradients are multiplied before they
-            are clipped, follow the noised gradients of earlier steps. None: they are 1.
+        clipping_quantile: how a step's clipping norm, the unit of its gradients and noise, follows
+            from noised counts; C is then the first. None: it is C in all.
+        gradient_scaling_beta: how slowly scales, by which gradients are multiplied before they are
+            clipped, follow noised gradients. None: they are 1.
         views_per_example: K; a drawn row enters a step as K random views, of which neither draw nor
             event know (:mod:`hf_dp.batches.views`).
 
@@ -264,16 +263,11 @@ class DpSgdPlan(MechanismPlan):
         search = None if mean_runs is None else Search(mean_runs)
         draw = draw_of(sampling, max_batch_size, by_row)
         own = (clipping_norm, noise_multiplier, clipping, draw, loss, search)
-        counts = (clipping_quantile_learning_rate, clipping_quantile_budget_ratio)
-        moves = None
+        plan = cls(*own, views_per_example=views_per_example)
         if clipping_quantile is not None:
-            moves = ClippingQuantile(clipping_quantile, *counts)
-        return cls(
-            *own,
-            clipping_quantile=moves,
-            gradient_scaling_beta=gradient_scaling_beta,
-            views_per_example=views_per_example,
-        )
+            counts = (clipping_quantile_learning_rate, clipping_quantile_budget_ratio)
+            plan = replace(plan, clipping_quantile=ClippingQuantile(clipping_quantile, *counts))
+        return replace(plan, gradient_scaling_beta=gradient_scaling_beta)
 
     @property
     def is_searched(self) -> bool:

@@ -2,21 +2,15 @@
 arXiv 1905.03871, algorithm 1).
 
 **The count.** Each example that is drawn adds a number h to a second sum over the draw, which is
-noised as a part of the step's event. In the paper h is 1/2 where the norm n is at most C_t, else
--1/2. Here it falls from the one to the other between (1 - w) C_t and (1 + w) C_t:
-
-    h = (1 - n / C_t) / (2 w), clipped to [-1/2, 1/2], with w = 1/4
-
-since a jump would break the bound. Norms are believed with a relative error, and those of up to R
-*other* examples may change by it when one example leaves (:mod:`hf_dp.plans.rounding`). If R equal
-rows have a norm next to C_t, the paper's count could move by R. Here each of them moves it by the
-change of n / C_t, divided by 2 w (:func:`hf_dp.plans.rounding.count_margin`). An example that is
-removed adds 0.
+noised as a part of the step's event: in the paper 1/2 where the norm n is at most C_t, else -1/2.
+Here h = (1 - n / C_t) / (2 w), clipped to [-1/2, 1/2], with w = 1/4, since a jump would break the
+bound. When one example leaves, the norms of R *others* may change by their relative error. If these
+are equal rows whose norm is next to C_t, the paper's count could move by R; this one moves by no
+more than :func:`hf_dp.plans.rounding.count_margin` adds.
 
 **The event.** An example moves the count by at most 1/2, so noise of standard deviation sigma_b has
-the multiplier 2 sigma_b, and is scaled up by the margin, as that of the gradients is. Together with
-the gradients: 1 / sigma_eff^2 = 1 / sigma^2 + 1 / (2 sigma_b)^2 (section 2.3;
-:class:`hf_dp.accounting.event.NoisedSum`).
+the multiplier 2 sigma_b. Together with the gradients: 1 / sigma_eff^2 = 1 / sigma^2 +
+1 / (2 sigma_b)^2 (section 2.3; :class:`hf_dp.accounting.event.NoisedSum`).
 
 **The norm.** share = 1/2 + noised sum / B, with B the expected batch, estimates the share of
 examples whose norms are at most C_t; and C_{t+1} = C_t exp(-eta (share - gamma)). So the norm is a
@@ -31,10 +25,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hf_dp import _validate
-from hf_dp.errors import UnsupportedArgumentError
+from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.plans.draws import Schedule
 from hf_dp.plans.mechanism import Words
-from hf_dp.plans.rounding import RAMP, count_margin, count_share
+from hf_dp.plans.rounding import COUNT_MOVES, RAMP, count_margin, regrouping_share
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,42 +37,30 @@ COUNT = "count"  # the part of a step's event
 LOG = "clipping_norm"  # what logs call the norm of a step
 
 # The arguments.
-NORM_QUANTILE = "clipping_quantile"
-RATE = "clipping_quantile_learning_rate"
+NORM_QUANTILE, RATE = "clipping_quantile", "clipping_quantile_learning_rate"
 RATIO = "clipping_quantile_budget_ratio"
-
 LEARNING_RATE, BUDGET_RATIO = 0.2, 0.01  # the former is the paper's
 
-# How far the norm may go from where it starts, as factors. The lower one is near, since what
-# forward and backward round is absolute: it counts more for small norms (hf_dp.plans.rounding).
-LOWEST, HIGHEST = 1 / 30, 1000.0
-# From it on, the smallest norm is far above what float32 can tell from 0.
-SMALLEST_START = 1e-5
+# How far the norm may go from where it starts, as factors (:mod:`hf_dp.plans.rounding`). From the
+# smallest start on, it stays far above what float32 can tell from 0.
+LOWEST, HIGHEST, SMALLEST_START = 1 / 30, 1000.0, 1e-5
 _MOST = 0.5  # that one example adds
 
 
-def check_quantile(name: str, value: object) -> float:
-    """Return the quantile, a number in (0, 1). Raises: InvalidArgumentError."""
-    return _validate.in_unit_interval(name, value, "0.5 is the median of the gradients' norms.")
-
-
-def check_ratio(name: str, value: object) -> float:
-    """Return the part of the budget that the counts get. Raises: InvalidArgumentError."""
-    return _validate.in_unit_interval(name, value, "A hundredth is enough for most draws.")
+def check_share(name: str, value: object) -> float:
+    """Return a quantile or the counts' budget, in (0, 1). Raises: InvalidArgumentError."""
+    why = "The quantile 0.5 is the median of the gradients' norms; 0.01 of the budget is enough."
+    return _validate.in_unit_interval(name, value, why)
 
 
 @dataclass(frozen=True)
 class ClippingQuantile:
-    """Noise on the count of examples within the clipping norm, over the draw whose gradients are
-    summed; and the norms that follow.
-
-    Budgets add up in terms of 1 / noise_multiplier^2. The counts get ``budget_ratio`` of what they
-    and the gradients have together. A noise multiplier that is given is that of the gradients.
+    """Noised counts of examples within the clipping norm, and the norms that follow.
 
     Args:
         quantile: gamma, in (0, 1): the share of examples that shall not be clipped.
         learning_rate: eta > 0, of the logarithm of the norm.
-        budget_ratio: in (0, 1).
+        budget_ratio: in (0, 1): the counts' part of 1 / noise_multiplier^2, gradients included.
 
     Raises: InvalidArgumentError.
     """
@@ -88,39 +70,33 @@ class ClippingQuantile:
     budget_ratio: float = BUDGET_RATIO
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "quantile", check_quantile(NORM_QUANTILE, self.quantile))
-        rate = _validate.positive(RATE, self.learning_rate, "0.2 is the paper's.")
-        object.__setattr__(self, "learning_rate", rate)
-        object.__setattr__(self, "budget_ratio", check_ratio(RATIO, self.budget_ratio))
+        check_share(NORM_QUANTILE, self.quantile)
+        check_share(RATIO, self.budget_ratio)
+        _validate.positive(RATE, self.learning_rate, "0.2 is the paper's.")
 
     def check(self, clipping: str, clipping_norm: float) -> None:
         """Raise InvalidArgumentError for a way to clip, or a first norm, that it does not go with;
         UnsupportedArgumentError for one that is not implemented."""
-        expected, error = f"to be 'flat' with `{NORM_QUANTILE}`", UnsupportedArgumentError
+        why = "A moving norm of each layer is not implemented."
+        error: type[InvalidArgumentError] = UnsupportedArgumentError
         if clipping == "automatic":
-            why = "It scales every gradient, so no share of them is clipped. Use 'flat'."
-            raise _validate.invalid("clipping", clipping, expected, why)
+            why, error = "It scales all gradients, so no share is clipped.", InvalidArgumentError
         if clipping != "flat":
-            why = "Norms of layers that find themselves are not implemented. Use 'flat'."
-            raise _validate.invalid("clipping", clipping, expected, why, error)
+            expected = f"to be 'flat' with `{NORM_QUANTILE}`"
+            raise _validate.invalid("clipping", clipping, expected, f"{why} Use 'flat'.", error)
         if clipping_norm < SMALLEST_START:
             expected = f"to be at least {SMALLEST_START:g} with `{NORM_QUANTILE}`"
             why = "It may fall to a thirtieth of that. Raise it, or scale the loss up."
             raise _validate.invalid("per_example_max_grad_norm", clipping_norm, expected, why)
 
     @property
-    def sensitivities(self) -> Mapping[str, float]:
+    def sensitivities(self) -> dict[str, float]:
         """How far one example moves the count, with what rounding adds."""
         return {COUNT: _MOST * (1 + count_margin())}
 
     def part(self, noise_multiplier: float) -> Mapping[str, float]:
         """Return the noise multiplier of the count beside this one of the gradients."""
         return {COUNT: noise_multiplier * math.sqrt((1 - self.budget_ratio) / self.budget_ratio)}
-
-    def std(self, schedule: Schedule, noise_multiplier: float) -> float:
-        """Return the standard deviation of the noise in one step's share."""
-        noise = self.part(noise_multiplier)[COUNT] * self.sensitivities[COUNT]
-        return noise / schedule.expected_batch_size
 
     # -- what is counted, and what follows from it --
 
@@ -132,21 +108,17 @@ class ClippingQuantile:
         Each adds a multiple of a power of two, and all N of them less than 2^53 such units, so that
         the sum is exact in whatever order and in however many parts it is formed.
 
-        Args:
-            sizes, used: (b,), the norms, and which examples are in the sum of gradients.
-            norm: C_t.
+        Args: sizes, used: (b,), norms, and which examples are in the sum of gradients. norm: C_t.
             regrouped: as :attr:`hf_dp.clipping.ClippingEngine.regrouped`.
         """
         unit = math.ldexp(1.0, schedule.num_examples.bit_length() - 53)
         h = ((1 - sizes.double() / norm) / (2 * RAMP)).clamp(-_MOST, _MOST)
-        h = (h * count_share(regrouped)).where(used, h.new_zeros(()))
+        h = (h * regrouping_share(regrouped, COUNT_MOVES)).where(used, h.new_zeros(()))
         return (h / unit).trunc().mul(unit).sum()
 
     def moved(self, ratio: float, noised: float, schedule: Schedule) -> float:
-        """Return the next norm, relative to the first one.
-
-        Args: ratio: the present one. noised: the released sum of h.
-        """
+        """Return the next norm, relative to the first one. Args: ratio: the present one. noised:
+        the released sum of h."""
         share = 0.5 + noised / schedule.expected_batch_size
         step = min(-self.learning_rate * (share - self.quantile), 100.0)  # exp would overflow
         return min(max(ratio * math.exp(step), LOWEST), HIGHEST)
@@ -156,34 +128,36 @@ class ClippingQuantile:
     def outline(self, schedule: Schedule, noise_multiplier: float, joint: float) -> str:
         """Return its numbers, on one line. Args: joint: that of all of a step's sums, as of one."""
         counts = self.part(noise_multiplier)[COUNT]
+        std = counts * self.sensitivities[COUNT] / schedule.expected_batch_size
         return (
             f"clipping norm: moves towards the norm that a share of {self.quantile:g} of the "
             f"gradients has at most, by noised counts with noise multiplier {counts:.6g}, standard "
-            f"deviation of a step's share {self.std(schedule, noise_multiplier):.4g}; all sums of "
-            f"a step, as one with noise multiplier {joint:.6g}"
+            f"deviation of a step's share {std:.4g}; all sums of a step, as one with noise "
+            f"multiplier {joint:.6g}"
         )
 
     def words(
         self, others: Words, schedule: Schedule, noise_multiplier: float, joint: float
     ) -> Words:
         """Return how a statement speaks of it. Args: others: how it does of the other sums."""
-        counts, of_logs = self.part(noise_multiplier)[COUNT], "the clipping norms in its logs, "
+        counts = self.part(noise_multiplier)[COUNT]
+        said = (
+            "The clipping norm is that of the first step. It then moves towards the norm that a "
+            f"share of {self.quantile!r} of the gradients has at most, within {1 / LOWEST:g} times "
+            f"less and {HIGHEST:g} times more, with the learning rate {self.learning_rate!r}. To "
+            f"this end each {schedule.one} that is drawn counts 0.5 where its gradient's norm is "
+            "far below the step's, -0.5 where it is far above, and a number between them "
+            f"elsewhere; Gaussian noise with standard deviation {counts:.6g} x 0.5 (and "
+            f"{count_margin():.1e} of it more, for the rounding of norms) is added once to the sum "
+            "of the counts. Gradients and their noise are in units of the step's norm, which is a "
+            f"function of the noised counts before and is logged as {LOG}. All sums of a step are "
+            f"accounted together, as one with noise multiplier {joint:.6g}"
+        )
+        also = others.also_covered or "and whatever is computed from them"
         return replace(
             others,
             name=f"{others.name} and a noised count",
-            mechanism=(
-                f"{others.mechanism}. The clipping norm is that of the first step. It then moves "
-                f"towards the norm that a share of {self.quantile!r} of the gradients has at most, "
-                f"within {1 / LOWEST:g} times less and {HIGHEST:g} times more, with the learning "
-                f"rate {self.learning_rate!r}. To this end each {schedule.one} that is drawn "
-                "counts 0.5 where its gradient's norm is far below the step's, -0.5 where it is "
-                "far above, and a number between them elsewhere; Gaussian noise with standard "
-                f"deviation {counts:.6g} x 0.5 (and {count_margin():.1e} of it more, for the "
-                "rounding of norms) is added once to the sum of the counts. Gradients and their "
-                "noise are in units of the step's norm, which is a function of the noised counts "
-                "before and is logged as clipping_norm. All sums of a step are accounted together, "
-                f"as one with noise multiplier {joint:.6g}"
-            ),
+            mechanism=f"{others.mechanism}. {said}",
             proof=f"{others.proof}, each with a bounded count and noise on it",
-            also_covered=of_logs + (others.also_covered or "and whatever is computed from them"),
+            also_covered=f"the clipping norms in its logs, {also}",
         )

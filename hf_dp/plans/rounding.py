@@ -25,13 +25,19 @@ change by no more than its slack. They can change by more where a rounding decid
 branches (a ReLU exactly at 0: 2.3 C were measured for made-up weights), and in sums inside a module
 that has no rule. At most R examples are concerned.
 
-What forward and backward round does not shrink with C: at a norm of r C it counts 1/r times as
-much, whether that norm was set or has found itself (:data:`hf_dp.plans.quantile.LOWEST`). Worst are
-equal rows that the model has fitted, where one unit of a logit doubles ``1 - p``, and so the
-gradient: of four rows with norms of 1e-4, one that left moved a sum clipped to 1e-4 by 1.5 C.
-Larger physical batches have more such rows. In norms of scaled gradients, a regrouped gradient has
-changed by 1.8 times its slack, for made-up weights; that was 7e-6 of its norm, of which the margin
-has 2 (cap + e) = 2.2e-4 (tests/run/test_gradient_scaling.py).
+*How small may a clipping norm r C get?* All of the above is relative to it, so slack asks for no
+limit down to what float32 can tell from 0. But a softmax rounds 1 - p absolutely, in steps of
+2^-23: a row's gradient, sqrt(2) J (1 - p) with J that of an output, changes by sqrt(2) J 2^-23 if
+other neighbors flip a step, whatever its norm. In a sum that is divided by r this counts 1/r times,
+for up to R rows. The margin has 2 R cap C for them, which is enough (if nothing else uses it) where
+
+    r C >= J 2^-23 / (sqrt(2) cap): of a C that is the norm of a row with J_0 and q_0 = 1 - p,
+    r >= 2^-10 (J / J_0) / q_0 with physical batches of 64, 2^-12 (J / J_0) / q_0 with up to 16.
+
+So from the norm of a row that is not fitted (q_0 near 1/2) to r = 1/30, J may be 17 J_0. Nothing
+bounds J, which is of the model and the rows. So no limit always holds, neither for r nor for a
+fixed C: :data:`hf_dp.plans.quantile.LOWEST` is a choice. (In scaled norms a regrouped gradient has
+changed by 1.8 times its slack: by 7e-6 of its norm, where the margin has 2 (cap + e) = 2.2e-4.)
 """
 
 from __future__ import annotations
@@ -80,14 +86,20 @@ def slack_cap(regrouped: int) -> float:
     return _SLACK / (2 * min(max(SMALL_GROUP, regrouped), _LARGE_GROUP))
 
 
-def regrouping_share(regrouped: int) -> float:
+def regrouping_share(regrouped: int, moves: float = 1.0) -> float:
     """Return the further share of C to which gradients in large groups are clipped: 1 up to 64
-    regrouped examples, 0.960 for 256."""
-    return (1 + _moved(_LARGE_GROUP)) / (1 + _moved(max(regrouped, _LARGE_GROUP)))
+    regrouped examples, 0.960 for 256.
+
+    Args: moves: how many times as far as norms something of bound C moves.
+    """
+    large = max(regrouped, _LARGE_GROUP)
+    return (1 + moves * _moved(_LARGE_GROUP)) / (1 + moves * _moved(large))
 
 
-# w: a count of norms falls from 1/2 to -1/2 between (1 - w) C and (1 + w) C.
+# w: a count of norms falls from 1/2 to -1/2 between (1 - w) C and (1 + w) C. What norms move by
+# moves it this many times as far, in units of 1/2.
 RAMP = 0.25
+COUNT_MOVES = (1 + RAMP) / RAMP
 
 
 def count_margin() -> float:
@@ -95,24 +107,12 @@ def count_margin() -> float:
     physical batches of up to 64 (:mod:`hf_dp.plans.quantile`).
 
     A regrouped example's norm was found with a relative error of up to a = e + cap, with the
-    example that leaves and without it. (A slack moves the norms that weights are computed from by
-    at most cap, relative to them: :func:`slack_cap`.) Where one of the two is below (1 + w) C, they
+    example that leaves and without it. (Slack moves the norms that weights are computed from by at
+    most cap, relative to them: :func:`slack_cap`.) Where one of the two is below (1 + w) C, they
     differ by at most 2 a (1 + w) C / (1 - a), and what is counted by that / (2 w C). For R examples
-    this is at most ``(2 R cap + 2 R e) (1 + w) / (2 w)``, where one e more than in the sums makes
-    up for 1 - a. What the example itself adds is at most 1/2, whatever its norm is taken for.
+    this is at most ``(2 R cap + 2 R e) (1 + w) / (2 w)``, with one e more for 1 - a.
     """
-    return 2 * _count_moved(_LARGE_GROUP)
-
-
-def count_share(regrouped: int) -> float:
-    """Return what counts in large groups are multiplied by: 1 up to 64 regrouped examples, 0.834
-    for 256."""
-    largest = max(regrouped, _LARGE_GROUP)
-    return (0.5 + _count_moved(_LARGE_GROUP)) / (0.5 + _count_moved(largest))
-
-
-def _count_moved(regrouped: int) -> float:
-    return _moved(regrouped) * (1 + RAMP) / (2 * RAMP)
+    return COUNT_MOVES * _moved(_LARGE_GROUP)
 
 
 def _moved(regrouped: int) -> float:

@@ -2,14 +2,11 @@
 noised (Ganesh, McMahan, Thakurta 2025, arXiv 2507.01129).
 
 What an example adds is w s g, with public scales s and w = min(1, C / |s g|). The optimizer gets
-the noised sum divided by s: ``sum w g + N(0, (sigma C)^2) / s``. So noise is small where gradients
-are small. The sensitivity is C in the norm |s .|, in which sum and noise are released; in the plain
-norm it can be C / min s, of which nothing is claimed.
-
-s is 1 in the first step, and then a function of the noised gradients before: of their squares'
-moving averages over rows and over columns of each parameter (as Adafactor has them: Shazeer and
-Stern 2018, arXiv 1804.04235), s = 1 / sqrt(v), limited so that the scales of a run are at most
-:data:`SPREAD`^3 = 1,000 times apart, with the root mean square 1.
+the noised sum divided by s: ``sum w g + N(0, (sigma C)^2) / s``. The sensitivity is C in the norm
+|s .|, in which sum and noise are released; in the plain norm it can be C / min s, of which nothing
+is claimed. s is 1 in the first step, and then 1 / sqrt(v), with v the moving averages of squares of
+the noised gradients before, over rows and over columns of each parameter (as in Adafactor, arXiv
+1804.04235); limited to be at most :data:`SPREAD`^3 times apart, with the root mean square 1.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ def scaled(plain: Words, beta: float) -> Words:
         plain,
         name=f"{plain.name} with scaled gradients",
         mechanism=f"{plain.mechanism}. Before it is clipped, each gradient is multiplied by "
-        "scales, one for each number, which are a function of the noised gradients of earlier "
-        f"steps (decay {beta!r}); the norm is that of the scaled gradient, and the noised sum is "
-        "divided by the scales",
+        "scales, one for each number, a function of the noised gradients of earlier steps (decay "
+        f"{beta!r}); the norm is that of the scaled gradient, and the noised sum is divided by the "
+        "scales",
     )

@@ -95,6 +95,10 @@ class BudgetArguments(ArgumentGroup):
             )
 
 
+_EITHER = "Both together are not implemented. Remove one of the two."
+_NOT_DIRECTIONS = (None, "gradients", "losses")
+
+
 @dataclass
 class StepArguments(ArgumentGroup):
     """Parameters of a step."""
@@ -145,10 +149,10 @@ class StepArguments(ArgumentGroup):
     )
     clipping_quantile: float | None = argument(
         None,
-        "Only for dp_sgd, with flat clipping: lets the clipping norm find itself. From "
-        "per_example_max_grad_norm on, it moves towards the norm that this share of the gradients, "
-        "in (0, 1), has at most (arXiv 1905.03871), by noised counts, which epsilon covers.",
-        quantile.check_quantile,
+        "Only for dp_sgd, flat: from per_example_max_grad_norm on, the clipping norm moves towards "
+        "the norm that this share of the gradients, in (0, 1), has at most (arXiv 1905.03871), by "
+        "noised counts, which epsilon covers.",
+        quantile.check_share,
     )
     clipping_quantile_learning_rate: float = argument(
         quantile.LEARNING_RATE,
@@ -159,14 +163,13 @@ class StepArguments(ArgumentGroup):
         quantile.BUDGET_RATIO,
         "With clipping_quantile: the share of the privacy budget, in (0, 1), that the counts get; "
         "the gradient's noise grows by the factor 1/sqrt(1 - share).",
-        quantile.check_ratio,
+        quantile.check_share,
     )
     gradient_scaling_beta: float | None = argument(
         None,
         "Only for dp_sgd: before they are clipped, gradients are scaled as Adam would scale them, "
         "by moving averages, with this decay in (0, 1), of the squares of noised gradients; the "
-        "noised sum is divided by the scales (scale-then-privatize, arXiv 2507.01129). It costs no "
-        "privacy; the clipping norm is that of the scaled gradient.",
+        "noised sum is divided by the scales (arXiv 2507.01129). It costs no privacy.",
         scaling.check_beta,
     )
     max_grad_norm: float | None = argument(
@@ -195,48 +198,17 @@ class StepArguments(ArgumentGroup):
             f"{NO_BOUND} Remove one of the two.",
             UnsupportedArgumentError,
         ),
+        Need("adam_bc_floor", quantile.NORM_QUANTILE, (None,), _EITHER, UnsupportedArgumentError),
         Need(
-            f"{quantile.NORM_QUANTILE} {scaling.BETA}",
+            "adam_bc_floor chunked_loss", scaling.BETA, (None,), _EITHER, UnsupportedArgumentError
+        ),
+        Need(scaling.BETA, "audit_scores", _NOT_DIRECTIONS, _EITHER, UnsupportedArgumentError),
+        Need(f"{quantile.RATE} {quantile.RATIO}", quantile.NORM_QUANTILE, is_given, "Set both."),
+        Need(
+            f"views_per_example {quantile.NORM_QUANTILE} {scaling.BETA}",
             "privacy_mode",
             (dp_sgd.DP_SGD,),
-            "Only the steps of DP-SGD measure gradients by it. Remove it.",
-            UnsupportedArgumentError,
-        ),
-        *(
-            Need(
-                "adam_bc_floor",
-                moves,
-                (None,),
-                "Noise whose variance changes from step to step is not implemented. Remove one.",
-                UnsupportedArgumentError,
-            )
-            for moves in (quantile.NORM_QUANTILE, scaling.BETA)
-        ),
-        Need(
-            scaling.BETA,
-            "chunked_loss",
-            (False,),
-            "Scaled gradients of a head that are formed by blocks are not implemented. Remove one.",
-            UnsupportedArgumentError,
-        ),
-        Need(
-            scaling.BETA,
-            "audit_scores",
-            lambda scores: scores != "directions",
-            "The direction of a scaled gradient is not implemented. Use another score.",
-            UnsupportedArgumentError,
-        ),
-        Need(
-            f"{quantile.RATE} {quantile.RATIO}",
-            quantile.NORM_QUANTILE,
-            is_given,
-            "It is of a clipping norm that finds itself. Set both, or remove it.",
-        ),
-        Need(
-            "views_per_example",
-            "privacy_mode",
-            (dp_sgd.DP_SGD,),
-            "Only a step of DP-SGD averages gradients of views before it clips them. Remove it.",
+            "Only a step of DP-SGD does this with gradients before it clips them. Remove it.",
             UnsupportedArgumentError,
         ),
     )
@@ -319,15 +291,11 @@ class ReleaseArguments(ArgumentGroup):
 
     @staticmethod
     def problems(args: Any, found: Problems) -> None:
-        """Note a norm of clipped gradients where a step adds up other things, too, or measures them
-        in a unit of its own."""
-        for moves in (quantile.NORM_QUANTILE, scaling.BETA):
-            if getattr(args, moves) is not None and CLIPPED_GRADIENT_NORM in (args.release or ()):
-                found.unsupported(
-                    "release",
-                    f"to be without {CLIPPED_GRADIENT_NORM!r} with `{moves}`",
-                    "A norm in the units of its step is not implemented. Remove one of the two.",
-                )
+        """Note a norm of clipped gradients where a step adds up, or measures by, other things."""
+        gauges = [n for n in (quantile.NORM_QUANTILE, scaling.BETA) if getattr(args, n) is not None]
+        if gauges and CLIPPED_GRADIENT_NORM in (args.release or ()):
+            expected = f"to be without {CLIPPED_GRADIENT_NORM!r} with `{gauges[0]}`"
+            found.unsupported("release", expected, _EITHER)
         if args.privacy_mode != dp_sgd.DP_SGD and CLIPPED_GRADIENT_NORM in (args.release or ()):
             found.unsupported(
                 "release",

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from silence import Silent, assert_standard_normal, distance, moved_by_noise, weights, whole
 from torch.distributed.fsdp import fully_shard
 
-from hf_dp import ClippingQuantile, DpSgdPlan, NoisedLoss, mechanism_for
+from hf_dp import DpSgdPlan, mechanism_for
 from hf_dp.errors import HfDpError
 from hf_dp.run.witnesses import read_run
 from hf_dp.statement.evidence import disagreements, read
@@ -101,7 +101,8 @@ def looped(folder: Path, shards: bool, batch: int = ROWS) -> dict[str, torch.Ten
         for layer in model.bert.encoder.layer:
             fully_shard(layer)
         fully_shard(model)
-    own = DpSgdPlan(0.1, 1.0, loss=NoisedLoss(0.7, 0.2), clipping_quantile=ClippingQuantile(0.5))
+    loss = {"noised_loss_bound": 0.7, "noised_loss_budget_ratio": 0.2}
+    own = DpSgdPlan.of(0.1, 1.0, clipping_quantile=0.5, **loss)
     planned = plan(ROWS, mechanism=own, expected_batch_size=batch, max_steps=2)
     private = run(folder, planned, model=model, size=20)
     if batch == ROWS:

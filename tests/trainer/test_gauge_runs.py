@@ -1,5 +1,5 @@
-"""A clipping norm that finds itself in whole runs: from the argument to logs, ledger, statement and
-card, and over a resume."""
+"""A clipping norm that finds itself, and scaled gradients, in whole runs: from the arguments to logs,
+ledger, statement and card, and over a resume."""
 
 import json
 import shutil
@@ -25,8 +25,10 @@ from hf_dp.tuners.rgp import RgpConfig
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
+BETA = {"gradient_scaling_beta": 0.7}
 NORM = {"clipping_quantile": 0.5, "clipping_quantile_budget_ratio": 0.2, "accountant": "rdp"}
 SAVING = {"save_strategy": "steps", "save_steps": 2}
+RGP = {"peft_config": RgpConfig(rank=2, task_type="SEQ_CLS")}
 
 
 def made(folder: Path, **options) -> DPTrainer:
@@ -41,7 +43,7 @@ def logged(trainer: DPTrainer) -> list[float]:
 @pytest.fixture(scope="module")
 def paid(tmp_path_factory) -> DPTrainer:
     """The trainer of a run that spent its target, with checkpoints at 2 and 4."""
-    trainer = made(tmp_path_factory.mktemp("paid"), target_epsilon=3.0, **SAVING)
+    trainer = made(tmp_path_factory.mktemp("paid"), target_epsilon=3.0, **SAVING, **BETA)
     trainer.train()
     trainer.save_model()
     return trainer
@@ -59,47 +61,71 @@ def test_ledger_statement_card_and_logs_name_it(paid):
     assert main(["verify", str(folder)]) == 0
     written = json.loads((folder / "privacy.json").read_text())["plan"]["mechanism"]
     assert written["clipping_quantile"]["quantile"] == 0.5
-    statement = paid.privacy_statement()
-    assert "4 steps of DP-SGD and a noised count with Poisson sampling" in statement.sentence()
-    assert statement.covered.endswith(
-        "the clipping norms in its logs, and whatever is computed from them"
-    )
-    card = (folder / "README.md").read_text()
-    assert "an L2 norm of 0.1 at first, and then as noised counts say" in card
-    assert "(count)" in card and "The clipping norm" not in card.split("##")[0]
+    statement, card = paid.privacy_statement(), (folder / "README.md").read_text()
+    named = "4 steps of DP-SGD with scaled gradients and a noised count with Poisson sampling"
+    assert named in statement.sentence() and "(count)" in card
+    logs = "the clipping norms in its logs, and whatever is computed from them"
+    assert statement.covered.endswith(logs)
+    for said in ("The clipping norm is that of the first step.", "is divided by the scales"):
+        assert said in card and said not in card.split("##")[0]
     goes, stays = sort_files(folder)
     assert FILE_NAME in stays and FILE_NAME not in goes
 
 
-def goes_on_with_its_norm(folder: Path) -> bool:
-    """Whether a resumed run's first norm is the one that followed from the checkpoint's steps."""
-    first = made(folder, **SAVING)
-    first.train()
+def goes_on_with_its_gauge(folder: Path) -> bool:
+    """Whether a resumed run's first norm and scales are those that followed from the checkpoint."""
+    used, honest = [], Gauge.measure
+
+    def measure(gauge, engine):
+        used.append({name: each.rows.clone() for name, each in gauge.scales.now.items()})
+        return honest(gauge, engine)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Gauge, "measure", measure)
+        first = made(folder, **SAVING, **BETA)
+        first.train()
+        again = tiny.resumed(made(folder, **SAVING, **BETA), 2)
     saved = float(load_file(folder / "checkpoint-2" / FILE_NAME)["ratio"])
     assert 0.1 * saved == pytest.approx(logged(first)[2])
-    again = tiny.resumed(made(folder, **SAVING), 2)
     assert again.ledger.events == (PoissonSampledGaussian(1.0, 0.2, 6, beside={"count": 2.0}),)
-    return logged(again)[2] == logged(first)[2] != 0.1  # 0 and 1 are those of the checkpoint
+    assert len(used) == 6 and used[0] == {} and used[2] and logged(first)[2] != 0.1
+    scales = used[4].keys() == used[2].keys() and all(
+        torch.equal(used[4][name], rows) for name, rows in used[2].items()
+    )
+    return logged(again)[2] == logged(first)[2] and scales  # 0 and 1 are those of the checkpoint
 
 
-def test_a_resumed_run_goes_on_with_its_norm(tmp_path, monkeypatch):
-    assert goes_on_with_its_norm(tmp_path / "honest")
-    monkeypatch.setattr(Gauge, "load", lambda gauge, checkpoint: None)  # planted
-    assert not goes_on_with_its_norm(tmp_path / "planted")
+@pytest.mark.parametrize("planted", [None, "hf_dp.mechanisms.gauge.LOWEST", "scales"])
+def test_a_resumed_run_goes_on_with_its_norm_and_scales(planted, tmp_path, monkeypatch):
+    if planted == "scales":
+        monkeypatch.setattr("hf_dp.mechanisms.scales.Scales.go_on", lambda self, kept, model: None)
+    elif planted:
+        monkeypatch.setattr(Gauge, "load", lambda gauge, checkpoint: None)
+    assert goes_on_with_its_gauge(tmp_path) == (planted is None)
 
 
 def test_a_resume_with_another_norm_or_without_it_is_refused(paid, tmp_path):
     folder = Path(shutil.copytree(paid.args.output_dir, tmp_path / "copy"))
-    for changed in ({**NORM, "clipping_quantile": 0.6}, {"accountant": "rdp"}):
+    for changed, name in (
+        ({**NORM, **BETA, "clipping_quantile": 0.6}, "clipping_quantile"),
+        ({"accountant": "rdp", **BETA}, "clipping_quantile"),
+        (NORM, "gradient_scaling_beta"),
+    ):
         again = tiny.trainer(folder, **{**SAVING, **changed, "target_epsilon": 3.0})
-        with pytest.raises(LedgerError, match="`clipping_quantile`"):
+        with pytest.raises(LedgerError, match=f"`{name}`"):
             again.train(resume_from_checkpoint=True)
-    again, state = made(folder, target_epsilon=3.0, **SAVING), folder / "checkpoint-4" / FILE_NAME
-    values = [{"ratio": torch.tensor(each)} for each in (1e9, 1e-3, torch.nan, [1.0, 1.0])]
-    for broken in (*map(save, values), save({}), b"{", None):
-        state.unlink() if broken is None else state.write_bytes(broken)
+    again, state = made(folder, target_epsilon=3.0, **SAVING, **BETA), folder / "checkpoint-4"
+    kept = load_file(state / FILE_NAME)
+    ratios = [torch.tensor(each) for each in (1e9, 1e-3, torch.nan, [1.0, 1.0])]
+    broken = [None, b"{", save({}), *(save({**kept, "ratio": each}) for each in ratios)]
+    for name in (min(kept), max(kept)):  # of columns, and of rows
+        for each in (kept[name][1:], kept[name] * torch.nan, kept[name] - 1):
+            broken.append(save({**kept, name: each}))
+        broken.append(save({other: each for other, each in kept.items() if other != name}))
+    for each in broken:
+        (state / FILE_NAME).unlink() if each is None else (state / FILE_NAME).write_bytes(each)
         with pytest.raises(ConfigError, match=FILE_NAME):
-            again.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+            again.train(resume_from_checkpoint=str(state))
 
 
 class TellsIt(TrainerCallback):
@@ -118,14 +144,9 @@ def test_names_of_released_numbers_are_kept_where_the_run_releases_them(asks, na
     assert len(rows) == 2 and all(set(row) == names for row in rows)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [{"peft_config": RgpConfig(rank=2, task_type="SEQ_CLS")},
-     {"peft_config": LoraConfig(r=2, task_type="SEQ_CLS")}],
-    ids=["rgp", "lora"],
-)  # fmt: skip
-def test_tuners_have_it(given, tmp_path):
-    trainer = made(tmp_path, given=given, max_steps=2)
+@pytest.mark.parametrize("config", [RGP, {"peft_config": LoraConfig(r=2, task_type="SEQ_CLS")}])
+def test_tuners_have_it(config, tmp_path):
+    trainer = made(tmp_path, given=config, max_steps=2)
     trainer.train()
     norms = logged(trainer)
     assert len(norms) == 2 and norms[0] == 0.1 != norms[1]
@@ -158,21 +179,40 @@ def test_a_user_is_counted_once_in_however_many_parts(tmp_path, monkeypatch):
 
 # -- what is refused --
 
+DP_FP = {"privacy_mode": "dp_fp", "dp_fp_variant": "private_encoder"}
 REFUSED = {
     "a quantile of 1": ({"clipping_quantile": 1.0}, InvalidArgumentError, "`clipping_quantile` to be in"),
+    "a decay of 1": ({"gradient_scaling_beta": 1.0}, InvalidArgumentError, "`gradient_scaling_beta` to be in"),
     "no quantile": ({"clipping_quantile": None}, InvalidArgumentError, "`clipping_quantile_budget_ratio`"),
     "automatic": ({"clipping": "automatic"}, InvalidArgumentError, "`clipping` to be 'flat'"),
     "per layer": ({"clipping": "per_layer"}, UnsupportedArgumentError, "not implemented"),
     "adam_bc": ({"adam_bc_floor": 0.1}, UnsupportedArgumentError, "`adam_bc_floor`.*not implemented"),
     "its norm": ({"release": ["clipped_gradient_norm"]}, UnsupportedArgumentError, "not implemented"),
-    "dp_fp": ({"privacy_mode": "dp_fp", "dp_fp_variant": "private_encoder"}, InvalidArgumentError, "`clipping_quantile`"),
+    "dp_fp": (DP_FP, InvalidArgumentError, "`clipping_quantile`"),
     "allocation": ({"sampling": "random_allocation", "accountant": "pld"}, UnsupportedArgumentError,
                    "`clipping_quantile` to be left out"),
 }  # fmt: skip
+SCALED = {
+    "adam_bc": ({"adam_bc_floor": 0.1}, UnsupportedArgumentError, "`adam_bc_floor`.*not implemented"),
+    "chunks": ({"chunked_loss": True}, UnsupportedArgumentError, "`chunked_loss`.*not implemented"),
+    "its norm": ({"release": ["clipped_gradient_norm"]}, UnsupportedArgumentError, "not implemented"),
+    "audit": ({"audit_canaries": 4, "audit_scores": "directions"}, UnsupportedArgumentError, "`gradient_scaling_beta`"),
+    "dp_fp": (DP_FP, InvalidArgumentError, "`gradient_scaling_beta`"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_go_with_it_is_refused(case, tmp_path):
-    options, error, match = REFUSED[case]
+@pytest.mark.parametrize(
+    ("asked", "case"),
+    [*((NORM, each) for each in REFUSED.values()), *((BETA, each) for each in SCALED.values())],
+)
+def test_what_does_not_go_with_it_is_refused(asked, case, tmp_path):
+    options, error, match = case
     with pytest.raises(error, match=match):
-        made(tmp_path, **options)
+        tiny.trainer(tmp_path, **{"accountant": "rdp", **asked, **options})
+
+
+def test_scales_of_other_numbers_than_gradients_are_refused(tmp_path):
+    trainer = tiny.trainer(tmp_path, given=RGP, **BETA)
+    with pytest.raises(UnsupportedArgumentError, match="`peft_config` to be one without it"):
+        trainer.train()
+    assert trainer.ledger.steps() == 0
