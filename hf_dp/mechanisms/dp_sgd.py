@@ -25,8 +25,6 @@ from hf_dp.run.gate import Release
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.tuners.base import Tuner
 
-_LOSS_LOG = "noised_loss"
-
 
 @register_mechanism
 class DpSgd(Mechanism):
@@ -37,7 +35,7 @@ class DpSgd(Mechanism):
     def __init__(self, run: PrivateRun, tuner: Tuner | None = None):
         super().__init__(run, tuner)
         self.gauge = Gauge(run, self.plan)
-        asked = {_LOSS_LOG: self.plan.loss, LOG: self.plan.clipping_quantile}
+        asked = {"noised_loss": self.plan.loss, LOG: self.plan.clipping_quantile}
         self.logs = tuple(name for name, part in asked.items() if part is not None)
         if self.gauge.scales is not None:
             self.needs_whole_weights = "Scales of a part of the gradients are not implemented."
@@ -84,7 +82,7 @@ class DpSgd(Mechanism):
         for total in noised.values():
             total.div_(divisor)
         spread, told = self.gauge.undo(noised), self.gauge.learn(beside, noised)
-        self.noised = {_LOSS_LOG: beside[LOSS] / divisor} | told if LOSS in beside else told
+        self.noised = {"noised_loss": beside[LOSS] / divisor} | told if LOSS in beside else told
         own = {id(total) for total in noised.values()}
         gradients = self.tuner.finish(noised)  # a function of what is noised: free
         as_noised = {id(gradient) for gradient in gradients.values()} == own

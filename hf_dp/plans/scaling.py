@@ -29,11 +29,10 @@ def check_beta(name: str, value: object) -> float:
 
 def scaled(plain: Words, beta: float) -> Words:
     """Return how a statement speaks of it. Args: plain: how it does of plain gradients."""
-    return replace(
-        plain,
-        name=f"{plain.name} with scaled gradients",
-        mechanism=f"{plain.mechanism}. Before it is clipped, each gradient is multiplied by "
-        "scales, one for each number, a function of the noised gradients of earlier steps (decay "
-        f"{beta!r}); the norm is that of the scaled gradient, and the noised sum is divided by the "
-        "scales",
+    said = (
+        "Before it is clipped, each gradient is multiplied by scales, one for each number, a "
+        f"function of the noised gradients of earlier steps (decay {beta!r}); the norm is that of "
+        "the scaled gradient, and the noised sum is divided by the scales"
     )
+    name, mechanism = f"{plain.name} with scaled gradients", f"{plain.mechanism}. {said}"
+    return replace(plain, name=name, mechanism=mechanism)

@@ -72,11 +72,8 @@ def test_planted_scales_that_miss_a_form_are_seen(form, monkeypatch):
     architecture, model, examples = built("gpt2_tied", SHORT)
     scales, honest = scales_of(model), Scale.of
     expected = expected_of(model, examples, scales)
-
-    def of(scale, use):
-        return use if isinstance(use, form) else honest(scale, use)
-
-    monkeypatch.setattr(Scale, "of", of)
+    missed = lambda self, use: use if isinstance(use, form) else honest(self, use)  # noqa: E731
+    monkeypatch.setattr(Scale, "of", missed)
     strategy = "per_example" if form is Dense else "book_keeping"
     with architecture.precision():
         found = clipped(model, collate(model, examples), scales, expected.clipping_norm, strategy)
@@ -115,15 +112,11 @@ def test_a_new_with_begins_in_the_units_of_gradients():
         assert norm() == before and len(seen) == 1
 
 
-def test_scales_of_nothing_that_trains_or_of_another_shape_are_refused():
+def test_other_gauges_and_scales_are_refused():
     _, model, _ = built("bert", SHORT)
     name, parameter = next(iter(trained(model).items()))
-    one = torch.ones(1)
-    right = Scale(torch.ones(parameter.shape[0]), torch.ones(parameter.shape[1]))
-    wrong = {
-        "no such": right, name: Scale(one, one),
-        f"{name} ": right,
-    }  # fmt: skip
+    one, right = torch.ones(1), Scale(*map(torch.ones, parameter.shape))
+    wrong = {"no such": right, name: Scale(one, one), f"{name} ": right}
     with ClippingEngine(model, 0.1) as engine:
         for each, scale in wrong.items():
             with pytest.raises(InvalidArgumentError, match="`scales`"):
@@ -131,4 +124,6 @@ def test_scales_of_nothing_that_trains_or_of_another_shape_are_refused():
         for value in (0.0, -1.0, torch.inf, torch.nan):
             with pytest.raises(InvalidArgumentError, match="above 0"):
                 engine.measure(scales={name: Scale(right.rows * value, right.columns)})
+        with pytest.raises(InvalidArgumentError, match="`gauge` to be at least 1e-08"):
+            engine.measure(1e-9)
         engine.measure(scales={name: right})

@@ -15,18 +15,13 @@ from dp_accounting.dp_event import GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.pld.pld_privacy_accountant import PLDAccountant
 from scipy import stats
 from torch.nn.functional import cross_entropy
+from watch import watch
 
-from hf_dp import DpSgdPlan, NoisedLoss, PrivateRun, mechanism_for
+from hf_dp import DpSgdPlan, NoisedLoss, PrivateRun, errors, mechanism_for
 from hf_dp.accounting import PoissonSampledGaussian, epsilon
 from hf_dp.clipping import ClippingEngine
 from hf_dp.clipping.scales import Scale
 from hf_dp.distributed.processes import Processes
-from hf_dp.errors import (
-    ConfigError,
-    InvalidArgumentError,
-    UnsupportedArgumentError,
-    UnsupportedModelError,
-)
 from hf_dp.losses import per_example_loss
 from hf_dp.mechanisms import scales as scales_module
 from hf_dp.mechanisms.dp_sgd import DpSgd
@@ -147,23 +142,19 @@ def counts_its_own_draw(folder: Path) -> bool:
     mechanism, right = mechanism_for(private_run(folder)), []
     for batches in mechanism.logical_batches():
         mechanism.gauge.ratio = 1000.0
-        clipped = mechanism.clip(batches)
-        drawn = sum(len(batch["labels"]) for batch in batches)
-        right.append(float(clipped.beside["count"]) == drawn / 2)
-        with mechanism.run.release_step() as release:
-            mechanism.set_gradients(clipped, release)
-        mechanism.run.model.zero_grad()
+        count, drawn = mechanism.clip(batches).beside["count"], [len(b["labels"]) for b in batches]
+        right.append(float(count) == sum(drawn) / 2)
     return all(right)
 
 
 def test_a_step_counts_its_own_draw_and_a_planted_other_one_is_seen(tmp_path, monkeypatch):
     assert counts_its_own_draw(tmp_path / "honest")
-    honest, before = DpSgd.clip, [torch.zeros((), dtype=torch.float64)]
+    honest, before = DpSgd.clip, [{"count": torch.zeros(())}]
 
     def of_the_draw_before(mechanism, batches):
         clipped = honest(mechanism, batches)
-        before.append(clipped.beside["count"].clone())
-        return replace(clipped, beside={"count": before[-2]})
+        before.append(clipped.beside)
+        return replace(clipped, beside=before[-2])
 
     monkeypatch.setattr(DpSgd, "clip", of_the_draw_before)
     assert not counts_its_own_draw(tmp_path / "planted")
@@ -221,15 +212,13 @@ def moved_by_rounding(regrouped: int) -> float:
     """How far the counts of others move, at most, where each of their norms was found with the
     largest error, first too large and then too small."""
     plan, error = planned(), 5e-5 + slack_cap(regrouped)
-    used, found = torch.ones(regrouped, dtype=torch.bool), []
-    for true in np.linspace(0.7, 1.3, 61):
-        sizes = torch.full((regrouped,), true * C, dtype=torch.float64)
-        small, large = (
-            float(RULE.counted(sizes * (1 + sign * error), used, C, regrouped, plan))
-            for sign in (-1, 1)
-        )
-        found.append(small - large)
-    return max(found)
+    used = torch.ones(regrouped, dtype=torch.bool)
+
+    def counted(size: float) -> float:
+        return float(RULE.counted(torch.full((regrouped,), size * C), used, C, regrouped, plan))
+
+    sizes = np.linspace(0.7, 1.3, 61)
+    return max(counted(size * (1 - error)) - counted(size * (1 + error)) for size in sizes)
 
 
 @pytest.mark.parametrize("regrouped", [1, 16, 64, 256, 1024])
@@ -245,23 +234,12 @@ def test_what_others_count_moves_by_less_than_the_margin(regrouped, monkeypatch)
         assert moved_by_rounding(regrouped) > most
 
 
-class Fitted(torch.nn.Module):
-    """A model that has fitted its rows, all equal, up to the last digit of a cross-entropy.
+class OtherGroup(torch.nn.Module):
+    """Without a fourth row the first output is one unit in the last place larger, as it may be where
+    a product over another group rounds in another way."""
 
-    Without a fourth row the logit of their class is one unit in the last place larger, as it may be
-    where a product over another group rounds in another way.
-    """
-
-    def __init__(self, gap: float):
-        super().__init__()
-        self.last = torch.nn.Linear(1, 2)
-        with torch.no_grad():
-            self.last.weight.zero_()
-            self.last.bias.copy_(torch.tensor([gap, 0.0]))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.last(x)
-        return out if len(x) > 3 else out + out.new_tensor([2.0**-20, 0.0])
+    def forward(self, out: torch.Tensor) -> torch.Tensor:
+        return out if len(out) > 3 else out + out.new_tensor([2.0**-20, 0.0])
 
 
 def missing(gap: np.float32) -> float:
@@ -269,38 +247,39 @@ def missing(gap: np.float32) -> float:
     return float(1 - torch.log_softmax(torch.tensor([float(gap), 0.0]), 0)[0].exp())
 
 
-def gap_at_a_step() -> float:
-    """The largest gap whose 1 - p is larger than that of the gap one unit further."""
-    low, high = np.float32(15.0), np.float32(15.9)
+J = 1000.0  # the norm of the gradient of one of its outputs
+
+
+def fitted() -> torch.nn.Module:
+    """A model that has fitted its rows, all equal, up to the last digit of a cross-entropy: its gap
+    is the largest whose 1 - p is larger than that of the gap one unit further."""
+    low, high, layer = np.float32(15.0), np.float32(15.9), torch.nn.Linear(1, 2)
     while (middle := (low + high) / np.float32(2)) not in (low, high):
         low, high = (middle, high) if missing(middle) > missing(high) else (low, middle)
-    return float(low)
-
-
-J = 1000.0  # the norm of the gradient of one of its outputs
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.bias.copy_(torch.tensor([float(low), 0.0]))
+    return torch.nn.Sequential(layer, OtherGroup())
 
 
 def moved_by_a_forward(ratio: float) -> tuple[float, float, float]:
     """How far one of four rows moves sum and count, of what the plan says, at a gauge; and how far
     the three others move the sum, in the same unit."""
-    model, plan, found = Fitted(gap_at_a_step()), planned(), []
-    x, y = torch.full((4, 1), J), torch.zeros(4, dtype=torch.long)
+    model, plan, sums, counts = fitted(), planned(), [], []
     for rows in (4, 3):
-        counts = []
         with ClippingEngine(model, plan.clips_to) as engine:
 
-            def count(sizes, used, counts=counts, engine=engine):
+            def count(sizes, used, engine=engine):
                 h = RULE.counted(sizes[0], used, ratio * C, engine.regrouped, plan)
                 counts.append(float(h))
 
             engine.measure(ratio, count)
-            engine.backward(cross_entropy(model(x[:rows]), y[:rows], reduction="none"))
-            sums = torch.cat([each.flatten() for each in engine.collect().values()])
-        found.append((sums, sum(counts)))
-    (sums, count), (others, fewer) = found
+            out, classes = model(torch.full((rows, 1), J)), torch.zeros(rows, dtype=torch.long)
+            engine.backward(cross_entropy(out, classes, reduction="none"))
+            sums.append(torch.cat([each.flatten() for each in engine.collect().values()]))
     most = plan.step_release().sensitivities
-    of_count, of_others = abs(count - fewer) / most["count"], (sums * 0.75 - others).norm()
-    return float((sums - others).norm()) / most["sum"], of_count, float(of_others) / most["sum"]
+    of_sum, of_others = (float((sums[0] * k - sums[1]).norm()) / most["sum"] for k in (1, 0.75))
+    return of_sum, abs(counts[0] - counts[1]) / most["count"], of_others
 
 
 def test_what_a_forward_rounds_moves_little_at_the_least_norm_and_much_at_a_planted_one():
@@ -423,20 +402,15 @@ def test_a_target_pays_for_it():
 def follow_from_releases(folder: Path) -> tuple[bool, bool]:
     """Whether the norms of all steps, and the scales after them, are what a plain loop makes of the
     released numbers."""
-    private, released, norms, squares = (
+    private, norms, expected, squares = (
         private_run(folder, planned(**BOTH, max_steps=8)),
         [],
-        [],
+        [C],
         {},
     )
-    mechanism, honest, expected = mechanism_for(private), Release.beside, [C]
-
-    def beside(release, part, total):
-        released.append(float(honest(release, part, total)))
-        return total
-
+    mechanism = mechanism_for(private)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Release, "beside", beside)
+        released = watch(patch, Release, "beside", lambda found, *_: float(found))
         for _ in loops.steps(mechanism):
             norms.append(float(mechanism.noised["clipping_norm"]))
             share = 0.5 + released[-1] / BATCH
@@ -447,12 +421,10 @@ def follow_from_releases(folder: Path) -> tuple[bool, bool]:
                 old = squares.get(name, means)
                 squares[name] = [BETA * a + (1 - BETA) * b for a, b in zip(old, means, strict=True)]
     right = scales_of({name: [*map(torch.from_numpy, each)] for name, each in squares.items()})
+    norms.append(mechanism.gauge.clipping_norm)
     found = mechanism.gauge.scales.now
-    assert len(set(norms)) == 8
-    return (
-        [*norms, mechanism.gauge.clipping_norm] == pytest.approx(expected, rel=1e-12),
-        all(np.allclose(found[name].rows, each.rows, rtol=1e-5) for name, each in right.items()),
-    )
+    scales = (np.allclose(found[name].rows, each.rows, rtol=1e-5) for name, each in right.items())
+    return len(set(norms)) == 9 and norms == pytest.approx(expected, rel=1e-12), all(scales)
 
 
 def test_norms_and_scales_follow_from_what_was_released_alone(tmp_path, monkeypatch):
@@ -519,25 +491,16 @@ class Empty(SecretRandomness):
         return b"\xff" * count
 
 
-def pvalues_of_noise(folder: Path) -> tuple[float, float]:
+def pvalues_of_noise(folder: Path) -> list[float]:
     """KS tests of what the optimizer gets, in units of each step's norm and scales; and of the same
     with the last step's scales."""
-    private, asked, found, used = (
-        private_run(folder, planned(**BOTH, max_steps=5)),
-        set(),
-        [],
-        torch.ones(()),
-    )
-    private.randomness = Empty()
-    honest, mechanism = IndependentNoise.like, mechanism_for(private)
-
-    def like(noise, values, part, std):
-        asked.update({std} if part == "sum" else ())
-        return honest(noise, values, part, std)
-
+    private, found, used = private_run(folder, planned(**BOTH, max_steps=5)), [], torch.ones(())
+    private.randomness, mechanism = Empty(), mechanism_for(private)
     unit = SIGMA * (1 + private.plan.mechanism.margin(private.plan)) / BATCH
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(IndependentNoise, "like", like)
+        asked = watch(
+            patch, IndependentNoise, "like", before=lambda self, v, part, std: (part, std)
+        )
         for batches in mechanism.logical_batches():
             mechanism.gauge.ratio *= 3  # more than counts of nobody would
             norm, used = mechanism.gauge.clipping_norm, whole(mechanism)
@@ -549,9 +512,10 @@ def pvalues_of_noise(folder: Path) -> tuple[float, float]:
             spread = float(torch.ones_like(drawn).div(used).norm())
             assert mechanism.noise_norm == pytest.approx(norm * unit * spread)
             private.model.zero_grad()
-    assert asked == {private.plan.noise_std} and float(used.max() / used.min()) > 3
-    planted = torch.cat([each / used for each in found[:-1]])
-    return tuple(stats.kstest(each.numpy(), "norm").pvalue for each in (torch.cat(found), planted))
+    assert {std for part, std in asked if part == "sum"} == {private.plan.noise_std}
+    assert float(used.max() / used.min()) > 3
+    planted = [each / used for each in found[:-1]]
+    return [stats.kstest(torch.cat(each).numpy(), "norm").pvalue for each in (found, planted)]
 
 
 def test_the_gate_sees_one_unit_and_the_optimizer_that_of_the_step(tmp_path, monkeypatch):
@@ -574,19 +538,16 @@ class Unkept:
 def least_mu(rule: ClippingQuantile, runs: int = 3000) -> float:
     """A lower bound on 1 / noise multiplier, from releases with an example at its bounds and
     without: by the share of right guesses of the likelihood ratio, wrong less than once in 10^7.
-
     Of a Gaussian mechanism a guess is right with the probability Phi(mu / 2) <= 0.76 at mu = 1.41;
-    the bound is then 0.2 below mu at most, and above 2 for the planted mu = 4.1, each with a
-    probability above 0.999 (the share's standard deviation is 0.006 at most).
+    the bound is 0.2 below mu at most, and above 2 for the planted mu = 4.1, in 999 of 1,000 runs.
     """
     release, right = planned(rule).step_release(), 0
     gate = RunGate(Unkept(), IndependentNoise(SecretRandomness()))
     stds = {part: release.noise_std(part) for part in ("sum", "count")}
     for number in range(runs):
-        at = {"sum": C, "count": 0.5} if number % 2 else {"sum": 0.0, "count": 0.0}
+        of_sum, of_count = number % 2 * torch.tensor([C, 0.5], dtype=torch.float64)
         with gate.release(release) as out:
-            x = float(out.sum({"w": torch.tensor([at["sum"]], dtype=torch.float64)})["w"])
-            y = float(out.beside("count", torch.tensor(at["count"], dtype=torch.float64)))
+            x, y = float(out.sum({"w": of_sum})["w"]), float(out.beside("count", of_count))
         ratio = C * (x - C / 2) / stds["sum"] ** 2 + 0.5 * (y - 0.25) / stds["count"] ** 2
         right += (ratio > 0) == bool(number % 2)
     least = stats.binomtest(right, runs, alternative="greater").proportion_ci(1 - 1e-7).low
@@ -610,13 +571,8 @@ def test_an_audit_of_both_sums_refutes_a_planted_event_alone(factor, monkeypatch
 
 
 def test_a_rehearsal_takes_the_memory_of_scaled_copies(tmp_path, monkeypatch):
-    mechanism, honest, scaled = (
-        mechanism_for(private_run(tmp_path, planned(beta=BETA))),
-        Scale.of,
-        [],
-    )
-    monkeypatch.setattr(Scale, "of", lambda scale, use: scaled.append(1) or honest(scale, use))
-    loader = mechanism.loader()
+    mechanism = mechanism_for(private_run(tmp_path, planned(beta=BETA)))
+    scaled, loader = watch(monkeypatch, Scale, "of"), mechanism.loader()
     mechanism.rehearse(loader.collate_fn([loader.dataset[0], loader.dataset[1]]), None)
     assert len(scaled) >= len(list(mechanism.run.model.parameters()))
 
@@ -627,26 +583,30 @@ def test_a_rehearsal_takes_the_memory_of_scaled_copies(tmp_path, monkeypatch):
 @pytest.mark.parametrize("value", [0, 1, -0.1, 1.5, math.nan, "half", True])
 def test_shares_outside_of_0_to_1_are_refused(value):
     for name in ("clipping_quantile", "clipping_quantile_budget_ratio", "gradient_scaling_beta"):
-        with pytest.raises(InvalidArgumentError, match=f"`{name}`"):
+        with pytest.raises(errors.InvalidArgumentError, match=f"`{name}`"):
             DpSgdPlan.of(C, 1.0, **{"clipping_quantile": 0.5, name: value})
 
 
 def test_other_numbers_and_ways_to_clip_are_refused(tmp_path):
-    with pytest.raises(InvalidArgumentError, match="`clipping_quantile_learning_rate`"):
+    with pytest.raises(errors.InvalidArgumentError, match="`clipping_quantile_learning_rate`"):
         ClippingQuantile(0.5, learning_rate=0)
-    with pytest.raises(InvalidArgumentError, match="at least 1e-05 with `clipping_quantile`"):
+    with pytest.raises(
+        errors.InvalidArgumentError, match="at least 1e-05 with `clipping_quantile`"
+    ):
         DpSgdPlan(1e-6, 1.0, clipping_quantile=RULE)
-    with pytest.raises(UnsupportedArgumentError, match="`clipping` .* not implemented"):
+    with pytest.raises(errors.UnsupportedArgumentError, match="`clipping` .* not implemented"):
         DpSgdPlan(C, 1.0, "per_layer", clipping_quantile=RULE)
-    with pytest.raises(InvalidArgumentError, match="`clipping` .* no share") as refused:
+    with pytest.raises(errors.InvalidArgumentError, match="`clipping` .* no share") as refused:
         DpSgdPlan(C, 1.0, "automatic", clipping_quantile=RULE)
-    assert not isinstance(refused.value, UnsupportedArgumentError)
+    assert not isinstance(refused.value, errors.UnsupportedArgumentError)
     for others in ({"sampling": "random_allocation", "accountant": "pld"}, {"mean_runs": 5.0}):
         accountant = others.pop("accountant", "rdp")
         own = DpSgdPlan.of(C, 1.0, **others, clipping_quantile=0.4)
-        with pytest.raises(UnsupportedArgumentError, match="`clipping_quantile` to be left out"):
+        with pytest.raises(
+            errors.UnsupportedArgumentError, match="`clipping_quantile` to be left out"
+        ):
             loops.plan(mechanism=own, accountant=accountant)
-    with pytest.raises(UnsupportedModelError, match="Scales of a part .* cannot be sharded"):
+    with pytest.raises(errors.UnsupportedModelError, match="Scales of a part .* cannot be sharded"):
         mechanism_for(private_run(tmp_path, planned(beta=BETA))).refuse_shards(True)
 
 
@@ -655,5 +615,5 @@ def test_an_event_without_the_count_is_no_release_of_the_plan():
         PoissonSampledGaussian(SIGMA, 0.2, 1),
         planned().step_release().sensitivities,
     )
-    with pytest.raises(ConfigError, match="Expected the sensitivities of"):
+    with pytest.raises(errors.ConfigError, match="Expected the sensitivities of"):
         PlannedRelease(event, "training", sensitivities)

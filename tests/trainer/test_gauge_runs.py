@@ -12,11 +12,13 @@ import users
 from peft import LoraConfig
 from safetensors.torch import load_file, save
 from transformers import TrainerCallback
+from watch import watch
 
 from hf_dp.accounting import PoissonSampledGaussian, epsilon
 from hf_dp.cli.main import main
 from hf_dp.errors import ConfigError, InvalidArgumentError, LedgerError, UnsupportedArgumentError
 from hf_dp.mechanisms.gauge import FILE_NAME, Gauge
+from hf_dp.mechanisms.scales import Scales
 from hf_dp.plans.quantile import ClippingQuantile
 from hf_dp.publishing.allowed import sort_files
 from hf_dp.statement.evidence import disagreements, read
@@ -74,14 +76,12 @@ def test_ledger_statement_card_and_logs_name_it(paid):
 
 def goes_on_with_its_gauge(folder: Path) -> bool:
     """Whether a resumed run's first norm and scales are those that followed from the checkpoint."""
-    used, honest = [], Gauge.measure
 
-    def measure(gauge, engine):
-        used.append({name: each.rows.clone() for name, each in gauge.scales.now.items()})
-        return honest(gauge, engine)
+    def rows(gauge, engine):
+        return {name: each.rows.tolist() for name, each in gauge.scales.now.items()}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Gauge, "measure", measure)
+        used = watch(patch, Gauge, "measure", before=rows)
         first = made(folder, **SAVING, **BETA)
         first.train()
         again = tiny.resumed(made(folder, **SAVING, **BETA), 2)
@@ -89,19 +89,14 @@ def goes_on_with_its_gauge(folder: Path) -> bool:
     assert 0.1 * saved == pytest.approx(logged(first)[2])
     assert again.ledger.events == (PoissonSampledGaussian(1.0, 0.2, 6, beside={"count": 2.0}),)
     assert len(used) == 6 and used[0] == {} and used[2] and logged(first)[2] != 0.1
-    scales = used[4].keys() == used[2].keys() and all(
-        torch.equal(used[4][name], rows) for name, rows in used[2].items()
-    )
-    return logged(again)[2] == logged(first)[2] and scales  # 0 and 1 are those of the checkpoint
+    return logged(again)[2] == logged(first)[2] and used[4] == used[2]  # 0, 1: the checkpoint's
 
 
-@pytest.mark.parametrize("planted", [None, "hf_dp.mechanisms.gauge.LOWEST", "scales"])
+@pytest.mark.parametrize("planted", [(), (Gauge, "load"), (Scales, "go_on")])
 def test_a_resumed_run_goes_on_with_its_norm_and_scales(planted, tmp_path, monkeypatch):
-    if planted == "scales":
-        monkeypatch.setattr("hf_dp.mechanisms.scales.Scales.go_on", lambda self, kept, model: None)
-    elif planted:
-        monkeypatch.setattr(Gauge, "load", lambda gauge, checkpoint: None)
-    assert goes_on_with_its_gauge(tmp_path) == (planted is None)
+    if planted:
+        monkeypatch.setattr(*planted, lambda *given: None)
+    assert goes_on_with_its_gauge(tmp_path) == (not planted)
 
 
 def test_a_resume_with_another_norm_or_without_it_is_refused(paid, tmp_path):
@@ -155,23 +150,11 @@ def test_tuners_have_it(config, tmp_path):
 
 def test_a_user_is_counted_once_in_however_many_parts(tmp_path, monkeypatch):
     """Of up to 7 rows, in physical batches of 2."""
-    counted, drawn, honest = [], [], ClippingQuantile.counted
-
-    def count(self, sizes, used, norm, regrouped, schedule):
-        counted.append(len(sizes))
-        return honest(self, sizes, used, norm, regrouped, schedule)
-
-    monkeypatch.setattr(ClippingQuantile, "counted", count)
     options = {"per_device_train_batch_size": 2, "max_rows_per_unit": 7, "max_steps": 3}
     trainer = users.trainer(tmp_path, **{**NORM, "accountant": "pld"}, **options)
-    honest_draw = type(trainer.privacy_plan.sampler()).draw
-
-    def draw(self):
-        found = honest_draw(self)
-        drawn.append(len(found))
-        return found
-
-    monkeypatch.setattr(type(trainer.privacy_plan.sampler()), "draw", draw)
+    sampler = type(trainer.privacy_plan.sampler())
+    counted = watch(monkeypatch, ClippingQuantile, "counted", lambda h, self, sizes, *_: len(sizes))
+    drawn = watch(monkeypatch, sampler, "draw", lambda found, self: len(found))
     trainer.train()
     assert sum(counted) == sum(drawn[:3]) > 0
     assert "each user that is drawn counts" in trainer.privacy_statement().mechanism
