@@ -34,15 +34,15 @@ class DpSgd(Mechanism):
 
     def __init__(self, run: PrivateRun, tuner: Tuner | None = None):
         super().__init__(run, tuner)
-        self.gauge = Gauge(run, self.plan)
-        asked = {"noised_loss": self.plan.loss, LOG: self.plan.clipping_quantile}
+        rules: DpSgdPlan = self.plan.gradients
+        self.gauge = Gauge(run, rules)
+        asked = {"noised_loss": rules.loss, LOG: rules.clipping_quantile}
         self.logs = tuple(name for name, part in asked.items() if part is not None)
         if self.gauge.scales is not None:
             self.needs_whole_weights = "Scales of a part of the gradients are not implemented."
 
     def start(self, checkpoint: str | None = None) -> None:
-        if checkpoint is not None:
-            self.gauge.load(checkpoint)
+        self.gauge.load(checkpoint)
 
     def save(self, folder: str) -> None:
         self.gauge.save(folder)

@@ -31,8 +31,7 @@ from hf_dp.plans.dp_sgd import DpSgdPlan
 from hf_dp.plans.quantile import COUNT, HIGHEST, LOG, LOWEST
 from hf_dp.run.private_run import PrivateRun
 
-# In the format of safetensors, but without its name, since evidence vouches for all files of that.
-# What begins with "_" is not published.
+# Safetensors, but not by its name, since evidence vouches for those. "_": it is not published.
 FILE_NAME = "_gauge.state"
 _RATIO = "ratio"
 
@@ -111,10 +110,9 @@ class Gauge:
         if kept:
             save_file(kept, Path(folder, FILE_NAME))
 
-    def load(self, checkpoint: str) -> None:
-        """Go on from a checkpoint. Raises: ConfigError for one that does not say where the gauge
-        was."""
-        if self.quantile is None and self.scales is None:
+    def load(self, checkpoint: str | None) -> None:
+        """Go on from a checkpoint. Raises: ConfigError if it does not say where the gauge was."""
+        if checkpoint is None or (self.quantile is None and self.scales is None):
             return
         path = Path(checkpoint, FILE_NAME)
         try:

@@ -342,8 +342,6 @@ class PrivateEncoderPlan(ForwardPlan):
     name: ClassVar[str] = "dp_fp_private_encoder"
     variant: ClassVar[str] = PRIVATE_ENCODER
     loss: ClassVar[None] = None
-    clipping_quantile: ClassVar[None] = None
-    gradient_scaling_beta: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

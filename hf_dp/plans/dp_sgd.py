@@ -292,6 +292,11 @@ class DpSgdPlan(MechanismPlan):
         own |= {} if self.loss is None else {LOSS: self.loss.bound}
         return own if self.clipping_quantile is None else own | self.clipping_quantile.sensitivities
 
+    @property
+    def gradients(self) -> Self:
+        """The plan of the gradients: here all of it."""
+        return self
+
     def _beside(self, noise_multiplier: float) -> dict[str, float]:
         """Return the noise multipliers beside this one of the gradients, by part."""
         found: dict[str, float] = {}

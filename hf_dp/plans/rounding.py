@@ -88,10 +88,7 @@ def slack_cap(regrouped: int) -> float:
 
 def regrouping_share(regrouped: int, moves: float = 1.0) -> float:
     """Return the further share of C to which gradients in large groups are clipped: 1 up to 64
-    regrouped examples, 0.960 for 256.
-
-    Args: moves: how many times as far as norms something of bound C moves.
-    """
+    regrouped examples, 0.960 for 256. Args: moves: how many times as far as these a sum moves."""
     large = max(regrouped, _LARGE_GROUP)
     return (1 + moves * _moved(_LARGE_GROUP)) / (1 + moves * _moved(large))
 

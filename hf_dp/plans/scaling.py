@@ -18,8 +18,7 @@ from hf_dp.plans.mechanism import Words
 
 BETA = "gradient_scaling_beta"  # the argument
 
-# How far apart scales may be within rows, within columns and between parameters, at most.
-SPREAD = 10.0
+SPREAD = 10.0  # how far apart scales may be within rows, within columns, between parameters
 
 
 def check_beta(name: str, value: object) -> float:
