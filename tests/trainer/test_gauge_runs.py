@@ -190,8 +190,9 @@ SCALED = {
 )
 def test_what_does_not_go_with_it_is_refused(asked, case, tmp_path):
     options, error, match = case
-    with pytest.raises(error, match=match):
+    with pytest.raises(error, match=match) as refused:
         tiny.trainer(tmp_path, **{"accountant": "rdp", **asked, **options})
+    assert refused.type is error
 
 
 def test_scales_of_other_numbers_than_gradients_are_refused(tmp_path):
