@@ -27,14 +27,14 @@ that has no rule. At most R examples are concerned.
 
 *How small may a clipping norm r C get?* All of the above is relative to it, so slack asks for no
 limit down to what float32 can tell from 0. But a softmax rounds 1 - p absolutely, in steps of
-2^-23: a row's gradient, sqrt(2) J (1 - p) with J that of an output, changes by sqrt(2) J 2^-23 if
-other neighbors flip a step, whatever its norm. In a sum that is divided by r this counts 1/r times,
-for up to R rows. The margin has 2 R cap C for them, which is enough (if nothing else uses it) where
+2^-23: a row's gradient, of norm sqrt(2) J (1 - p) with J that of an output, changes by J 2^-23 if
+other neighbors flip a step, however small it is. In a sum that is divided by r this counts 1/r
+times, for up to R rows. The margin has 2 R cap C for them, enough (if nothing else uses it) where
 
-    r C >= J 2^-23 / (sqrt(2) cap): of a C that is the norm of a row with J_0 and q_0 = 1 - p,
-    r >= 2^-10 (J / J_0) / q_0 with physical batches of 64, 2^-12 (J / J_0) / q_0 with up to 16.
+    r C >= J 2^-24 / cap: or, of a C that is the norm of a row with J_0 and q_0 = 1 - p,
+    r >= 2^-10.5 J / (J_0 q_0) with physical batches of 64, 2^-12.5 J / (J_0 q_0) with up to 16.
 
-So from the norm of a row that is not fitted (q_0 near 1/2) to r = 1/30, J may be 17 J_0. Nothing
+So from the norm of a row that is not fitted (q_0 near 1/2) to r = 1/30, J may be 24 J_0. Nothing
 bounds J, which is of the model and the rows. So no limit always holds, neither for r nor for a
 fixed C: :data:`hf_dp.plans.quantile.LOWEST` is a choice. (In scaled norms a regrouped gradient has
 changed by 1.8 times its slack: by 7e-6 of its norm, where the margin has 2 (cap + e) = 2.2e-4.)

@@ -289,7 +289,7 @@ def test_what_a_forward_rounds_moves_little_at_the_least_norm_and_much_at_a_plan
     of_sum, of_count, of_others = moved_by_a_forward(least)
     assert 0 < of_sum < 0.5 and of_count <= 1
     # As hf_dp.plans.rounding derives: each of the others by one step of the softmax.
-    assert of_others == pytest.approx(3 * math.sqrt(2) * J * 2**-23 / (least * C), rel=0.02)
+    assert of_others == pytest.approx(3 * J * 2**-23 / (least * C), rel=0.02)
     of_sum, of_count, _ = moved_by_a_forward(3e-3)  # planted: a lower limit of a thousandth
     assert of_sum > 1.5 and of_count > 2
 
