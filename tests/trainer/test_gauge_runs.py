@@ -171,7 +171,7 @@ REFUSED = {
     "per layer": ({"clipping": "per_layer"}, UnsupportedArgumentError, "not implemented"),
     "adam_bc": ({"adam_bc_floor": 0.1}, UnsupportedArgumentError, "`adam_bc_floor`.*not implemented"),
     "its norm": ({"release": ["clipped_gradient_norm"]}, UnsupportedArgumentError, "not implemented"),
-    "dp_fp": (DP_FP, InvalidArgumentError, "`clipping_quantile`"),
+    "dp_fp": (DP_FP, UnsupportedArgumentError, "`clipping_quantile`"),
     "allocation": ({"sampling": "random_allocation", "accountant": "pld"}, UnsupportedArgumentError,
                    "`clipping_quantile` to be left out"),
 }  # fmt: skip
@@ -180,7 +180,7 @@ SCALED = {
     "chunks": ({"chunked_loss": True}, UnsupportedArgumentError, "`chunked_loss`.*not implemented"),
     "its norm": ({"release": ["clipped_gradient_norm"]}, UnsupportedArgumentError, "not implemented"),
     "audit": ({"audit_canaries": 4, "audit_scores": "directions"}, UnsupportedArgumentError, "`gradient_scaling_beta`"),
-    "dp_fp": (DP_FP, InvalidArgumentError, "`gradient_scaling_beta`"),
+    "dp_fp": (DP_FP, UnsupportedArgumentError, "`gradient_scaling_beta`"),
 }  # fmt: skip
 
 
