@@ -35,19 +35,19 @@ COMMON: dict[str, Any] = {
 }
 
 
+@contextmanager
+def audited(**options: Any) -> Iterator[Any]:
+    """A trainer of a run with canaries, whose folder goes away."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield tiny.trainer(Path(folder), **COMMON, **options)
+
+
 def in_one_run(scores: str, canaries: int, steps: int) -> bool:
     """Say whether one audited run refutes its claim: epsilon 1.5 or so."""
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = tiny.trainer(
-            Path(folder),
-            audit_canaries=canaries,
-            audit_scores=scores,
-            expected_batch_size=canaries // 10 + 4,  # a tenth of all rows
-            noise_multiplier=2.0,
-            max_steps=steps,
-            per_example_max_grad_norm=0.1,
-            **COMMON,
-        )
+    audit = {"audit_canaries": canaries, "audit_scores": scores, "per_example_max_grad_norm": 0.1}
+    batch = canaries // 10 + 4  # a tenth of all rows
+    plan = {"expected_batch_size": batch, "noise_multiplier": 2.0, "max_steps": steps}
+    with audited(**audit, **plan) as trainer:
         try:
             trainer.train()
         except AuditError:
@@ -61,19 +61,11 @@ def leaving_one_out(runs: int, batch: int, steps: int, epsilon: float) -> bool:
     C is small, so that weights and hence the other rows' gradients differ little between runs.
     """
     outcomes, claims = [], []
+    one = {"audit_canaries": 1, "audit_scores": "directions", "per_example_max_grad_norm": 1e-4}
+    plan = {"expected_batch_size": batch, "target_epsilon": epsilon, "max_steps": steps}
     with _alternating_coins():
         for _ in range(runs):
-            with tempfile.TemporaryDirectory() as folder:
-                trainer = tiny.trainer(
-                    Path(folder),
-                    audit_canaries=1,
-                    audit_scores="directions",
-                    expected_batch_size=batch,
-                    target_epsilon=epsilon,
-                    max_steps=steps,
-                    per_example_max_grad_norm=1e-4,
-                    **COMMON,
-                )
+            with audited(**one, **plan) as trainer:
                 trainer.train()
                 (audit,) = (each for each in trainer.run.inside if isinstance(each, Canaries))
                 outcomes.append((audit._likelihood[0], audit._in[0]))

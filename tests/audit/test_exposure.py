@@ -225,12 +225,6 @@ def test_the_rank_is_the_place_in_the_sorted_space_behind_all_ties():
         assert found.exposure == pytest.approx(math.log2(81 / max(places)))
 
 
-def test_the_least_perplexing_suffix_is_the_most_exposed():
-    values = [value for suffix, value in SPACE.items() if suffix != ("a",) * 4]
-    assert exact(SPACE[("a",) * 4], values).exposure == pytest.approx(math.log2(81))
-    assert exact(99.0, values).exposure == 0
-
-
 def test_of_a_model_that_knows_nothing_the_mean_is_1_44():
     values = np.random.default_rng(0).permutation(2000) / 7
     ranks = [exact(values[i], np.delete(values, i)).exposure for i in range(2000)]

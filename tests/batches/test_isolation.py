@@ -66,17 +66,6 @@ def in_a_global_dictionary(rows):
     return TABLE["calls"]
 
 
-def by_an_iterator(rows):
-    return next(COUNTER)
-
-
-def in_a_nested_function(rows):
-    def inner():
-        return count(SEEN)
-
-    return inner()
-
-
 def in_a_default(rows, kept=[]):  # noqa: B006
     return count(kept)
 
@@ -123,14 +112,6 @@ def module(name, **held):
 
 INSIDE = sys.modules["elsewhere_inside"] = module("elsewhere_inside", kept=[])
 ELSEWHERE = module("elsewhere", kept=[], inside=INSIDE)
-
-
-def in_another_module(rows):
-    return count(ELSEWHERE.kept)
-
-
-def in_a_module_of_a_package(rows):
-    return count(ELSEWHERE.inside.kept)
 
 
 def in_a_module_imported_in_the_call(rows):
@@ -186,10 +167,6 @@ class Nested:
         return count(kept), instance(rows)
 
 
-def by_a_helper(rows):
-    return in_a_global(rows)
-
-
 class OnItsClass:
     number = 0
 
@@ -227,10 +204,6 @@ def cached(text):
     return []
 
 
-def in_a_cache(rows):
-    return count(cached("a"))
-
-
 class InACacheOfItsOwn:
     @functools.cache  # noqa: B019
     def held(self):
@@ -252,10 +225,6 @@ class ReadByAFunction:
 
     def __call__(self, rows):
         return self.read(self, rows)
-
-
-def reads_a_later_class(held, rows):
-    return count(held.kept_later)
 
 
 class KeptLater:
@@ -293,17 +262,17 @@ STATEFUL = {
 SHARED = {
     "SEEN": in_a_global,
     "TABLE": in_a_global_dictionary,
-    "COUNTER": by_an_iterator,
+    "COUNTER": lambda rows: next(COUNTER),
     "kept": OnTheClass(),
     "kept_by_another": ReadByAFunction(),
-    "kept_later": functools.partial(reads_a_later_class, KeptLater()),
+    "kept_later": functools.partial(lambda held, rows: count(held.kept_later), KeptLater()),
     "SEEN, by a method": InAMethodsGlobal(),
-    "SEEN, by a helper": by_a_helper,
-    "SEEN, by a nested function": in_a_nested_function,
-    "cached": in_a_cache,
+    "SEEN, by a helper": lambda rows: in_a_global(rows),
+    "SEEN, by a nested function": lambda rows: (lambda: count(SEEN))(),
+    "cached": lambda rows: count(cached("a")),
     "held": InACacheOfItsOwn(),
-    "kept, of a module": in_another_module,
-    "kept, of a module in a package": in_a_module_of_a_package,
+    "kept, of a module": lambda rows: count(ELSEWHERE.kept),
+    "kept, of a module in a package": lambda rows: count(ELSEWHERE.inside.kept),
     "kept, of a module imported in the call": in_a_module_imported_in_the_call,
 }
 
@@ -319,10 +288,8 @@ def finds_what_was_left(make) -> bool:
 
 
 @pytest.fixture
-def said(monkeypatch):
-    found: list[str] = []
-    monkeypatch.setattr(isolation.logger, "warning", found.append)
-    return found
+def said(warnings_of):
+    return warnings_of("batches.isolation")
 
 
 @pytest.mark.parametrize("name", STATEFUL)
@@ -482,11 +449,6 @@ def test_tokenizers_models_and_data_are_shared():
     assert called(isolated, [1]) and all(each is data for each in isolated.data) and isolated.data
 
 
-def collates(collate):
-    with Isolated(collate).fresh() as fresh:
-        fresh([1])
-
-
 @pytest.mark.parametrize("held", ["tokenizer", "processor"])
 def test_a_growing_vocabulary_is_refused(held, monkeypatch):
     """A vocabulary is not put back: a word that one row adds, later rows would be read with."""
@@ -499,13 +461,13 @@ def test_a_growing_vocabulary_is_refused(held, monkeypatch):
         getattr(through, "tokenizer", through).add_tokens([f"word {len(words)}"])
 
     with pytest.raises(DataError, match="adds tokens to a tokenizer.*Add them before"):
-        collates(collate)
+        called(Isolated(collate), [1])
     assert "word 19" in words.get_vocab()  # so a row after it would see the word
-    collates(lambda rows: words("good film"))
+    called(Isolated(lambda rows: words("good film")), [1])
     monkeypatch.setattr(
         isolation.Isolated, "_tokenizers", property(lambda self: [], lambda *_: None), raising=False
     )  # planted
-    collates(collate)
+    called(Isolated(collate), [1])
 
 
 def test_what_is_loaded_when_first_needed_stays(tmp_path):

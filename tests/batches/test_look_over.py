@@ -1,5 +1,6 @@
 """A row that could end the run when it is sampled is refused before, with its index."""
 
+import functools
 import math
 
 import datasets
@@ -36,6 +37,9 @@ def with_tokens(ids):
     )
 
 
+token_model = functools.partial(bert, BertForTokenClassification, num_labels=3)
+
+
 def token_labels(last=0):
     return [
         [0] * (len(ids) - 1) + [last if i == 7 else 0]
@@ -65,7 +69,7 @@ CASES = {
     ),
     "a token label out of range": (
         lambda: rows(labels=token_labels(3)).remove_columns("label"),
-        {"model": lambda: bert(BertForTokenClassification, num_labels=3),
+        {"model": token_model,
          "data_collator": DataCollatorForTokenClassification(tiny.tokenizer())},
         "Row 7 .*`labels` holds 3.*or -100 where nothing is predicted",
     ),
@@ -90,49 +94,30 @@ def ids_as_they_are(rows):
     }
 
 
-def with_row(count=12, model=bert, side="right", collator=ids_as_they_are, **columns):
+def with_row(model=bert, side="right", **columns):
     """Rows of three tokens, but for row 7."""
     ordinary = {"input_ids": [2, 4, 3], "attention_mask": [1, 1, 1], "label": 0}
-    extra = {
-        k: ([0, 1, 2] if k == "position_ids" else v)
-        for k, v in columns.items()
-        if k not in ordinary
-    }
+    of_tokens = {name: [0, 1, 2] for name in ("label", "position_ids") if name in columns}
     words = tiny.tokenizer()
     words.padding_side = side
-    return (
-        model,
-        [{**ordinary, **extra, **(columns if i == 7 else {})} for i in range(count)],
-        collator,
-        words,
-    )
-
-
-def token_model():
-    return bert(BertForTokenClassification, num_labels=3)
+    return model, [ordinary | of_tokens | (columns if i == 7 else {}) for i in range(12)], words
 
 
 BESIDE_TOKENS = {
     "fewer labels than tokens": (with_row(model=token_model, label=[0, 1]), r"`labels` has shape \(1, 2\), and `input_ids`"),
     "a longer mask": (with_row(attention_mask=[1] * 4), r"`attention_mask` has shape \(1, 4\)"),
-    "no tokens": (with_row(input_ids=[], attention_mask=[]), "it has no tokens|is a float32 "
-    "tensor"),
+    "no tokens": (with_row(input_ids=[], attention_mask=[]), "it has no tokens|is a float32 tensor"),
     "a mask of zeros": (with_row(attention_mask=[0, 0, 0]), "its attention_mask is 0 everywhere"),
-    "a mask that begins with zero": (with_row(attention_mask=[0, 1, 1]), "its attention_mask "
-    "begins with 0"),
-    "a hole beside left padding": (with_row(model=gpt2, side="left", label=[4, 5, 6], attention_mask=[1, 0, 1]), "has "
-    "a hole"),
-    "positions beyond the table": (with_row(position_ids=[0, 1, 24]), "`position_ids` holds 24. "
-    "Expected"),
+    "a mask that begins with zero": (with_row(attention_mask=[0, 1, 1]), "its attention_mask begins with 0"),
+    "a hole beside left padding": (with_row(model=gpt2, side="left", label=[4, 5, 6], attention_mask=[1, 0, 1]), "has a hole"),
+    "positions beyond the table": (with_row(position_ids=[0, 1, 24]), "`position_ids` holds 24. Expected"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BESIDE_TOKENS)
 def test_columns_that_do_not_fit_the_tokens(case, tmp_path):
-    (model, data, collator, words), message = BESIDE_TOKENS[case]
-    if isinstance(data[7]["label"], list):
-        data = [{**row, "label": [0, 1, 2]} if i != 7 else row for i, row in enumerate(data)]
-    given = {"model": model(), "data_collator": collator, "processing_class": words}
+    (model, data, words), message = BESIDE_TOKENS[case]
+    given = {"model": model(), "data_collator": ids_as_they_are, "processing_class": words}
     assert_refused(tmp_path, f"Row 7 .*({message})", data, **given)
 
 
@@ -191,8 +176,7 @@ def test_a_loss_of_the_users_own_may_leave_labels_in_words_alone(tmp_path):
     data = rows(labels=WORDS).remove_columns("label")
     given = {"train_dataset": data, "eval_dataset": None, "data_collator": words_left_out}
     trainer = tiny.trainer(tmp_path, cls=Own, given=given, accountant="rdp")
-    trainer.train()
-    assert trainer.ledger.steps() == 4
+    assert tiny.trained(trainer).ledger.steps() == 4
 
 
 def test_a_column_that_cannot_be_padded_is_named_before_the_first_draw(tmp_path):
@@ -209,20 +193,13 @@ def test_a_column_that_cannot_be_padded_is_named_before_the_first_draw(tmp_path)
         batch = pad([{k: v for k, v in row.items() if k != "weights"} for row in features])
         return {**batch, "weights": torch.tensor([row["weights"] for row in features])}
 
-    def run(folder, **options):
-        given = {"train_dataset": data, "eval_dataset": None, "data_collator": collate}
-        return tiny.trainer(
-            folder, cls=Weighted, given=given, remove_unused_columns=False, **options
-        )
-
-    with pytest.raises(
-        DataError,
-        match=r"`weights` \(float32\) differs in length between rows \(1 to 3 in dimension 1\)",
-    ):
-        run(tmp_path / "a").train()
-    trainer = run(tmp_path / "b", padding_values={"weights": 0}, accountant="rdp")
-    trainer.train()
-    assert trainer.ledger.steps() == 4
+    options = {"cls": Weighted, "remove_unused_columns": False, "accountant": "rdp"}
+    options["given"] = {"train_dataset": data, "eval_dataset": None, "data_collator": collate}
+    message = r"`weights` \(float32\) differs in length between rows \(1 to 3 in dimension 1\)"
+    with pytest.raises(DataError, match=message):
+        tiny.trainer(tmp_path / "a", **options).train()
+    trainer = tiny.trainer(tmp_path / "b", padding_values={"weights": 0}, **options)
+    assert tiny.trained(trainer).ledger.steps() == 4
 
 
 def test_every_row_is_looked_at_by_workers_too(tmp_path):
@@ -245,9 +222,8 @@ def test_planted_look_at_the_first_rows_only_is_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(
         look_over, "_all", lambda examples, workers: iter(list(original(examples, workers))[:5])
     )
-    trainer = tiny.trainer(
-        tmp_path, given={"train_dataset": rows(("label", 2)), "eval_dataset": None}
-    )
+    given = {"train_dataset": rows(("label", 2)), "eval_dataset": None}
+    trainer = tiny.trainer(tmp_path, given=given)
     trainer.run.training_data()  # does not raise, as it must in the test above
 
 
@@ -255,11 +231,8 @@ def test_planted_look_at_the_first_rows_only_is_seen(tmp_path, monkeypatch):
     ("lengths", "said"),
     [([8] * 40, True), ([8] * 37 + [3] * 3, True), ([8] * 20 + [5] * 20, False)],
 )
-def test_rows_that_look_like_pieces_of_documents(lengths, said, tmp_path, caplog, monkeypatch):
-    said_so = []
-    monkeypatch.setattr(
-        "hf_dp.run.training_data.logger.warning", lambda text, *args: said_so.append(text)
-    )
+def test_rows_that_look_like_pieces_of_documents(lengths, said, tmp_path, warnings_of):
+    said_so = warnings_of("run.training_data")
     data = datasets.Dataset.from_dict(
         {"input_ids": [[4 + (i + j) % 15 for j in range(n)] for i, n in enumerate(lengths)],
          "attention_mask": [[1] * n for n in lengths]}

@@ -37,10 +37,8 @@ def test_physical_batches_are_a_partition(count, size, max_tokens, one_shape):
 def test_physical_batches_put_similar_lengths_together():
     lengths = [3, 50, 4, 49, 2, 51]
     groups = physical_batches(lengths, drawn_keys(6), 3)
-    assert [{lengths[position] for position in group} for group in groups] == [
-        {51, 50, 49},
-        {4, 3, 2},
-    ]
+    alike = [{lengths[position] for position in group} for group in groups]
+    assert alike == [{51, 50, 49}, {4, 3, 2}]
 
 
 def test_examples_of_one_length_are_cut_by_their_keys_alone():
@@ -182,38 +180,22 @@ def test_a_declared_value_is_used():
 
 
 def test_of_any_rank_where_shapes_are_equal():
-    batch = together(
-        RIGHT,
-        *(
-            {"mask": torch.ones(1, 1, 5, 5), "x": torch.full((1, 2, 3, 4), float(i))}
-            for i in range(3)
-        ),
-    )
+    mask = torch.ones(1, 1, 5, 5)
+    rows = [{"mask": mask, "x": torch.full((1, 2, 3, 4), float(i))} for i in range(3)]
+    batch = together(RIGHT, *rows)
     assert batch["x"].shape == (3, 2, 3, 4) and batch["x"][2].eq(2).all()
 
 
 def test_structures_and_plain_values():
     def example(i):
-        return BatchEncoding(
-            {
-                "pair": (torch.tensor([i]), {"deep": np.array([[i]])}),
-                "name": [f"row {i}"],
-                "flag": True,
-                "none": None,
-            }
-        )
+        pair = torch.tensor([i]), {"deep": np.array([[i]])}
+        return BatchEncoding({"pair": pair, "name": [f"row {i}"], "flag": True, "none": None})
 
     batch = together(RIGHT, *map(example, range(3)))
-    assert batch["pair"][0].tolist() == [0, 1, 2] and batch["pair"][1]["deep"].tolist() == [
-        [0],
-        [1],
-        [2],
-    ]
-    assert (
-        batch["name"] == ["row 0", "row 1", "row 2"]
-        and batch["flag"] is True
-        and batch["none"] is None
-    )
+    first, second = batch["pair"]
+    assert first.tolist() == [0, 1, 2] and second["deep"].tolist() == [[0], [1], [2]]
+    assert batch["name"] == ["row 0", "row 1", "row 2"]
+    assert batch["flag"] is True and batch["none"] is None
 
 
 @pytest.mark.parametrize(
@@ -243,9 +225,5 @@ def test_the_padding_of_a_model():
     words = tiny.tokenizer()
     words.padding_side, words.pad_token = "left", "[SEP]"
     padding = Padding.of(tiny.model(), words, {"a": 1})
-    assert (padding.pad_token_id, padding.side, padding.labels_side, padding.values) == (
-        3,
-        "left",
-        "left",
-        {"a": 1},
-    )
+    assert (padding.pad_token_id, padding.side, padding.labels_side) == (3, "left", "left")
+    assert padding.values == {"a": 1}

@@ -54,9 +54,8 @@ def test_the_column_is_split_off():
     assert len(table) == 2 and rest.column_names == ["text"]
     listed = [{"text": t, "who": w} for t, w in zip(*rows.values(), strict=True)]
     table, rest = split_off_units(listed, "who")
-    assert len(table) == 2 and [rest[i] for i in range(len(rest))] == [
-        {"text": t} for t in rows["text"]
-    ]
+    assert len(table) == 2
+    assert [rest[i] for i in range(len(rest))] == [{"text": t} for t in rows["text"]]
     assert listed[0] == {"text": "a", "who": 7}
     for dataset in (datasets.Dataset.from_dict(rows), listed):
         with pytest.raises(DataError, match="privacy_unit_column 'owner'"):
@@ -73,15 +72,10 @@ def test_a_part_of_a_units_rows_is_chosen_uniformly():
 
 
 def test_users_are_drawn_alike_however_many_rows_they_have():
-    table = UnitTable(["a"] * 50 + ["b"] * 5 + ["c", "d"], "who")
-    sampler = PoissonSampler(len(table), 0.3, 4000)
-    draws = UnitDraws(sampler, table, USERS)
-    users = [[rows[0] for rows in draw] for draw in draws]
-    counts = Counter({0: 0}) + Counter(
-        {"a" if row < 50 else "bcd"[(row >= 55) + (row == 56)]: 0 for draw in users for row in draw}
-    )
-    for draw in users:
-        counts.update("a" if row < 50 else "bcd"[(row >= 55) + (row == 56)] for row in draw)
+    values = ["a"] * 50 + ["b"] * 5 + ["c", "d"]
+    table = UnitTable(values, "who")
+    draws = [*UnitDraws(PoissonSampler(len(table), 0.3, 4000), table, USERS)]
+    counts = Counter(values[rows[0]] for draw in draws for rows in draw)
     for user in "abcd":
         assert stats.binomtest(counts[user], 4000, 0.3).pvalue > 1e-8
     assert max(len(rows) for draw in draws for rows in draw) == USERS.max_rows
@@ -123,11 +117,9 @@ def drawn(units: list) -> list[Drawn]:
 def read(found: list) -> list[tuple[list[int], int, bool]]:
     """(which rows, rows of each unit, whether it continues) of each physical batch."""
     return [
-        (
-            (batch.inputs if isinstance(batch, UnitBatch) else batch)["place"].tolist(),
-            batch.rows if isinstance(batch, UnitBatch) else 1,
-            isinstance(batch, UnitBatch) and batch.continues,
-        )
+        (batch.inputs["place"].tolist(), batch.rows, batch.continues)
+        if isinstance(batch, UnitBatch)
+        else (batch["place"].tolist(), 1, False)
         for batch in found
     ]
 

@@ -101,18 +101,12 @@ def test_every_round_times_every_mode_and_the_order_rotates():
 
 
 def test_a_round_is_the_median_of_turns_taken_step_by_step():
+    """So that one step which was interrupted does not move it."""
     called = []
-    clock = {name: itertools.count(start) for name, start in (("a", 1.0), ("b", 11.0))}
+    clock = {"a": iter([1.0, 2.0, 30.0, 4.0, 5.0, 6.0]), "b": itertools.count(11.0)}
     timers = {name: lambda name=name: called.append(name) or next(clock[name]) for name in "ab"}
     assert interleave(timers, 2, repeats=3) == [{"a": 2.0, "b": 12.0}, {"a": 5.0, "b": 15.0}]
     assert "".join(called) == "ab" + "ba" + "ab" + "ba" + "ab" + "ba"
-
-
-def test_one_step_that_was_interrupted_does_not_move_a_round():
-    clock = {"a": iter([1.0, 1.0, 30.0]), "b": iter([2.0, 2.0, 2.0])}
-    assert interleave(
-        {name: lambda name=name: next(clock[name]) for name in "ab"}, 1, repeats=3
-    ) == [{"a": 1.0, "b": 2.0}]
 
 
 def test_a_machine_that_slows_down_does_not_move_the_ratio():
@@ -183,12 +177,9 @@ def test_a_probe_that_was_killed_is_a_row_but_for_the_yardstick(invented):
 
 @pytest.mark.slow
 def test_a_larger_batch_takes_more_memory():
-    small, large = (
-        probe(
-            replace(CLASSIFIER, per_device_train_batch_size=size, max_length=32), "book_keeping", 2
-        )
-        for size in (8, 256)
-    )  # at 256 one hidden state is 512 KiB, some dozens are kept for the backward
+    sizes = [replace(CLASSIFIER, per_device_train_batch_size=n, max_length=32) for n in (8, 256)]
+    # At 256 one hidden state is 512 KiB, some dozens are kept for the backward.
+    small, large = (probe(each, "book_keeping", 2) for each in sizes)
     assert large["bytes"] > small["bytes"] + 10 * MIB
     assert large["bytes"] < 500 * MIB
     assert "resident" in large["measured"]
@@ -196,12 +187,8 @@ def test_a_larger_batch_takes_more_memory():
 
 @pytest.mark.parametrize("code", [1, -9])
 def test_a_probe_that_fails_says_why(code, monkeypatch):
-    def run(command, **options):
-        return subprocess.CompletedProcess(
-            command, code, "", "Traceback ...\nKeyError: 'no such mode'\n"
-        )
-
-    monkeypatch.setattr(subprocess, "run", run)
+    done = subprocess.CompletedProcess([], code, "", "Traceback ...\nKeyError: 'no such mode'\n")
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: done)
     if code == -9:
         assert "memory" in probe(CLASSIFIER, "book_keeping", 2)["refused"]
         return

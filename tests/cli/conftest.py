@@ -1,7 +1,9 @@
 """Recipes of tiny tasks, for tests of the command line."""
 
 import shutil
+import subprocess
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import tiny
 import tiny_text
 from recipe import Recipe
 
+from hf_dp.cli import cells
 from hf_dp.cli.main import main
+from hf_dp.run.clock import VARIABLE
 
 
 @pytest.fixture(scope="session")
@@ -54,6 +58,32 @@ def of_tables(writer, tmp_path, monkeypatch, capsys) -> Callable[..., Recipe]:
         )  # fmt: skip
 
     return make
+
+
+@pytest.fixture
+def children(monkeypatch) -> list[list[str]]:
+    """The commands of the runs that a sweep starts; none trains."""
+    found: list[list[str]] = []
+
+    def child(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        found.append(command)
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(cells.subprocess, "run", child)
+    return found
+
+
+@pytest.fixture
+def in_this_process(monkeypatch) -> None:
+    """Let the runs of a sweep train in this process, where hf_dp is imported already."""
+
+    def child(command: list[str], stdout: Any, env: dict[str, str], **options: Any) -> Any:
+        words = command[command.index("hf_dp.cli.main") + 1 :]
+        with monkeypatch.context() as patched, redirect_stdout(stdout), redirect_stderr(stdout):
+            patched.setenv(VARIABLE, env[VARIABLE])
+            return subprocess.CompletedProcess(command, main(words))
+
+    monkeypatch.setattr(cells.subprocess, "run", child)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import chat
 import datasets
@@ -76,9 +77,7 @@ def test_train_writes_scores_texts_and_a_card_and_others_write_the_same(task):
 
 
 def test_what_was_trained_is_kept_when_scoring_fails(task, monkeypatch):
-    def fail(*args, **kwargs):
-        raise OSError("no Java")
-
+    fail = Mock(side_effect=OSError("no Java"))
     monkeypatch.setattr("hf_dp.tasks.generation.evaluation.score", fail)
     with pytest.raises(OSError, match="no Java"):
         task.run()
@@ -87,14 +86,13 @@ def test_what_was_trained_is_kept_when_scoring_fails(task, monkeypatch):
 
 
 def test_a_blank_reference_is_found_before_training(task):
-    pairs(
-        task,
-        [{"q": f"a {i}", "r": "b"} for i in range(20)],
-        [{"q": "food", "r": "Thai"}, {"q": "c", "r": " "}],
-    )
+    rows = [{"q": f"a {i}", "r": "b"} for i in range(20)]
+    pairs(task, rows, [{"q": "food", "r": "Thai"}, {"q": "c", "r": " "}])
     task.refused("'d' has a blank target", metrics=["bleu"])
     assert not task.out.exists()
-    task.run(metrics=[])
+    # Without metrics nothing is decoded.
+    assert "perplexity on the" in task.run(metrics=[])
+    assert not (task.out / "generations.jsonl").exists()
 
 
 def test_a_model_stops_at_the_end_token_that_it_is_trained_to_write(task):
@@ -147,12 +145,13 @@ def test_every_method_of_the_table_trains_and_writes_as_its_recipe_says(method, 
 
 @pytest.mark.parametrize("several", [True, False])
 def test_a_row_with_several_references_is_not_the_unit(several, task):
-    references = ["b", "c"] if several else ["b"]
-    pairs(task, [{"q": f"a {i}", "r": references} for i in range(20)], THAI)
+    references = [["b", "c", "d"], ["e"]] if several else [["b"], ["e"]]
+    pairs(task, [{"q": f"a {i}", "r": references[i % 2]} for i in range(20)], THAI)
+    count = 40 if several else 20
+    assert task.run("plan").startswith(f"{count} examples")
     task.run()
     plan = task.saved()["plan"]
-    assert plan["rows_are_chunks"] is several
-    assert plan["num_examples"] == (40 if several else 20)
+    assert (plan["rows_are_chunks"], plan["num_examples"]) == (several, count)
 
 
 def test_rows_left_out_are_said_and_do_not_hide_that_a_row_is_not_the_unit(task):
@@ -192,16 +191,6 @@ def test_a_recipe_protects_users(task):
     assert (plan["num_examples"], plan["rows_are_chunks"]) == (10, False)
     assert plan["users"]["column"] == "who" and plan["evaluation_compared"]
     assert task.run("plan", "--num-examples", "99").startswith("99 users")
-
-
-def test_a_plan_counts_references(task):
-    pairs(task, [{"q": "a", "r": ["b", "c", "d"]}, {"q": "e", "r": ["f"]}] * 20, THAI)
-    assert task.run("plan").startswith("80 examples")
-
-
-def test_without_metrics_nothing_is_decoded(task):
-    assert "perplexity on the" in task.run(metrics=[])
-    assert not (task.out / "generations.jsonl").exists()
 
 
 @pytest.mark.parametrize(

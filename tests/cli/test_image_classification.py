@@ -1,10 +1,10 @@
 """Image classification from the command line: train, evaluate, the sources of images, adapters,
 and what is refused."""
 
-import importlib.util
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -395,10 +395,5 @@ def test_a_processor_that_does_not_fit_the_model(task):
 
 
 def test_without_pillow(task, monkeypatch):
-    honest = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *rest: None if name == "PIL" else honest(name, *rest),
-    )
+    monkeypatch.setitem(sys.modules, "PIL", None)
     task.refused(r"pip install 'hf-dp\[images\]'")

@@ -3,8 +3,6 @@ from a local hub folder."""
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import yaml
 from families import SENTENCES, bert, decoder, saved_masked_lm
 from models import llama
 from recipe import Recipe
-from warm import run_program, run_the_cards_lines
+from warm import run_the_cards_lines
 
 from hf_dp.accounting import epsilon
 from hf_dp.cli.tasks.classification import TEXTS
@@ -135,8 +133,7 @@ def test_what_was_chosen_to_train_is_evaluated(recipe, peft, infilling):
 
 
 def test_random_weights_that_an_adapter_would_not_hold_are_named(recipe, caplog):
-    peft = {"peft_type": "lora", "r": 2, "target_modules": ["query"]}
-    TEXTS.trainer_of({**recipe.values, "infilling": None, "peft": peft}, [])
+    TEXTS.trainer_of({**recipe.values, "infilling": None, "peft": ADAPTERS[0]}, [])
     messages = [each.getMessage() for each in caplog.records]
     (said,) = [each for each in messages if "The checkpoint of the base has no" in each]
     assert "bert.pooler.dense.weight" in said and "classifier" not in said
@@ -157,32 +154,12 @@ def test_bad_evaluations(recipe):
     recipe.refused("did you mean `max_length`", "eval", max_lenght=3)
 
 
-class Forked:
-    """``subprocess`` for a sweep whose runs need not wait for torch to be imported."""
-
-    STDOUT = subprocess.STDOUT
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def run(self, command: list[str], stdout, stderr, env) -> subprocess.CompletedProcess[str]:
-        assert command[:2] == [sys.executable, "-m"] and stderr == self.STDOUT
-        code = (
-            f"import runpy; runpy.run_module({command[2]!r}, run_name='__main__', alter_sys=True)"
-        )
-        done = run_program(code, self.folder, command[3:])
-        stdout.write(done.stdout + done.stderr)
-        return done
-
-
 def sweep(recipe: Recipe, *words: str, folder: str = "sweep", **more: Any) -> str:
     return recipe.run("sweep", "--output-dir", str(recipe.folder / folder), *words, **more)
 
 
 @pytest.mark.slow
-def test_a_sweep_is_resumed_and_adds_up(recipe, tmp_path, monkeypatch):
-    """(Its processes are started as they are in test_a_sweep_says_which_runs_failed.)"""
-    monkeypatch.setattr("hf_dp.cli.cells.subprocess", Forked(tmp_path))
+def test_a_sweep_is_resumed_and_adds_up(recipe, in_this_process):
     folder = recipe.folder / "sweep"
     words = ["--set", "max_steps=1", "--grid", "infilling=sst2,null"]
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
@@ -74,13 +75,9 @@ def started(words: list[str], recipe: Recipe) -> tuple[int, str, str]:
 
 def commands(name: str, **values: str) -> list[list[str]]:
     """The commands that a configuration's first lines name, with these values in their places."""
-    found = []
-    for line in FILES[name].read_text().splitlines():
-        if line.startswith("#") and (
-            command := re.search(r"\b(accelerate launch|torchrun) .*", line)
-        ):
-            found.append([values.get(word, word) for word in shlex.split(command[0])])
-    return found
+    text = FILES[name].read_text()
+    found = re.findall(r"^#.*?\b((?:accelerate launch|torchrun) .*)", text, flags=re.MULTILINE)
+    return [[values.get(word, word) for word in shlex.split(command)] for command in found]
 
 
 def check_run(recipe: Recipe, stdout: str) -> None:
@@ -324,26 +321,16 @@ def test_commands_of_one_process_refuse_a_launcher(command, recipe, monkeypatch)
     recipe.refused(f"`hf-dp {command}` runs in one process, and a launcher", command, *words)
 
 
-def test_each_run_of_a_sweep_is_divided(recipe, tmp_path, monkeypatch):
+def test_each_run_of_a_sweep_is_divided(recipe, children, tmp_path, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    ran: list[list[str]] = []
-
-    def run(command: list[str], **options: object) -> Namespace:
-        ran.append(command)
-        return Namespace(returncode=1)
-
-    monkeypatch.setattr("hf_dp.cli.cells.subprocess.run", run)
     words = ["--output-dir", str(tmp_path / "sweep"), "--num-processes", "2"]
     recipe.run("sweep", *words, code=1)
-    ((*_, name, count),) = ran
+    ((*_, name, count),) = children
     assert (name, count) == ("--num_processes", "2")
 
 
 def test_an_error_names_its_rank(recipe, monkeypatch, capsys):
-    def refuse(*args: object) -> int:
-        raise ConfigError("no.")
-
-    monkeypatch.setattr(train, "main", refuse)
+    monkeypatch.setattr(train, "main", Mock(side_effect=ConfigError("no.")))
     capsys.readouterr()
     for rank, who in (("0", "hf-dp train: no."), ("3", "hf-dp train (rank 3): no.")):
         monkeypatch.setenv("RANK", rank)
@@ -402,29 +389,25 @@ def test_only_the_first_process_of_a_machine_prepares_a_folder_anew(
 # -- exit codes ---
 
 
-def ends(recipe: Recipe, error: Exception, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``hf-dp train`` ends so when accelerate's launcher raises this."""
-
-    def launch_command(args: Namespace) -> None:
-        raise error
-
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr("accelerate.commands.launch.launch_command", launch_command)
-    recipe.run("train --num_processes 2", code=code)
-
-
-@pytest.mark.parametrize(("code", "expected"), [(2, 2), (1, 1), (-9, 137), (-15, 143)])
-def test_exit_codes_pass_through(code, expected, recipe, monkeypatch):
+def failed(code: int) -> ChildFailedError:
     failure = ProcessFailure(local_rank=1, pid=1, exitcode=code, error_file="none")
-    ends(recipe, ChildFailedError("hf_dp", {1: failure}), expected, monkeypatch)
-    assert f"rank 1 failed first, with exit code {expected}" in recipe.said
-    ends(recipe, subprocess.CalledProcessError(code, "python"), expected, monkeypatch)
+    return ChildFailedError("hf_dp", {1: failure})
 
 
-def test_a_signal_to_the_launcher_is_its_exit_code(recipe, monkeypatch):
-    ends(recipe, SignalException("stopped", signal.SIGINT), 130, monkeypatch)
+# What a rank or the only process ends with, and hf-dp train after it.
+CODES = [(2, 2), (1, 1), (-9, 137), (-15, 143)]
 
 
-def test_what_accelerate_refuses_is_a_refusal(recipe, monkeypatch):
-    ends(recipe, ValueError("Less than two GPU ids"), 2, monkeypatch)
-    assert "refuses the configuration" in recipe.said
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        *((failed(code), end, f"rank 1 failed first, with exit code {end}") for code, end in CODES),
+        *((subprocess.CalledProcessError(code, "python"), end, "") for code, end in CODES),
+        (SignalException("stopped", signal.SIGINT), 130, ""),
+        (ValueError("Less than two GPU ids"), 2, "refuses the configuration"),
+    ],
+)
+def test_what_the_launcher_raises_is_an_exit_code(error, code, said, launched, recipe, monkeypatch):
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", Mock(side_effect=error))
+    recipe.run("train --num_processes 2", code=code)
+    assert said in recipe.said

@@ -1,14 +1,10 @@
 """``--privacy_mode non_private``: every recipe as its own baseline without privacy."""
 
-import json
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 from all_recipes import RECIPES, values_of
 
-from hf_dp.cli import cells
 from hf_dp.cli.config import as_asked, parse, peft_config, private_keys, read_yaml, without_privacy
 from hf_dp.cli.tasks import TASKS, training_module
 from hf_dp.trainer.arguments import DPTrainingArguments
@@ -119,23 +115,17 @@ def test_one_tiny_training_beside_the_private_one(task):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "values", "message"),
     [
-        ([*WORDS, "--target_epsilon", "3"], "`target_epsilon` to be left at None"),
-        ([*WORDS, "--expected_batch_size", "8"], "batch is `per_device_train_batch_size`"),
+        (["train", *WORDS, "--target_epsilon", "3"], {}, "`target_epsilon` to be left at None"),
+        (["train", *WORDS, "--expected_batch_size", "8"], {}, "batch is `per_device_train"),
+        (["train"], {"privacy_mode": "non_private"}, "`target_epsilon` to be left at None"),
+        (["eval", "--privacy_mode", "nonprivate"], {}, "Did you mean 'non_private'"),
     ],
 )
-def test_a_privacy_argument_of_the_command_line_is_still_an_error(task, words, message):
-    task.refused(message, "train", *words)
+def test_what_contradicts_itself_is_still_an_error(task, words, values, message):
+    task.refused(message, *words, **values)
     assert not (task.folder / "out_non_private").exists()
-
-
-def test_a_file_that_contradicts_itself_is_still_an_error(task):
-    task.refused("`target_epsilon` to be left at None", privacy_mode="non_private")
-
-
-def test_eval_names_a_mode_that_does_not_exist(task):
-    task.refused("Did you mean 'non_private'", "eval", "--privacy_mode", "nonprivate")
 
 
 # -- sweeps ---
@@ -171,19 +161,10 @@ def test_a_sweep_without_privacy_takes_no_privacy_arguments(task, sweep, words):
 
 
 @pytest.mark.parametrize("how", ["--grid", "--set"])
-def test_runs_of_a_sweep_are_told_on_their_command_line(task, sweep, how, monkeypatch):
+def test_runs_of_a_sweep_are_told_on_their_command_line(task, sweep, how, children):
     """A file that says non_private beside private keys would be refused."""
-    commands = []
-
-    def run(command, **options):
-        commands.append(command)
-        folder = Path(command[command.index("--output_dir") + 1])
-        (folder / cells.METRICS).write_text(json.dumps({"eval_accuracy": 0.5}))
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(cells.subprocess, "run", run)
-    task.run(*sweep, how, "privacy_mode=non_private")
-    (command,) = commands
+    task.run(*sweep, how, "privacy_mode=non_private", code=1)
+    (command,) = children
     config = read_yaml(command[command.index("--config") + 1])
     assert config["privacy_mode"] == "non_private" and config["target_epsilon"] == 8
     assert command.count("--privacy_mode") == 1

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import tiny
@@ -46,11 +47,9 @@ class Runs:
         options |= self.options.get(number, {})
         if str(options) not in self.trained:
             self.trained[str(options)] = self.folders.mktemp("trained")
-            trainer = tiny.trainer(
-                self.trained[str(options)], accountant="rdp", max_steps=2, **options
-            )
-            trainer.train()
-            trainer.save_model()
+            folder_of_all = self.trained[str(options)]
+            made = tiny.trainer(folder_of_all, accountant="rdp", max_steps=2, **options)
+            tiny.trained(made).save_model()
         shutil.copytree(self.trained[str(options)], folder)
         score = {"eval_accuracy": self.scores[number], "eval_perplexity": 10 - self.scores[number]}
         (folder / METRICS).write_text(json.dumps(score))
@@ -143,9 +142,7 @@ def test_planted_search_that_forgets_what_it_spent_is_seen(tmp_path, runs, monke
 def test_an_interruption_while_the_best_is_released(tmp_path, runs, monkeypatch, stage):
     runs.draw(0.5, 0.9, 0.7)
     folder, honest = tmp_path / "search", private_selection._write
-
-    def killed(*args, **kwargs):
-        raise KeyboardInterrupt
+    killed = Mock(side_effect=KeyboardInterrupt)
 
     def killed_at_the_end(path, values):
         return honest(path, values) if "runs" in values else killed()

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -65,17 +64,7 @@ def test_the_searches_of_tables_5_and_6_are_grids(tmp_path):
 # -- one real sweep: models, logs and times ---
 
 
-def test_a_sweep_over_models_without_and_with_privacy(task, monkeypatch):
-    """In this process, where hf_dp is imported already."""
-
-    def run(command, stdout, env, **options):
-        words = command[command.index("hf_dp.cli.main") + 1 :]
-        monkeypatch.setenv(VARIABLE, env[VARIABLE])
-        code = main(words)
-        monkeypatch.delenv(VARIABLE)
-        return subprocess.CompletedProcess(command, code)
-
-    monkeypatch.setattr(cells.subprocess, "run", run)
+def test_a_sweep_over_models_without_and_with_privacy(task, in_this_process, monkeypatch):
     other = tiny.save(task.folder / "larger")
     words = ["sweep", "--output-dir", str(task.folder / "s")]
     words += ["--grid", "privacy_mode=dp_sgd,non_private", "target_epsilon=3"]
@@ -134,8 +123,7 @@ def written(folder, number=0, *, insecure=False, **options) -> Cell:
 
 
 def trained(folder, **options) -> Cell:
-    trainer = tiny.trainer(folder / "run1", **options)
-    trainer.train()
+    tiny.trainer(folder / "run1", **options).train()
     return Cell({"mode": folder.name}, 0, folder)
 
 
@@ -189,65 +177,50 @@ def recipes(task) -> dict[str, Path]:
     return {"full": full, "lora": lora}
 
 
-@pytest.fixture
-def children(monkeypatch) -> list[dict]:
-    """The files of the runs that a sweep starts; none trains."""
-    read: list[dict] = []
-
-    def child(command, **options):
-        config = Path(command[command.index("--config") + 1])
-        read.append(yaml.safe_load(config.read_text()) | {"folder": config.parent})
-        return subprocess.CompletedProcess(command, 1)
-
-    monkeypatch.setattr(cells.subprocess, "run", child)
-    return read
+def files_of(children: list[list[str]]) -> list[dict]:
+    """The configurations of runs, with their folders."""
+    configs = [Path(command[command.index("--config") + 1]) for command in children]
+    return [yaml.safe_load(each.read_text()) | {"folder": each.parent} for each in configs]
 
 
 def words_of(recipes, folder, *words):
     return ["sweep", "--config", *map(str, recipes), "--output-dir", str(folder), *words]
 
 
-def sweep(recipes, folder, *words):
-    return main(words_of(recipes, folder, *words))
-
-
 def test_each_recipe_runs_with_its_own_settings_over_the_same_grid(recipes, children, tmp_path):
     words = ["--grid", "target_epsilon=2,8", "--seeds", "0", "1", "--set", "max_steps=5"]
-    assert sweep(recipes.values(), tmp_path / "s", *words) == 1  # no child left a result
-    found = [
-        (run["learning_rate"], run["target_epsilon"], run["seed"], "peft" in run)
-        for run in children
-    ]
-    assert found == [
+    # No child left a result.
+    assert main(words_of(recipes.values(), tmp_path / "s", *words)) == 1
+    runs = files_of(children)
+    keys = ("learning_rate", "target_epsilon", "seed")
+    assert [(*(run[key] for key in keys), "peft" in run) for run in runs] == [
         (rate, epsilon, seed, lora)
         for rate, lora in ((1e-3, False), (6e-3, True))
         for epsilon in (2, 8)
         for seed in (0, 1)
     ]
-    assert {run["max_steps"] for run in children} == {5}
-    assert all("recipe" not in run for run in children)
-    assert {run["card"]["recipe"] for run in children} == {"full.yaml", "lora.yaml"}
-    names = {run["folder"].name.rpartition("-")[0].rpartition("-")[0] for run in children}
+    assert {run["max_steps"] for run in runs} == {5}
+    assert all("recipe" not in run for run in runs)
+    assert {run["card"]["recipe"] for run in runs} == {"full.yaml", "lora.yaml"}
+    names = {run["folder"].name.rpartition("-")[0].rpartition("-")[0] for run in runs}
     assert names == {
         f"recipe={name}-target_epsilon={target}" for name in ("full", "lora") for target in (2, 8)
     }
 
 
 def test_one_recipe_needs_no_name(recipes, children, tmp_path):
-    assert sweep([recipes["full"]], tmp_path / "s", "--grid", "max_steps=5") == 1
-    assert children[0]["folder"].name.startswith("max_steps=5-")
-    assert children[0]["card"] == {"recipe": "full.yaml"}
+    assert main(words_of([recipes["full"]], tmp_path / "s", "--grid", "max_steps=5")) == 1
+    (run,) = files_of(children)
+    assert run["folder"].name.startswith("max_steps=5-") and run["card"] == {"recipe": "full.yaml"}
 
 
 def test_recipes_of_one_name_are_told_apart_by_their_folders(recipes, children, tmp_path):
     (tmp_path / "other").mkdir()
     twin = tmp_path / "other" / "full.yaml"
     twin.write_bytes(recipes["full"].read_bytes())
-    sweep([recipes["full"], twin], tmp_path / "s")
-    assert [run["folder"].name.split("-")[0] for run in children] == [
-        "recipe=full",
-        "recipe=other_full",
-    ]
+    main(words_of([recipes["full"], twin], tmp_path / "s"))
+    names = [run["folder"].name.split("-")[0] for run in files_of(children)]
+    assert names == ["recipe=full", "recipe=other_full"]
 
 
 def test_numbers_with_an_exponent_are_numbers(tmp_path):

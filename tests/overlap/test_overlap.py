@@ -331,14 +331,6 @@ def first_column_only(monkeypatch):
     monkeypatch.setattr(overlap, "_together", lambda of, names: together(of, [*names][:1]))
 
 
-def without_indices(monkeypatch):
-    monkeypatch.setattr(overlap, "_places", lambda dataset, known: np.zeros(0, int))
-
-
-def any_index(monkeypatch):
-    monkeypatch.setattr(overlap, "_places", lambda dataset, known: np.arange(len(list(dataset))))
-
-
 NEVER = re.compile("$^")
 PLANTED = {
     "what repeats tells rows apart": (plant("MOST_DISTINCT", 0.0), "QQP"),
@@ -346,8 +338,8 @@ PLANTED = {
     "positions are content": (plant("_BESIDE_CONTENT", NEVER), "SST-2"),
     "labels are content": (plant("_LABELS", NEVER), "E2E, without texts, own"),
     "a column by its beginning": (first_column_only, "E2E, without texts"),
-    "no index": (without_indices, "one index of one object"),
-    "an index of any object": (any_index, "two ranges"),
+    "no index": (plant("_places", lambda *_: np.zeros(0, int)), "one index of one object"),
+    "an index of any object": (plant("_places", lambda of, _: np.arange(len(of))), "two ranges"),
     "padding is content": (plant("_unpad", lambda chunk: None), "padded"),
     "content unread": (plant("encode", lambda value: os.urandom(8)), "a list of rows"),
 }
@@ -364,10 +356,8 @@ def test_planted_bugs_are_noticed(bug, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def warnings(monkeypatch):
-    said: list[str] = []
-    monkeypatch.setattr(overlap.logger, "warning", said.append)
-    return said
+def warnings(warnings_of):
+    return warnings_of("overlap")
 
 
 def mixed(training_rows: int) -> list[dict]:
@@ -522,9 +512,8 @@ def pictures(seeds: range, folder: Path | None = None) -> datasets.Dataset:
             path.write_bytes(image["bytes"])
         stored = list(map(str, paths))
     features = datasets.Features({"img": datasets.Image(), "label": datasets.Value("int64")})
-    return datasets.Dataset.from_dict(
-        {"img": stored, "label": [0] * len(stored)}, features=features
-    )
+    columns = {"img": stored, "label": [0] * len(stored)}
+    return datasets.Dataset.from_dict(columns, features=features)
 
 
 def test_pictures_are_compared_by_file_or_by_pixels(tmp_path):
@@ -573,9 +562,7 @@ ARRAYS = [
 @pytest.mark.parametrize("array", ARRAYS, ids=lambda array: str(array.type)[:40])
 def test_arrow_and_python_give_the_same_bytes(array):
     for some in (array, array[1:], array[1:2], array[:0], pa.concat_arrays([array[1:], array])):
-        assert list(map(encode, overlap._values(some))) == [
-            encode(value) for value in some.to_pylist()
-        ]
+        assert list(map(encode, overlap._values(some))) == list(map(encode, some.to_pylist()))
 
 
 SAME = [

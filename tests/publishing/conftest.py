@@ -54,9 +54,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Callable[[s
         if method not in made:
             folder = tmp_path_factory.mktemp("runs") / method
             given = {"model": str(base), "peft_config": configs[method]}
-            trainer = tiny.trainer(folder, given=given, **SAVES)
-            trainer.train()
-            trainer.save_model()
+            tiny.trained(tiny.trainer(folder, given=given, **SAVES)).save_model()
             made[method] = folder
         return made[method]
 

@@ -26,7 +26,7 @@ def test_inspect_says_what_is_refused_and_exits_with_1(lora, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["refusals"] == [] and "adapter_model.safetensors" in found["goes"]
     assert main(["inspect", str(lora / "nowhere")]) == 2
-    assert "Expected a folder" in capsys.readouterr().err
+    assert "Expected a folder" in (said := capsys.readouterr().err) and "nowhere" in said
 
 
 @pytest.mark.parametrize("spelling", ["--base-model", "--base_model"])

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import tiny
 from loopback_hub import TOKEN, USER
 from peft import LoraConfig
@@ -56,11 +57,9 @@ def published(
     base = tiny.save(home / "bases-freedonia" / "bert")
     reader = tiny.tokenizer().from_pretrained(base)
     rows = [f"row-{i}-of-graustark {row['sentence']}" for i, row in enumerate(tiny.rows(40))]
-    data = tiny.dataset().add_column("sentence", rows)
-    data.to_parquet(home / "data-elbonia" / "train.parquet")
-    data = type(data).from_parquet(
-        str(home / "data-elbonia" / "train.parquet"), cache_dir=str(home / "cache-latveria")
-    )
+    file = home / "data-elbonia" / "train.parquet"
+    tiny.dataset().add_column("sentence", rows).to_parquet(file)
+    data = datasets.Dataset.from_parquet(str(file), cache_dir=str(home / "cache-latveria"))
     draws: list[list[int]] = []
     draw = PoissonSampler.draw
     monkeypatch.setattr(

@@ -38,9 +38,8 @@ def test_a_run_goes_as_what_loading_and_checking_need(trained, method, own, chec
     assert set(found.files) == set(found.goes) == CARD_AND_TOKENIZER | own
     assert {"training_args.bin"} <= set(found.stays)
     assert {op.path_in_repo for op in found.additions()} == set(found.files)
-    assert found.evidence is not None and found.evidence.ledger.steps("training") == (
-        2 if checkpoint else 4
-    )
+    assert found.evidence is not None
+    assert found.evidence.ledger.steps("training") == (2 if checkpoint else 4)
     for name, content in found.files.items():
         assert str(trained(method)).encode() not in as_bytes(content), name
 
@@ -49,17 +48,18 @@ def as_bytes(content: bytes | Path) -> bytes:
     return content if isinstance(content, bytes) else content.read_bytes()
 
 
+def base_in(config: bytes | Path) -> str:
+    return json.loads(as_bytes(config))["base_model_name_or_path"]
+
+
 def test_an_adapter_names_its_base_on_the_hub_or_is_refused(lora, base):
-    assert json.loads((lora / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
-        base
-    )
+    assert base_in(lora / "adapter_config.json") == str(base)
     with pytest.raises(PublishError, match=r"base_model_name_or_path.*local path.*--base-model"):
         Publication.of(lora).additions()
     found = Publication.of(lora, "you/model", BASE)
     card = as_bytes(found.files["README.md"]).decode()
     assert f"base_model: {BASE}" in card and "you/model" in card
-    config = json.loads(as_bytes(found.files["adapter_config.json"]))
-    assert config["base_model_name_or_path"] == BASE and len(found.changes) == 1
+    assert base_in(found.files["adapter_config.json"]) == BASE and len(found.changes) == 1
     with pytest.raises(PublishError, match=r"`base_model` to be an id.*'/some/where'"):
         Publication.of(lora, base_model="/some/where")
 
@@ -67,9 +67,8 @@ def test_an_adapter_names_its_base_on_the_hub_or_is_refused(lora, base):
 def test_the_list_is_frozen_and_what_was_looked_at_is_what_leaves(full):
     """Weights alone are not read into memory."""
     found = Publication.of(full)
-    assert [type(each) is bytes for name, each in found.files.items()] == [
-        not name.endswith(".safetensors") for name in found.files
-    ]
+    for name, each in found.files.items():
+        assert isinstance(each, bytes) != name.endswith(".safetensors"), name
     with pytest.raises(TypeError):
         found.files["notes.txt"] = b""
     before = found.files["config.json"]
@@ -137,11 +136,6 @@ def test_what_does_not_belong_together_is_refused(full, kind):
             Publication.of(full, not_private=not_private).refuse()
 
 
-def test_what_is_no_folder_is_refused(tmp_path):
-    with pytest.raises(PublishError, match=r"Expected a folder.*nowhere"):
-        Publication.of(tmp_path / "nowhere")
-
-
 def test_all_refusals_are_said_at_once(lora):
     (lora / "chat_template.jinja").write_text(str(lora))
     (lora / "LICENSE").write_text("hf_" + "q" * 34)
@@ -154,9 +148,7 @@ def test_all_refusals_are_said_at_once(lora):
 
 
 def test_an_insecure_run_goes_only_as_not_private(tmp_path):
-    trainer = tiny.trainer(tmp_path, insecure_seed=1, max_steps=1)
-    trainer.train()
-    trainer.save_model()
+    tiny.trained(tiny.trainer(tmp_path, insecure_seed=1, max_steps=1)).save_model()
     with pytest.raises(PublishError, match=r"NOT private.*insecure_seed.*--not-private"):
         Publication.of(tmp_path).refuse()
     found = Publication.of(tmp_path, not_private=True)
@@ -167,9 +159,8 @@ def test_an_insecure_run_goes_only_as_not_private(tmp_path):
 
 
 def test_a_loop_of_ones_own_is_published_once_its_weights_are_saved(tmp_path):
-    trainer = tiny.trainer(tmp_path / "run", max_steps=1)
-    trainer.train()
     folder = tmp_path / "run"
+    trainer = tiny.trained(tiny.trainer(folder, max_steps=1))
     trainer.model.save_pretrained(folder)  # as a plain loop does
     with pytest.raises(PublishError, match=r"nothing vouches for(.|\n)*save_run\(mechanism\)"):
         Publication.of(folder).refuse()
@@ -179,8 +170,7 @@ def test_a_loop_of_ones_own_is_published_once_its_weights_are_saved(tmp_path):
 
 def test_a_run_without_a_private_step_is_refused(tmp_path):
     """Weights that came from elsewhere would be published with epsilon 0."""
-    trainer = tiny.trainer(tmp_path / "run")
-    trainer.save_model()
+    tiny.trainer(tmp_path / "run").save_model()
     with pytest.raises(PublishError, match="has made no private step"):
         Publication.of(tmp_path / "run").refuse()
 
@@ -222,5 +212,4 @@ def test_the_base_that_the_card_names_is_that_of_the_adapter(lora):
     assert main(["card", str(lora), "--base-model", BASE]) == 0
     found = Publication.of(lora, "you/model")
     assert found.refusals == ()
-    config = json.loads(as_bytes(found.files["adapter_config.json"]))
-    assert config["base_model_name_or_path"] == BASE
+    assert base_in(found.files["adapter_config.json"]) == BASE

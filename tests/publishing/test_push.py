@@ -29,9 +29,8 @@ def test_a_push_is_one_commit_of_exactly_the_publication(hub, trained, method, b
     (commit,) = hub.pushes(NAME)
     assert (commit.message, commit.oid) == ("Hello", done.oid)
     assert hub.files(NAME) == expected(trained(method), base_model)
-    assert {line["key"] for line in commit.operations} == {"file"} | (
-        {"lfsFile"} if by_lfs else set()
-    )
+    kinds = {line["key"] for line in commit.operations}
+    assert kinds == ({"file", "lfsFile"} if by_lfs else {"file"})
 
 
 def test_a_name_without_a_namespace_is_the_users(hub, full):
@@ -139,9 +138,8 @@ def test_what_an_earlier_push_left_is_deleted_by_the_same_commit(hub, full):
     (full / "generation_config.json").unlink()
     publish(full, NAME)
     assert hub.files(NAME) == {**expected(full), "LICENSE": b"MIT"}
-    deleted = [
-        op["value"]["path"] for op in hub.pushes(NAME)[-1].operations if op["key"] == "deletedFile"
-    ]
+    done = hub.pushes(NAME)[-1].operations
+    deleted = [each["value"]["path"] for each in done if each["key"] == "deletedFile"]
     assert deleted == ["generation_config.json", "runs/x", "trainer_state.json"]
 
 

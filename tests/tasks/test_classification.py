@@ -112,21 +112,17 @@ def test_ids_of_a_declared_column_stand_for_their_names():
 
 
 def test_a_declared_name_that_is_no_class_is_named():
-    with pytest.raises(
-        DataError,
-        match="it declares .'wolf', 'cat'.: row 2 holds 0. Correct the row .*`class_names`",
-    ):
+    message = "it declares .'wolf', 'cat'.: row 2 holds 0. Correct the row .*`class_names`"
+    with pytest.raises(DataError, match=message):
         ids(rows([1, 1, 0], ["wolf", "cat"]))
 
 
-OUTSIDE = [("1", "cat"), (-1, 0), (None, 0), (3, 0), ("Cat", "cat")]
-
-
-@pytest.mark.parametrize(("bad", "good"), OUTSIDE)
+@pytest.mark.parametrize(
+    ("bad", "good"), [("1", "cat"), (-1, 0), (None, 0), (3, 0), ("Cat", "cat")]
+)
 def test_a_label_outside_the_classes_is_named_with_its_row(bad, good):
-    with pytest.raises(
-        DataError, match=f"'label' has a value outside the classes .*: row 1 holds {bad!r}. Correct"
-    ):
+    message = f"'label' has a value outside the classes .*: row 1 holds {bad!r}. Correct"
+    with pytest.raises(DataError, match=message):
         ids(rows([good, bad]))
     with pytest.raises(DataError, match="ids 0 to 2.: row 0 holds 0.0, row 1 holds 1.5. Correct"):
         ids(rows([0.0, 1.5]))
@@ -184,9 +180,6 @@ def test_planted_reading_of_true_as_1_is_seen(monkeypatch):
     assert label_ids(rows([True]), "label", ["true", "false"]) != [0]
 
 
-ROOT = Path(__file__).parents[2]
-
-
 def test_accuracy_and_f1_against_counts():
     labels = np.array([0, 1, 1, 0, 1, 1])
     predicted = np.array([0, 1, 0, 1, 1, 1])  # 3 true positives, 1 false positive, 1 false negative
@@ -208,7 +201,8 @@ def test_f1_is_of_two_classes():
 
 def test_the_modules_are_shipped():
     """A Python file inside a package that setuptools finds is in the wheel."""
-    found = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    root = Path(__file__).parents[2]
+    found = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     setuptools = pytest.importorskip("setuptools")
-    packages = setuptools.find_namespace_packages(str(ROOT), include=found["find"]["include"])
+    packages = setuptools.find_namespace_packages(str(root), include=found["find"]["include"])
     assert {"hf_dp.tasks.generation", "hf_dp.cli.tasks"} <= set(packages)

@@ -12,7 +12,6 @@ from hf_dp.tasks.demo_sentences import KIND_CYCLE, MAX_ROWS, VOCABULARIES, demo_
 
 TRAIN, VALIDATION = VOCABULARIES["train"], VOCABULARIES["validation"]
 SPLITS = ("train", "validation")
-EACH_SPLIT = pytest.mark.parametrize("split", SPLITS)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +37,7 @@ def templates(vocabulary):
         yield re.compile(".+".join(literal) + r"\.")
 
 
-@EACH_SPLIT
+@pytest.mark.parametrize("split", SPLITS)
 def test_rows_are_distinct_balanced_and_well_formed(rows, split):
     sentences = [row["sentence"] for row in rows[split]]
     assert len(sentences) == len({sentence.lower() for sentence in sentences}) == MAX_ROWS[split]

@@ -15,7 +15,7 @@ from tiny_images import NAMES, picture
 from transformers import default_data_collator
 
 from hf_dp.batches.examples import Examples
-from hf_dp.errors import DataError, InvalidArgumentError
+from hf_dp.errors import DataError
 from hf_dp.noise import SecretRandomness
 from hf_dp.tasks import images
 from hf_dp.tasks.images import ToPixels, check_images, crop, decoded, flip, image_rows, in_rgb
@@ -215,11 +215,6 @@ def test_a_format_whose_depth_is_not_known_is_refused():
 def test_a_missing_image_is_refused(stored):
     with pytest.raises(DataError, match="no image. Leave the row out"):
         decoded(stored)
-
-
-def test_an_unknown_augmentation_is_refused():
-    with pytest.raises(InvalidArgumentError, match="`augmentation` to be one of"):
-        ToPixels(tiny_images.processor(), ["crops"])
 
 
 @pytest.mark.parametrize(

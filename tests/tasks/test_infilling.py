@@ -225,11 +225,18 @@ def trained(base, folder, texts, **given):
     return trainer, model, tokenizer
 
 
-def test_a_trained_run_reloads_in_a_fresh_process_and_serves_raw_text(base, tmp_path):
-    """Private training; then `pipeline` alone, in another process, on raw text."""
+LORA = LoraConfig(r=2, target_modules=["query", "value"])
+
+
+@pytest.mark.parametrize("adapter", [None, LORA], ids=["whole", "lora"])
+def test_a_trained_run_reloads_in_a_fresh_process_and_serves_raw_text(adapter, base, tmp_path):
+    """Private training; then the lines of the card alone, in another process, on raw text."""
     texts = ["it was great", "dull", "a [MASK] film", "the film was good", "bad", "terrible"] * 6
-    trainer, model, tokenizer = trained(base, tmp_path, texts)
+    trainer, model, tokenizer = trained(base, tmp_path, texts, peft_config=adapter)
+    if adapter is not None:
+        trainer.describe(base_model=str(base))
     trainer.save_model()
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists() == (adapter is not None)
     more = f"print(json.dumps([classify(text) for text in {texts[:3]!r}]))"
     for text, found in zip(texts, run_the_cards_lines(tmp_path, base, more)):
         inputs = tokenizer([text], return_tensors="pt")
@@ -254,12 +261,6 @@ def test_every_base_reloads_to_the_same_logits(name, tmp_path):
     torch.testing.assert_close(again(**inputs).logits, model(**inputs).logits)
 
 
-def test_no_local_path_is_published(base, tmp_path):
-    model, _ = loaded(base)
-    model.save_pretrained(tmp_path)
-    assert base.name not in (tmp_path / "config.json").read_text()
-
-
 def test_gradient_checkpointing_is_claimed_as_by_the_base():
     assert INFILLING["bert"].build().supports_gradient_checkpointing
     assert not INFILLING["albert"].build().supports_gradient_checkpointing
@@ -269,6 +270,7 @@ def test_what_is_saved_is_what_is_loaded(base, tmp_path):
     model, tokenizer = loaded(base)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
+    assert base.name not in (tmp_path / "config.json").read_text()  # no local path is published
     again, tokenizer = load_trained(str(tmp_path))
     assert again.label_words.words == ["terrible", "great"]
     assert again.config.id2label == {0: "negative", 1: "positive"}
@@ -277,19 +279,6 @@ def test_what_is_saved_is_what_is_loaded(base, tmp_path):
     inputs = tokenizer(["a film", "great"], padding=True, return_tensors="pt")
     torch.testing.assert_close(again.eval()(**inputs).logits, model.eval()(**inputs).logits)
     assert load_trained(str(base)) is None
-
-
-def test_lora_on_an_infilling_model(base, tmp_path):
-    adapter = LoraConfig(r=2, target_modules=["query", "value"])
-    texts = ["bad", "great film"] * 20
-    trainer, model, tokenizer = trained(base, tmp_path, texts, peft_config=adapter)
-    trainer.describe(base_model=str(base))
-    trainer.save_model()
-    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
-    inputs = tokenizer(["a film"], return_tensors="pt")
-    expected = model.eval()(**inputs).logits[0].detach().softmax(0)
-    found = run_the_cards_lines(tmp_path, base, 'print([*classify("a film").values()])')
-    assert found == pytest.approx(expected.tolist(), abs=1e-5)
 
 
 def test_two_texts_for_a_template_of_one_are_refused(base):

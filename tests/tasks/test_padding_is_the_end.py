@@ -444,9 +444,8 @@ def test_infilling(tmp_path: Path):
     of_bert(model.double().eval(), fast, hf.DataCollatorWithPadding(fast), rows)
 
 
-def test_transformers_collator_that_tells_padding_by_its_id_is_warned_of(monkeypatch):
-    said = []
-    monkeypatch.setattr("hf_dp.run.checks.logger.warning", lambda text, *_: said.append(text))
+def test_transformers_collator_that_tells_padding_by_its_id_is_warned_of(warnings_of):
+    said = warnings_of("run.checks")
     check_collator(hf.DataCollatorForLanguageModeling(words(), mlm=False))
     assert "would not learn where a text ends" in said.pop()
     check_collator(hf.DataCollatorForLanguageModeling(chat.tokenizer(), mlm=False))
