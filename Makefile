@@ -37,7 +37,7 @@ slow: $(VENV)/installed-slow
 
 # The first minutes on a GPU (recipes/gpu/README.md), with an environment of one's own: PYTHON=python3.
 GPU_TESTS = tests/clipping/test_architectures.py tests/clipping/test_engine_contract.py tests/clipping/test_sensitivity.py \
-	tests/clipping/test_sharded.py tests/clipping/test_tensor_cores.py tests/test_noise.py
+	tests/clipping/test_sharded.py tests/test_noise.py
 
 gpu:
 	@$(PYTHON) -c "import torch; assert torch.cuda.is_available(), 'make gpu needs a CUDA device, and torch sees none.'"

@@ -349,7 +349,7 @@ def per_example_loss(model: nn.Module, inputs: Inputs, chunked: bool = False) ->
         return _LOSSES[task](base, logits, labels)
     hidden = check_output(base, found, logits)
     _require_one_per_token(labels, hidden)
-    return chunked_loss(head, hidden, _at_predictions(model, labels), IGNORED_LABEL)
+    return chunked_loss(head, *_at_targets(model, hidden, labels), IGNORED_LABEL)
 
 
 def _missing(name: str, inputs: Inputs, next_move: str) -> DataError:
@@ -495,7 +495,7 @@ def number_of_targets(model: nn.Module, inputs: Inputs) -> Tensor:
     """Return how many labels each example's loss is the mean over, (b,)."""
     labels = counted_labels(model, inputs)
     if task_of(model) == "causal_lm":
-        labels = _at_predictions(model, labels)
+        _, labels = _at_targets(model, labels, labels)
     return (labels != IGNORED_LABEL).sum(1)
 
 
@@ -506,11 +506,9 @@ def labels_at_their_tokens(model: nn.Module, labels: Tensor) -> Tensor:
     return labels
 
 
-def _at_predictions(model: nn.Module, labels: Tensor) -> Tensor:
-    """Return a decoder's labels, (b, T), each at the position that predicts it."""
-    if _labels_are_shifted(model):
-        return labels
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
+def _at_targets(model: nn.Module, values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what a decoder gives at each position, (b, T, ...), and the label for it."""
+    return (values, labels) if _labels_are_shifted(model) else (values[:, :-1], labels[:, 1:])
 
 
 def _require_one_per_token(labels: Tensor, values: Tensor) -> None:
@@ -569,7 +567,7 @@ def _tokens(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _causal_lm(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
-    return _tokens(model, logits, _at_predictions(model, labels))
+    return _tokens(model, *_at_targets(model, logits, labels))
 
 
 _LOSSES: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {

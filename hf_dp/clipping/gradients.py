@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,15 +29,11 @@ import torch
 from torch import Tensor
 
 from hf_dp.clipping.rounding import (
-    LONG_SUM,
     Grams,
     LastOf,
     Norms,
     accumulation_dtype,
-    exact_products,
-    on_tensor_cores,
     outer_norms,
-    pieces,
     squared_norms,
     unit,
 )
@@ -50,10 +46,6 @@ _BLOCK = 2**22  # numbers of a product that are added to a wider total at once
 # and lose 22 times the slack; dense gradients are added one by one, too.
 _TERMS, _THIN, _ADDED = 2**13, 16, 64
 
-# Products of fewer operations take a GPU less time than starting those that tensor cores need; and
-# the numbers of partial sums that are held at once.
-_SLOW, _SUMS = 2**31, 2**25
-
 
 class Weights:
     """One weight for each of b examples, ``values`` (b,). ``scaled(vectors, dtype)`` returns
@@ -63,12 +55,6 @@ class Weights:
         self.values = values
         of_vectors = values.view(-1, 1, 1)
         self.scaled = LastOf(lambda vectors, dtype: vectors * of_vectors.to(dtype))
-        self._pieces = LastOf(lambda vectors, dtype: pieces(vectors * of_vectors.to(dtype)))
-
-    def pieces(self, vectors: Tensor) -> list[Tensor]:
-        """Return what bfloat16 vectors (b, T, d) times the weights are the sum of, exactly but for
-        the rounding of that product to float32."""
-        return self._pieces(vectors, torch.float32)
 
 
 class PerExampleGradient(ABC):
@@ -187,27 +173,6 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         some.add_(torch.mm(of_left, right))
 
 
-def add_exact_product(total: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> None:
-    """Add ``sum_k lefts[k]^T rights[k]`` to a total of m n numbers, in place. The factors, (s, m)
-    and (s, n), are multiplied on tensor cores, and at most LONG_SUM of the s terms added there."""
-    (terms, height), width = lefts[0].shape, rights[0].shape[1]
-    least = -(-terms // LONG_SUM)
-    # Equal sums if possible: terms that are left over are a product of their own.
-    count = next((c for c in range(least, 2 * least) if terms % c == 0), least)
-    whole, rows = terms - terms % count, max(1, _SUMS // (count * width))
-    for start in range(0, height, rows):
-        sums: Tensor | None = None
-        for left, right in zip(lefts, rights, strict=True):
-            one = left[:whole, start : start + rows].unflatten(0, (count, -1))
-            sums = exact_products(one.mT, right[:whole].unflatten(0, (count, -1)), sums)
-        assert sums is not None
-        total.view(height, width)[start : start + rows].add_(sums.sum(0, dtype=total.dtype))
-    if whole < terms:
-        add_exact_product(
-            total, [each[whole:] for each in lefts], [each[whole:] for each in rights]
-        )
-
-
 @dataclass
 class OuterProducts(PerExampleGradient):
     """``G_i = sum_t left[i, t] right[i, t]^T``; left (b, T, m), right (b, T, n)."""
@@ -240,16 +205,7 @@ class OuterProducts(PerExampleGradient):
         return left.flatten(0, 1).mT, right.flatten(0, 1)
 
     def add_weighted_sum(self, total: Tensor, weights: Weights) -> None:
-        flops = 2 * total.numel() * self.left.shape[:2].numel()
-        if not on_tensor_cores(self.left, self.right) or flops < _SLOW:
-            add_product(total, *self.weighted_factors(weights))
-            return
-        if self.left.shape[2] < self.right.shape[2]:
-            lefts, rights = weights.pieces(self.left), [self.right] * 3
-        else:
-            lefts, rights = [self.left] * 3, weights.pieces(self.right)
-        flat = ([each.flatten(0, 1) for each in factors] for factors in (lefts, rights))
-        add_exact_product(total, *flat)
+        add_product(total, *self.weighted_factors(weights))
 
     def size(self) -> Tensor:
         dtype = accumulation_dtype(self.left.dtype)

@@ -26,11 +26,10 @@ this differs between forms, kernels and neighbors. So the slack bounds the weigh
 
 **Products.** Factors of 16 bits are widened first, which is exact, so none of torch's switches for
 products of 16 bits reaches a norm or a sum. :func:`full_precision` turns those off that would
-shorten factors of 32 bits. A GPU's tensor cores multiply bfloat16 exactly as well, 14 times as fast
-(H100), and add up in float32. But they cut off where others round: an error that grows with the
-number of terms. Sums of positive terms were too small by 5 of their 2^-24ths after 256 terms, by 29
-after 1,024 (at most 39) and by 500 after 8,192, where :func:`unit` allows 64. So they add up
-:data:`SHORT_SUM` or :data:`LONG_SUM` terms at most, and the rest is added as other numbers are.
+shorten factors of 32 bits. A GPU's tensor cores multiply bfloat16 exactly, too, and 14 times as
+fast. But what they add up they cut off: an H100's sums of positive terms were too small by 29 of
+their 2^-24ths after 1,024 terms and by 500 after 8,192. A large first term makes it 225 after
+1,024, in a model of these sums that gives the other figures. :func:`unit` allows 64.
 
 **Norms from Gram matrices.** For ``G = sum_t left_t right_t^T``,
 ``|G|^2 = sum_{s,t} (left_s . left_t)(right_s . right_t)`` (Li et al., section 4, eq. 3), so the sum
@@ -149,42 +148,9 @@ def squared_norms(values: Tensor) -> Tensor:
 _FEW, _MANY_FEATURES = 16, 1024
 
 
-# Terms that tensor cores add up: of products whose errors multiply (Gram matrices), and of others.
-SHORT_SUM, LONG_SUM = 512, 1024
-
-
-def on_tensor_cores(*factors: Tensor) -> bool:
-    """Return whether products of these factors run on tensor cores, exactly but for their sums."""
-    return all(each.is_cuda and each.dtype == torch.bfloat16 for each in factors)
-
-
-def exact_products(one: Tensor, other: Tensor, total: Tensor | None = None) -> Tensor:
-    """Return ``one[i] @ other[i]``, (b, m, n), of factors for which :func:`on_tensor_cores` holds,
-    in float32. A total is added to in place."""
-    if total is None:
-        return torch.bmm(one, other, out_dtype=torch.float32)
-    return torch.baddbmm(total, one, other, out_dtype=torch.float32, out=total)
-
-
-def pieces(values: Tensor) -> list[Tensor]:
-    """Return three bfloat16 tensors, the smallest first, whose sum is that of float32 numbers: each
-    has 8 of their 24 bits."""
-    largest = values.bfloat16()
-    rest = values - largest
-    middle = rest.bfloat16()
-    return [(rest - middle).bfloat16(), middle, largest]
-
-
 def dots(one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``one[i, s] . other[i, t]``, (b, S, T), of vectors (b, S, d) and (b, T, d). The result
     has the given dtype, float32 or float64."""
-    if on_tensor_cores(one, other) and dtype == torch.float32:
-        total: Tensor | None = None
-        for start in range(0, one.shape[2], SHORT_SUM):
-            part = slice(start, start + SHORT_SUM)
-            total = exact_products(one[..., part], other[..., part].mT, total)
-        assert total is not None
-        return total
     one, other = one.to(dtype), other.to(dtype)
     features = one.shape[2]
     if features <= _MANY_FEATURES or min(one.shape[1], other.shape[1]) >= _FEW:
@@ -199,12 +165,6 @@ def dots(one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
 def outer_sums(left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor:
     """Return ``total[i] + sum_t left[i, t] right[i, t]^T``, (b, m, n), in float32 or better. The
     factors are (b, T, m) and (b, T, n); a total is changed in place."""
-    if on_tensor_cores(left, right):
-        for start in range(0, left.shape[1], LONG_SUM):
-            part = slice(start, start + LONG_SUM)
-            total = exact_products(left[:, part].mT, right[:, part], total)
-        assert total is not None
-        return total
     dtype = accumulation_dtype(left.dtype)
     left, right = left.to(dtype).mT, right.to(dtype)
     return torch.bmm(left, right) if total is None else total.baddbmm_(left, right)
@@ -248,8 +208,7 @@ def gram_blocks(vectors: Tensor, dtype: torch.dtype) -> list[Tensor]:
     halves of each example continue as two examples of half the length. Vectors of zeros fill up to
     lengths at which products are fast; they add nothing.
     """
-    if not on_tensor_cores(vectors):
-        vectors = vectors.to(dtype)  # once for all blocks
+    vectors = vectors.to(dtype)  # once for all blocks
     length = vectors.shape[1]
     halvings = 0
     while length >> halvings > _SMALLEST_HALVED.get(vectors.device.type, 64):

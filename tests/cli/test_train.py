@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import tiny
 from quick import run_quickly
 
 import hf_dp
@@ -247,6 +248,21 @@ def test_every_argument_has_a_help_that_can_be_printed(capsys):
     said = capsys.readouterr().out
     assert "at the cost of ~20% slower" in said and "train[1000:]" in said
     assert "--max_grad_norm" in said and "--per_example_max_grad_norm" in said
+
+
+def test_a_csv_with_labels_in_words(task):
+    """From YAML alone: three classes, given as words."""
+    words = ["negative", "neutral", "positive"]
+    files = {}
+    for name, rows in (("train", tiny.rows(40)), ("validation", tiny.held_out_rows())):
+        lines = [f"{row['sentence']},{words[i % 3]}" for i, row in enumerate(rows)]
+        (task.folder / f"{name}.csv").write_text("\n".join(["sentence,label", *lines]))
+        files[f"{name}_file"] = str(task.folder / f"{name}.csv")
+    tiny.model().bert.save_pretrained(task.folder / "model")  # without a head for two
+    task.run(**files, class_names=words)
+    assert "accuracy" in task.run("eval")
+    found = task.saved("config.json")["id2label"]
+    assert found == {"0": "negative", "1": "neutral", "2": "positive"}
 
 
 # -- names that no command knows: found at once, with the nearest that it knows ---
