@@ -37,6 +37,9 @@ from hf_dp.errors import UnsupportedModelError
 
 Captured = dict[nn.Parameter, list[PerExampleGradient]]
 
+# Sees the norms that weights are computed from, (K, b), and which examples are used, (b,).
+Watch = Callable[[Tensor, Tensor], None]
+
 
 @dataclass
 class Decision:
@@ -65,6 +68,8 @@ class ClippedSum:
     model_bytes: int = 0  # of weights and gradients in any training
     rows_per_unit: int = 1  # how many examples that follow each other are clipped as one
     slack_cap: float = 1.0  # the most of C that rounding may make of one example's part
+    gauge: float = 1.0  # by which gradients are measured
+    watch: Watch | None = None
     given: Captured | None = None  # gradients that were captured already
     adding: bool = False  # whether a failure now would leave the sums incomplete
 
@@ -101,26 +106,31 @@ class ClippedSum:
     def decide(self, table: ExampleNorms, uses: Uses) -> Decision:
         """Turn norms into weights. An example whose norm is not finite is not used, and none of a
         batch that does not count. Doubtful norms are computed again from ``uses``."""
-        weights, norms, keep = self._weights(table)
+        weights, norms, sizes, keep = self._weights(table)
         # One number is read, since a device must finish for each: 1 if all are kept, 2 for doubts.
         doubts = table.in_doubt(uses).to(keep.device)
         read = int(keep.all() + 2 * doubts)
         if read >= 2:
             table.settle(uses)
-            weights, norms, keep = self._weights(table)
+            weights, norms, sizes, keep = self._weights(table)
             read = int(keep.all())
+        if self.watch is not None and self.counted:
+            self.watch(sizes, keep)
         by_group = [Weights(values) for values in weights]
         return Decision(norms.square().sum(0).sqrt(), by_group, keep, bool(read))
 
-    def _weights(self, table: ExampleNorms) -> tuple[Tensor, Tensor, Tensor]:
-        """Return weights and norms, each (K, b), and which examples are used, (b,)."""
+    def _weights(self, table: ExampleNorms) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return weights, norms and the norms that weights are computed from, each (K, b), and
+        which examples are used, (b,). ``G / r`` is clipped to C: its weight is that of G, clipped
+        to r C, divided by the gauge r."""
         norms, slack = table.result()
-        upper = norms + slack
-        weights = clipping_weights(self.clipping, upper, self.clipping_norm, slack / self.slack_cap)
+        upper, least = norms + slack, slack / self.slack_cap
+        weights = clipping_weights(self.clipping, upper, self.clipping_norm * self.gauge, least)
+        weights = weights / self.gauge
         keep = torch.isfinite(upper).all(0)
         if not self.counted:
             weights, keep = torch.zeros_like(weights), torch.zeros_like(keep)
-        return weights, norms, keep
+        return weights, norms, torch.maximum(upper, least), keep
 
     @torch.no_grad()
     @full_precision()

@@ -7,7 +7,7 @@ parameters has a forward that lets its rule see, in backward, what its parameter
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import ClassVar, Self
 
@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from hf_dp import _validate
 from hf_dp.clipping import sharding
-from hf_dp.clipping.clipped_sum import ClippedSum, LargeUnit, book_keeping, two_pass
+from hf_dp.clipping.clipped_sum import ClippedSum, LargeUnit, Watch, book_keeping, two_pass
 from hf_dp.clipping.coupling import refuse_coupling
 from hf_dp.clipping.fallback import Method, fallback_forward, find_shared_method, own_parameters
 from hf_dp.clipping.forms import RunningSums
 from hf_dp.clipping.rounding import SMALLEST_CLIPPING_NORM, zero_sum
 from hf_dp.clipping.rules import find_rule
+from hf_dp.clipping.scales import Scale
 from hf_dp.clipping.tape import Tape
 from hf_dp.errors import UnaccountedGradientError, UnsupportedLossError, UnsupportedModelError
 from hf_dp.plans.dp_sgd import CLIPPINGS, MEMORY_RATIO, STRATEGIES, check_memory_ratio
@@ -65,6 +66,8 @@ class ClippingEngine:
     """
 
     regrouped = SMALL_GROUP
+    _gauge = 1.0
+    _watch: Watch | None = None
     clippings: ClassVar[tuple[str, ...]] = CLIPPINGS  # those that a subclass can do
 
     def __init__(
@@ -160,7 +163,39 @@ class ClippingEngine:
             sharding.reset_shards(self.model)  # a forward began that may not have ended
         elif self._sharded:
             sharding.reshard(self.model)
-        self._tape = Tape()
+        self._tape, self._gauge, self._watch = Tape(), 1.0, None
+
+    def measure(
+        self,
+        gauge: float = 1.0,
+        watch: Watch | None = None,
+        scales: Mapping[str, Scale] | None = None,
+    ) -> None:
+        """Measure gradients by public numbers until the ``with`` ends: what is clipped to C and
+        added is ``s * g / r``, so C remains what one example adds at most.
+
+        Args:
+            gauge: r > 0.
+            watch: sees the norms of ``s * g``, as weights are computed from them, (K, units), and
+                which units are used. Not private.
+            scales: s of trainable parameters, by name; 1 for the others.
+
+        Raises: InvalidArgumentError for these, and where r C is less than float32 can tell from 0.
+        """
+        if self.clipping_norm * _validate.positive("gauge", gauge) < SMALLEST_CLIPPING_NORM:
+            least = SMALLEST_CLIPPING_NORM / self.clipping_norm
+            raise _validate.invalid("gauge", gauge, f"to be at least {least:.3g}", "Raise it.")
+        if scales and self._sharded:
+            raise UnsupportedModelError(
+                "Scales of a sharded parameter are not implemented. Train with DDP, or without."
+            )
+        fitted = {}
+        for name, scale in (scales or {}).items():
+            if name not in self._parameters:
+                raise _validate.invalid("scales", name, "to name a trainable parameter")
+            parameter = self._parameters[name]
+            fitted[parameter] = scale.fitted(name, parameter)
+        self._gauge, self._watch, self._tape.scales = gauge, watch, fitted
 
     @property
     def groups(self) -> dict[str, int]:
@@ -256,6 +291,8 @@ class ClippingEngine:
             model_bytes=self._model_bytes,
             rows_per_unit=rows_per_unit,
             slack_cap=slack_cap(self.regrouped),
+            gauge=self._gauge,
+            watch=self._watch,
         )
 
     def _check_losses(self, losses: Tensor) -> None:

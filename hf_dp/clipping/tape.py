@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hf_dp.clipping.forms import compact
 from hf_dp.clipping.gradients import Dense, PerExampleGradient
 from hf_dp.clipping.rounding import accumulation_dtype
+from hf_dp.clipping.scales import Scale
 from hf_dp.errors import UnaccountedGradientError, UnsupportedModelError
 
 Sink = Callable[[nn.Parameter, PerExampleGradient], None]
@@ -54,6 +55,7 @@ class Tape:
         self._slots: dict[tuple[nn.Module, str], nn.Parameter] = {}
         self._constants: dict[nn.Parameter, Tensor] = {}
         self.rows_per_unit = 1  # examples whose gradients are handed over as one
+        self.scales: Mapping[nn.Parameter, Scale] = {}
         self._open_for: int | None = None
         self._sink: Sink | None = None
 
@@ -193,6 +195,8 @@ class Tape:
             )
         if rows > 1 and not by_unit:
             use = use.of_units(rows)
+        if (scale := self.scales.get(parameter)) is not None:
+            use = scale.of(use)
         assert self._sink is not None
         for each in compact([use], parameter.shape):
             self._sink(parameter, each)

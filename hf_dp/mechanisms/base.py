@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -33,12 +33,12 @@ class Clipped:
     Args:
         values: the mechanism's own.
         loss_sum: the sum of the losses, (), where it is known.
-        losses: the sum of the clipped losses, (), where the plan releases it.
+        beside: other sums of bounded numbers over the draw, each (), by part of the step's event.
     """
 
     values: Any
     loss_sum: Tensor
-    losses: Tensor | None = None
+    beside: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Mechanism(ABC):
@@ -50,13 +50,15 @@ class Mechanism(ABC):
 
     Attributes:
         noised: what the last step released beside the gradients, each (), by its name in logs.
+        logs: what logs call these numbers, where the plan asks for them.
         noise_norm: the root of the expected squared norm of the noise in the last step's gradients,
             where these are the noised sum itself; else None.
     """
 
     plan_type: ClassVar[type[MechanismPlan]]
     gradients_are_noised: ClassVar[bool] = True  # so that the norm of one may be logged
-    needs_whole_weights: ClassVar[str] = ""  # why, where a sharded model cannot be trained
+    needs_whole_weights: str = ""  # why, where a sharded model cannot be trained
+    logs: tuple[str, ...] = ()
     noised: Mapping[str, Tensor] = MappingProxyType({})
     noise_norm: float | None = None
 
@@ -77,6 +79,9 @@ class Mechanism(ABC):
 
         Args: checkpoint: folder from which a run goes on.
         """
+
+    def save(self, folder: str) -> None:
+        """Write into a checkpoint what :meth:`start` reads there."""
 
     def refuse_shards(self, sharded: bool) -> None:
         """Raise UnsupportedModelError for a sharded model that cannot be trained in this way."""

@@ -5,7 +5,6 @@ Any optimizer then makes it DP-Adam and so on.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -13,11 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hf_dp.accounting import SUM
+from hf_dp._validate import invalid
+from hf_dp.accounting import LOSS, SUM
+from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.mechanisms.base import Batches, Clipped, Mechanism, register_mechanism
+from hf_dp.mechanisms.gauge import Gauge
 from hf_dp.plans.dp_sgd import DpSgdPlan
 from hf_dp.plans.mechanism import MechanismPlan
+from hf_dp.plans.quantile import LOG
+from hf_dp.plans.scaling import BETA
 from hf_dp.run.gate import Release
+from hf_dp.run.private_run import PrivateRun
+from hf_dp.tuners.base import Tuner
 
 
 @register_mechanism
@@ -26,29 +32,48 @@ class DpSgd(Mechanism):
 
     plan_type: ClassVar[type[MechanismPlan]] = DpSgdPlan
 
+    def __init__(self, run: PrivateRun, tuner: Tuner | None = None):
+        super().__init__(run, tuner)
+        rules: DpSgdPlan = self.plan.gradients
+        self.gauge = Gauge(run, rules)
+        asked = {"noised_loss": rules.loss, LOG: rules.clipping_quantile}
+        self.logs = tuple(name for name, part in asked.items() if part is not None)
+        if self.gauge.scales is not None:
+            self.needs_whole_weights = "Scales of a part of the gradients are not implemented."
+
+    def start(self, checkpoint: str | None = None) -> None:
+        self.gauge.load(checkpoint)
+
+    def save(self, folder: str) -> None:
+        self.gauge.save(folder)
+
     def prepare(self) -> None:
+        if self.gauge.scales is not None and self.tuner.clips_in_its_own_way:
+            why, error = "It clips other numbers than gradients.", UnsupportedArgumentError
+            name = type(self.tuner).__name__
+            raise invalid("peft_config", name, f"to be one without it with `{BETA}`", why, error)
         self.run.check_engine()
 
     def clip(self, batches: Batches) -> Clipped:
-        """Return, by parameter, the sum of clipped gradients: ``sum_i w_i g_i``, norms at most C;
-        and the sum of clipped losses, where the plan releases one. Not private."""
-        run, part = self.run, self.plan.loss
+        """Return, by parameter, the sum of clipped gradients: ``sum_i w_i g_i``, norms at most C
+        in units of the gauge; and the other sums that the plan releases. Not private."""
+        run, part, beside = self.run, self.plan.loss, {}
         losses = None
         if part is not None:
             losses = BoundedLosses(part.bound, part.unit(run.plan), run.device)
+            beside[LOSS] = losses.total
         with self.tuner.engine(run) as engine:
+            beside |= self.gauge.measure(engine)
             loss_sum = run.feed(engine, batches, None if losses is None else losses.add)
             sums = engine.collect()
-        return Clipped(sums, loss_sum, None if losses is None else losses.total)
+        return Clipped(sums, loss_sum, beside)
 
     def gradients(self, clipped: Clipped, release: Release) -> Mapping[nn.Parameter, Tensor]:
-        """Return ``(clipped sum + N(0, (sigma C)^2)) / B`` for every trainable parameter, and note
-        ``noised["noised_loss"]`` likewise. The noise is drawn once per logical batch, and the
-        divisor is a public constant, also for an empty draw."""
-        sums, losses = clipped.values, clipped.losses
-        divisor = self.run.plan.expected_batch_size
-        if losses is not None:
-            self.noised = {"noised_loss": release.loss(losses) / divisor}
+        """Return ``(clipped sum + N(0, (sigma C)^2)) / B`` for every trainable parameter, in the
+        units of gradients, and note ``noised["noised_loss"]`` likewise. The noise is drawn once per
+        logical batch, and the divisor is a public constant, also for an empty draw."""
+        sums, divisor = clipped.values, self.run.plan.expected_batch_size
+        beside = {part: release.beside(part, total) for part, total in clipped.beside.items()}
         for each in self.run.inside:
             each.clipped(sums)
         noised = release.sum(sums)
@@ -56,18 +81,20 @@ class DpSgd(Mechanism):
             each.noised(noised)
         for total in noised.values():
             total.div_(divisor)
-        numbers = sum(total.numel() for total in noised.values())
+        spread, told = self.gauge.undo(noised), self.gauge.learn(beside, noised)
+        self.noised = {"noised_loss": beside[LOSS] / divisor} | told if LOSS in beside else told
         own = {id(total) for total in noised.values()}
         gradients = self.tuner.finish(noised)  # a function of what is noised: free
         as_noised = {id(gradient) for gradient in gradients.values()} == own
         std = release.noise_std(SUM) / divisor
-        self.noise_norm = math.sqrt(numbers) * std if as_noised else None
+        self.noise_norm = spread * std if as_noised else None
         return {p: gradients.pop(name) for name, p in self._trainable().items()}
 
     def rehearse(self, batches: Batches, optimizer: Optimizer | None) -> None:
         """Clip made-up batches, and give the optimizer zeros: sums without noise must not reach
         it."""
         with self.tuner.engine(self.run) as engine:
+            self.gauge.measure(engine)
             for batch in batches:
                 engine.backward(self.run.losses(batch))
             sums = engine.collect()

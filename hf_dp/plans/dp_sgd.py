@@ -1,7 +1,7 @@
 """DP-SGD: per-example gradients, clipped, summed, noised (Li et al., algorithm 1).
 
-Its plan is composed of a draw, of a noised loss beside the gradients, and of a search of which the
-run is one.
+Its plan is composed of a draw, of a noised loss and a noised count of norms beside the gradients,
+and of a search of which the run is one.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from hf_dp.accounting import LOSS, SUM, BestOfRandomRuns, Event
 from hf_dp.accounting.event import joint_noise_multiplier
 from hf_dp.accounting.knows import LOSS as LOSS_KIND
 from hf_dp.accounting.knows import SEARCH, SELECTION, USER_ROWS, Asked, refuse_together
-from hf_dp.plans.bands import Banded, banded
+from hf_dp.errors import UnsupportedArgumentError
+from hf_dp.plans.bands import BANDS, Banded, banded
 from hf_dp.plans.draws import POISSON, Draw, Poisson, Schedule, draw_of
 from hf_dp.plans.mechanism import MechanismPlan, Words, register_plan
+from hf_dp.plans.quantile import BUDGET_RATIO, LEARNING_RATE, NORM_QUANTILE, ClippingQuantile
 from hf_dp.plans.rounding import clipping_share, rounding_margin
+from hf_dp.plans.scaling import BETA, check_beta, scaled
 from hf_dp.plans.units import BY_USER, Users
 
 DP_SGD = "dp_sgd"
@@ -198,6 +201,10 @@ class DpSgdPlan(MechanismPlan):
         draw: who takes part in a step.
         loss: the sum of losses that a step releases with noise of its own; None: none.
         search: the search of which this is one run; None: it is none.
+        clipping_quantile: how a step's clipping norm, the unit of its gradients and noise, follows
+            from noised counts; C is then the first. None: it is C in all.
+        gradient_scaling_beta: how slowly scales, by which gradients are multiplied before they are
+            clipped, follow noised gradients. None: they are 1.
         views_per_example: K; a drawn row enters a step as K random views, of which neither draw nor
             event know (:mod:`hf_dp.batches.views`).
 
@@ -208,6 +215,8 @@ class DpSgdPlan(MechanismPlan):
     draw: Draw = Poisson()
     loss: NoisedLoss | None = None
     search: Search | None = None
+    clipping_quantile: ClippingQuantile | None = unless_asked(None)
+    gradient_scaling_beta: float | None = unless_asked(None)
     views_per_example: int = unless_asked(1)
 
     name: ClassVar[str] = "dp_sgd"
@@ -217,6 +226,16 @@ class DpSgdPlan(MechanismPlan):
     def __post_init__(self) -> None:
         super().__post_init__()
         _validate.one_of("clipping", self.clipping, CLIPPINGS)
+        if self.clipping_quantile is not None:
+            self.clipping_quantile.check(self.clipping, self.clipping_norm)
+        if self.gradient_scaling_beta is not None:
+            check_beta(BETA, self.gradient_scaling_beta)
+        adapts = self.clipping_quantile or self.gradient_scaling_beta is not None
+        if adapts and isinstance(self.draw, Banded):
+            found = NORM_QUANTILE if self.clipping_quantile else BETA
+            expected, error = f"to be unset with `{found}`", UnsupportedArgumentError
+            why = "The two are not implemented together. Remove one."
+            raise _validate.invalid(BANDS, self.draw.bands, expected, why, error)
         _validate.integer("views_per_example", self.views_per_example, 1)
 
     @classmethod
@@ -233,6 +252,10 @@ class DpSgdPlan(MechanismPlan):
         noised_loss_bound: float | None = None,
         noised_loss_budget_ratio: float | None = None,
         mean_runs: float | None = None,
+        clipping_quantile: float | None = None,
+        clipping_quantile_learning_rate: float = LEARNING_RATE,
+        clipping_quantile_budget_ratio: float = BUDGET_RATIO,
+        gradient_scaling_beta: float | None = None,
         views_per_example: int = 1,
     ) -> Self:
         """Return the plan that these arguments ask for; the draw's as :func:`draw_of`, and then
@@ -252,7 +275,11 @@ class DpSgdPlan(MechanismPlan):
         if bands is not None:
             draw = banded(draw, bands)
         own = (clipping_norm, noise_multiplier, clipping, draw, loss, search)
-        return cls(*own, views_per_example=views_per_example)
+        plan = cls(*own, views_per_example=views_per_example)
+        if clipping_quantile is not None:
+            counts = (clipping_quantile_learning_rate, clipping_quantile_budget_ratio)
+            plan = replace(plan, clipping_quantile=ClippingQuantile(clipping_quantile, *counts))
+        return replace(plan, gradient_scaling_beta=gradient_scaling_beta)
 
     @property
     def is_searched(self) -> bool:
@@ -268,13 +295,26 @@ class DpSgdPlan(MechanismPlan):
 
     def step_event(self, schedule: Schedule, noise_multiplier: float, steps: int) -> Event:
         event: Any = self.draw.event(schedule, noise_multiplier, steps)
-        if self.loss is not None:
-            event = replace(event, beside=self.loss.part(noise_multiplier))
+        if beside := self._beside(noise_multiplier):
+            event = replace(event, beside=beside)
         return event if self.search is None else BestOfRandomRuns((event,), self.search.mean_runs)
 
     def sensitivities(self, schedule: Schedule) -> Mapping[str, float]:
         own = {SUM: self.clipping_norm * (1 + self.margin(schedule))}
-        return own if self.loss is None else {**own, LOSS: self.loss.bound}
+        own |= {} if self.loss is None else {LOSS: self.loss.bound}
+        return own if self.clipping_quantile is None else own | self.clipping_quantile.sensitivities
+
+    @property
+    def gradients(self) -> Self:
+        """The plan of the gradients: here all of it."""
+        return self
+
+    def _beside(self, noise_multiplier: float) -> dict[str, float]:
+        """Return the noise multipliers beside this one of the gradients, by part."""
+        found: dict[str, float] = {}
+        for each in (self.loss, self.clipping_quantile):
+            found |= {} if each is None else each.part(noise_multiplier)
+        return found
 
     def check_users(self, users: Users | None) -> None:
         by_row = users is not None and users.by_row
@@ -289,6 +329,8 @@ class DpSgdPlan(MechanismPlan):
         asked.append(self.draw.asked)
         if self.loss is not None:
             asked.append(Asked(LOSS_KIND, BOUND, self.loss.bound))
+        if self.clipping_quantile is not None:  # another sum over the draw, as losses are
+            asked.append(Asked(LOSS_KIND, NORM_QUANTILE, self.clipping_quantile.quantile))
         if selects:
             asked.append(Asked(SELECTION, "peft_config", "one that selects what trains"))
         refuse_together(asked, schedule.accountant)
@@ -298,7 +340,13 @@ class DpSgdPlan(MechanismPlan):
         views = self.views_per_example
         lines = [f"{views} views of each drawn row: {views} x as many go through the model"]
         loss = [] if self.loss is None else [self.loss.outline(schedule, self.sigma)]
-        return (*lines[views == 1 :], *loss)
+        counts = self.clipping_quantile
+        norm = [] if counts is None else [counts.outline(schedule, self.sigma, self._joint())]
+        return (*lines[views == 1 :], *loss, *norm)
+
+    def _joint(self) -> float:
+        """Return the noise multiplier of all sums of a step, as of one."""
+        return joint_noise_multiplier(self.sigma, *self._beside(self.sigma).values())
 
     def words(self, schedule: Schedule) -> Words:
         users, one = schedule.users, schedule.one
@@ -338,8 +386,12 @@ class DpSgdPlan(MechanismPlan):
         )
         if isinstance(self.draw, Banded):
             words = self.draw.of_noise(words)
+        if self.gradient_scaling_beta is not None:
+            words = scaled(words, self.gradient_scaling_beta)
         if self.loss is not None:
             words = self.loss.words(words, schedule, self.sigma, self.views_per_example)
+        if self.clipping_quantile is not None:
+            words = self.clipping_quantile.words(words, schedule, self.sigma, self._joint())
         return words if self.search is None else self.search.words(words)
 
 

@@ -126,7 +126,8 @@ class PrivacyPlan(Schedule):
 
     @property
     def noise_std(self) -> float:
-        """Standard deviation of the noise on the sum, or on a vector where there is no sum."""
+        """Standard deviation of the noise on the sum, in units of its step's gauge, or on a vector
+        where there is no sum."""
         sensitivities = self.mechanism.sensitivities(self)
         part = SUM if SUM in sensitivities else next(iter(sensitivities))
         return self.noise_multiplier * sensitivities[part]

@@ -24,6 +24,20 @@ than its slack; and that norm and gradient of a regrouped example, forward and b
 change by no more than its slack. They can change by more where a rounding decides between two
 branches (a ReLU exactly at 0: 2.3 C were measured for made-up weights), and in sums inside a module
 that has no rule. At most R examples are concerned.
+
+*How small may a clipping norm r C get?* All of the above is relative to it, so slack asks for no
+limit down to what float32 can tell from 0. But a softmax rounds 1 - p absolutely, in steps of
+2^-23: a row's gradient, of norm sqrt(2) J (1 - p) with J that of an output, changes by J 2^-23 if
+other neighbors flip a step, however small it is. In a sum that is divided by r this counts 1/r
+times, for up to R rows. The margin has 2 R cap C for them, enough (if nothing else uses it) where
+
+    r C >= J 2^-24 / cap: or, of a C that is the norm of a row with J_0 and q_0 = 1 - p,
+    r >= 2^-10.5 J / (J_0 q_0) with physical batches of 64, 2^-12.5 J / (J_0 q_0) with up to 16.
+
+So from the norm of a row that is not fitted (q_0 near 1/2) to r = 1/30, J may be 24 J_0. Nothing
+bounds J, which is of the model and the rows. So no limit always holds, neither for r nor for a
+fixed C: :data:`hf_dp.plans.quantile.LOWEST` is a choice. (In scaled norms a regrouped gradient has
+changed by 1.8 times its slack: by 7e-6 of its norm, where the margin has 2 (cap + e) = 2.2e-4.)
 """
 
 from __future__ import annotations
@@ -72,10 +86,30 @@ def slack_cap(regrouped: int) -> float:
     return _SLACK / (2 * min(max(SMALL_GROUP, regrouped), _LARGE_GROUP))
 
 
-def regrouping_share(regrouped: int) -> float:
+def regrouping_share(regrouped: int, moves: float = 1.0) -> float:
     """Return the further share of C to which gradients in large groups are clipped: 1 up to 64
-    regrouped examples, 0.960 for 256."""
-    return (1 + _moved(_LARGE_GROUP)) / (1 + _moved(max(regrouped, _LARGE_GROUP)))
+    regrouped examples, 0.960 for 256. Args: moves: how many times as far as these a sum moves."""
+    large = max(regrouped, _LARGE_GROUP)
+    return (1 + moves * _moved(_LARGE_GROUP)) / (1 + moves * _moved(large))
+
+
+# w: a count of norms falls from 1/2 to -1/2 between (1 - w) C and (1 + w) C. What norms move by
+# moves it this many times as far, in units of 1/2.
+RAMP = 0.25
+COUNT_MOVES = (1 + RAMP) / RAMP
+
+
+def count_margin() -> float:
+    """Return by how much of its sensitivity, 1/2, the noise on a count of norms is scaled up, for
+    physical batches of up to 64 (:mod:`hf_dp.plans.quantile`).
+
+    A regrouped example's norm was found with a relative error of up to a = e + cap, with the
+    example that leaves and without it. (Slack moves the norms that weights are computed from by at
+    most cap, relative to them: :func:`slack_cap`.) Where one of the two is below (1 + w) C, they
+    differ by at most 2 a (1 + w) C / (1 - a), and what is counted by that / (2 w C). For R examples
+    this is at most ``(2 R cap + 2 R e) (1 + w) / (2 w)``, with one e more for 1 - a.
+    """
+    return COUNT_MOVES * _moved(_LARGE_GROUP)
 
 
 def _moved(regrouped: int) -> float:

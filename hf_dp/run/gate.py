@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_dp.accounting import LOSS, SUM, VECTORS
+from hf_dp.accounting import SUM, VECTORS
 from hf_dp.distributed.processes import Processes, add_up_with_noise
 from hf_dp.errors import LedgerError
 from hf_dp.noise import SecretRandomness
@@ -37,7 +37,7 @@ class Observer:
         return sampler
 
     def clipped(self, sums: dict[str, Tensor]) -> None:
-        """See a step's clipped sums before their noise, by parameter."""
+        """See a step's clipped sums before their noise, by parameter, in units of its gauge."""
 
     def noised(self, sums: dict[str, Tensor]) -> None:
         """See the same sums after their noise."""
@@ -135,14 +135,16 @@ class Release:
         self._add_up(list(sums.values()), SUM)
         return sums
 
-    def loss(self, total: Tensor) -> Tensor:
-        """Add up one sum of bounded losses, (), over the examples of all processes, add noise once,
-        in place, and return it.
+    def beside(self, part: str, total: Tensor) -> Tensor:
+        """Add up one sum of bounded numbers, (), over the examples of all processes, add noise
+        once, in place, and return it.
+
+        Args: part: of the event, such as :data:`hf_dp.accounting.LOSS`.
 
         Raises: LedgerError the second time, which would be another release; ConfigError when the
-            recorded event covers no loss.
+            recorded event has no such part.
         """
-        self._add_up([total], LOSS)
+        self._add_up([total], part)
         return total
 
     def vectors(self, vectors: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ _ARGUMENTS = {
     "clipping_norm": "`per_example_max_grad_norm`",
     "target_epsilon": "",
     "loss": "`noised_loss_bound`, `noised_loss_budget_ratio`",
+    "clipping_quantile": "",
     "noise_multiplier": "",
     "delta": "`target_delta`",
     "draw": "`sampling`, `max_logical_batch_size`, `unit_sampling`",

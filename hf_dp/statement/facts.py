@@ -246,7 +246,7 @@ UNNOISED = {
 NO_EPSILON = "papers_figure_not_established"
 # What else a private run logs: functions of what was released and of public numbers.
 _RELEASED_ANYWAY = frozenset(
-    {"learning_rate", "signal_to_noise", "noised_loss", "epsilon", NO_EPSILON, "epoch", "step"}
+    {"learning_rate", "signal_to_noise", "epsilon", NO_EPSILON, "epoch", "step"}
 )
 _OF_OTHER_ROWS = ("eval_", "test_")
 # What may be released at all.

@@ -14,7 +14,7 @@ from hf_dp.accounting import ACCOUNTANTS, epsilon
 from hf_dp.accounting.event import Event
 from hf_dp.accounting.knows import NO_BOUND
 from hf_dp.errors import ConfigError, UnsupportedArgumentError
-from hf_dp.plans import dp_sgd
+from hf_dp.plans import dp_sgd, quantile, scaling
 from hf_dp.plans.bands import AUTO, BANDS, banded, check_bands
 from hf_dp.plans.dp_fp import DP_FP, PRIVATE_ENCODER, PUBLISHED
 from hf_dp.plans.draws import POISSON, check_sampling
@@ -97,6 +97,10 @@ class BudgetArguments(ArgumentGroup):
             )
 
 
+_EITHER = "Both together are not implemented. Remove one of the two."
+_NOT_DIRECTIONS = (None, "gradients", "losses")
+
+
 @dataclass
 class StepArguments(ArgumentGroup):
     """Parameters of a step."""
@@ -155,6 +159,31 @@ class StepArguments(ArgumentGroup):
         "per_layer: each of the K layers to it divided by sqrt(K). The sensitivity is the same.",
         dp_sgd.CLIPPINGS,
     )
+    clipping_quantile: float | None = argument(
+        None,
+        "Only for dp_sgd, flat: from per_example_max_grad_norm on, the clipping norm moves towards "
+        "the norm that this share of the gradients, in (0, 1), has at most (arXiv 1905.03871), by "
+        "noised counts, which epsilon covers.",
+        quantile.check_share,
+    )
+    clipping_quantile_learning_rate: float = argument(
+        quantile.LEARNING_RATE,
+        "With clipping_quantile: how fast the norm moves. A step in which no gradient was clipped "
+        "changes its logarithm by this times the share that should be.",
+    )
+    clipping_quantile_budget_ratio: float = argument(
+        quantile.BUDGET_RATIO,
+        "With clipping_quantile: the share of the privacy budget, in (0, 1), that the counts get; "
+        "the gradient's noise grows by the factor 1/sqrt(1 - share).",
+        quantile.check_share,
+    )
+    gradient_scaling_beta: float | None = argument(
+        None,
+        "Only for dp_sgd: before they are clipped, gradients are scaled as Adam would scale them, "
+        "by moving averages, with this decay in (0, 1), of the squares of noised gradients; the "
+        "noised sum is divided by the scales (arXiv 2507.01129). It costs no privacy.",
+        scaling.check_beta,
+    )
     max_grad_norm: float | None = argument(
         None,
         "The Trainer's own clip, of the averaged gradient after noise. Unset means 0 (off) in "
@@ -181,6 +210,12 @@ class StepArguments(ArgumentGroup):
             f"{NO_BOUND} Remove one of the two.",
             UnsupportedArgumentError,
         ),
+        Need("adam_bc_floor", quantile.NORM_QUANTILE, (None,), _EITHER, UnsupportedArgumentError),
+        Need(
+            "adam_bc_floor chunked_loss", scaling.BETA, (None,), _EITHER, UnsupportedArgumentError
+        ),
+        Need(scaling.BETA, "audit_scores", _NOT_DIRECTIONS, _EITHER, UnsupportedArgumentError),
+        Need(f"{quantile.RATE} {quantile.RATIO}", quantile.NORM_QUANTILE, is_given, "Set both."),
         Need(
             "adam_bc_floor audit_canaries",
             BANDS,
@@ -189,10 +224,10 @@ class StepArguments(ArgumentGroup):
             UnsupportedArgumentError,
         ),
         Need(
-            f"views_per_example {BANDS}",
+            f"views_per_example {BANDS} {quantile.NORM_QUANTILE} {scaling.BETA}",
             "privacy_mode",
             (dp_sgd.DP_SGD,),
-            "Only a step of DP-SGD averages gradients of views before it clips them, or has noise "
+            "Only a step of DP-SGD does this with gradients before it clips them, or has noise "
             "that is correlated with others'. Remove it.",
             UnsupportedArgumentError,
         ),
@@ -279,7 +314,11 @@ class ReleaseArguments(ArgumentGroup):
 
     @staticmethod
     def problems(args: Any, found: Problems) -> None:
-        """Note a norm of clipped gradients where a step adds up other things, too."""
+        """Note a norm of clipped gradients where a step adds up, or measures by, other things."""
+        gauges = [n for n in (quantile.NORM_QUANTILE, scaling.BETA) if getattr(args, n) is not None]
+        if gauges and CLIPPED_GRADIENT_NORM in (args.release or ()):
+            expected = f"to be without {CLIPPED_GRADIENT_NORM!r} with `{gauges[0]}`"
+            found.unsupported("release", expected, _EITHER)
         if args.privacy_mode != dp_sgd.DP_SGD and CLIPPED_GRADIENT_NORM in (args.release or ()):
             found.unsupported(
                 "release",
@@ -371,6 +410,10 @@ def gradient_plan(args: Any, num_classes: int | None) -> dp_sgd.DpSgdPlan:
         noised_loss_bound=args.noised_loss_bound,
         noised_loss_budget_ratio=args.noised_loss_budget_ratio,
         mean_runs=args.private_selection_mean_runs,
+        clipping_quantile=args.clipping_quantile,
+        clipping_quantile_learning_rate=args.clipping_quantile_learning_rate,
+        clipping_quantile_budget_ratio=args.clipping_quantile_budget_ratio,
+        gradient_scaling_beta=args.gradient_scaling_beta,
         views_per_example=args.views_per_example,
     )
 

@@ -115,8 +115,9 @@ class PrivateTraining(Training):
         run.columns = trainer.columns_for_training
         run.book.weaken(Flags(evaluation_compared=self._compared))
         trainer.write_beside_weights = self.write_beside_weights
-        trainer.known_names = frozenset(n for each in self.features for n in each.names)
         trainer.mechanism = self.mechanism = mechanism_for(run, self.tuner)
+        names = (n for each in self.features for n in each.names)
+        trainer.known_names = frozenset((*names, *self.mechanism.logs))
         for inside in self.inside:  # which the statement names, whatever it overrides
             run.let_inside(inside)
             inside.enter(run, self.tuner)
@@ -313,6 +314,7 @@ class PrivateTraining(Training):
     def write_beside_weights(self, folder: str) -> None:
         """Write what belongs beside a run's weights: selection, ledger, statement and card."""
         self.tuner.save(folder)
+        self.mechanism.save(folder)
         self.run.book.go_with(folder)
         self.write_files(folder)
 

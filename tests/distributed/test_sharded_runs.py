@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from silence import Silent, assert_standard_normal, distance, moved_by_noise, weights, whole
 from torch.distributed.fsdp import fully_shard
 
-from hf_dp import NoisedLoss, mechanism_for
+from hf_dp import DpSgdPlan, mechanism_for
 from hf_dp.errors import HfDpError
 from hf_dp.run.witnesses import read_run
 from hf_dp.statement.evidence import disagreements, read
@@ -94,21 +94,23 @@ ROWS = 41
 
 
 def looped(folder: Path, shards: bool, batch: int = ROWS) -> dict[str, torch.Tensor]:
-    """Weights, and the noised losses, of a plain PyTorch loop on a model that ``fully_shard`` was
-    called on."""
+    """Weights, the noised losses and the clipping norms of a plain PyTorch loop on a model that
+    ``fully_shard`` was called on."""
     model = tiny.model().double()
     if shards:
         for layer in model.bert.encoder.layer:
             fully_shard(layer)
         fully_shard(model)
-    planned = plan(ROWS, NoisedLoss(0.7, 0.2), expected_batch_size=batch, max_steps=2)
+    loss = {"noised_loss_bound": 0.7, "noised_loss_budget_ratio": 0.2}
+    own = DpSgdPlan.of(0.1, 1.0, clipping_quantile=0.5, **loss)
+    planned = plan(ROWS, mechanism=own, expected_batch_size=batch, max_steps=2)
     private = run(folder, planned, model=model, size=20)
     if batch == ROWS:
         private.randomness = Silent(0, private.processes.rank)
     mechanism, losses = mechanism_for(private), []
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for _ in steps(mechanism):
-        losses.append(mechanism.noised["noised_loss"].reshape(1))
+        losses += [each.reshape(1) for each in mechanism.noised.values()]
         optimizer.step()
     found = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
     return {**found, "losses": torch.cat(losses)}

@@ -52,7 +52,7 @@ def has_the_planned_noise(gate: Gate, planned: PlannedRelease, part: str = "sum"
         if part == "sum":
             noise = release.sum({"w": torch.zeros(20_000)})["w"]
         elif part == "loss":
-            noise = release.loss(torch.zeros(20_000, dtype=torch.float64))
+            noise = release.beside("loss", torch.zeros(20_000, dtype=torch.float64))
         else:
             noise = release.vectors(torch.zeros(200, 100)).flatten()
     multiplier = planned.event.noise_multipliers[part]
@@ -162,7 +162,7 @@ def test_nothing_is_recorded_and_nothing_leaves_beyond_the_target(tmp_path):
 
 LEAVE = {
     "sum": lambda release: release.sum({"w": torch.zeros(3)}),
-    "loss": lambda release: release.loss(torch.zeros(())),
+    "loss": lambda release: release.beside("loss", torch.zeros(())),
     "vectors": lambda release: release.vectors(torch.zeros(2, 3)),
 }
 

@@ -48,7 +48,7 @@ def moves_by_at_most_the_bound(folder: Path) -> bool:
 
     def total(indices: list[int]) -> float:
         batches = loader.collate_fn([loader.dataset[i] for i in indices]) if indices else []
-        return float(mechanism.clip(batches).losses)
+        return float(mechanism.clip(batches).beside["loss"])
 
     others = [1, 5, 6, 12, 14, 15, 17]
     alone, moved = total(others), []

@@ -87,7 +87,7 @@ def test_the_end_has_the_mean_of_all_and_it_may_stand_beside_a_released_loss(tmp
 def unnoised_numbers(folder: Path) -> list[float]:
     """Numbers below a folder, or in logs, that are a sum of losses without its noise, or a mean."""
     with pytest.MonkeyPatch.context() as patch:
-        totals = watch(patch, DpSgd, "clip", lambda clipped, *_: float(clipped.losses))
+        totals = watch(patch, DpSgd, "clip", lambda clipped, *_: float(clipped.beside["loss"]))
         trainer = tiny.trained(made(folder, save_strategy="steps", save_steps=2, max_steps=3))
     trainer.save_model()
     trainer.save_state()  # with all logs
@@ -101,7 +101,7 @@ def test_no_loss_without_noise_is_written_or_logged_and_a_planted_one_is_seen(
     tmp_path, monkeypatch
 ):
     assert unnoised_numbers(tmp_path) == []
-    monkeypatch.setattr(Release, "loss", lambda self, total: total)
+    monkeypatch.setattr(Release, "beside", lambda self, part, total: total)
     assert len(unnoised_numbers(tmp_path / "planted")) >= 2
 
 

@@ -129,7 +129,15 @@ def test_a_step_equals_the_loop_over_rows_and_their_views(kind, size, tmp_path):
         torch.testing.assert_close(total, sum(each), rtol=1e-8, atol=1e-12)
     means = torch.stack([mean for _, mean in rows])
     torch.testing.assert_close(found.loss_sum.double(), means.sum(), rtol=1e-5, atol=0.0)
-    torch.testing.assert_close(found.losses, means.clamp(0, 0.7).sum(), rtol=1e-9, atol=0.0)
+    torch.testing.assert_close(found.beside["loss"], means.clamp(0, 0.7).sum(), rtol=1e-9, atol=0.0)
+
+
+@pytest.mark.parametrize("size", [1, 7])
+def test_a_row_is_one_in_a_count_of_norms(size, tmp_path):
+    made = texts(tmp_path, per_device_train_batch_size=size, clipping_quantile=0.5)
+    made.mechanism.gauge.ratio = 1000.0  # no norm reaches the step's
+    drawn, cut = draw(made)
+    assert float(made.mechanism.clip(cut(drawn)).beside["count"]) == ROWS / 2
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
