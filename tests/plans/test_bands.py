@@ -27,6 +27,7 @@ from hf_dp.errors import (
 )
 from hf_dp.plans import PrivacyPlan, bands
 from hf_dp.plans.bands import BandedSampler, classes, square_root_column
+from hf_dp.plans.dp_sgd import DpSgdPlan
 from hf_dp.plans.samplers import Share
 from hf_dp.trainer.weighing import weigh
 
@@ -265,3 +266,9 @@ def test_what_bands_do_not_go_with_is_named(changes, error, said):
     given = {"noise_multiplier": 1.0, "target_epsilon": None, "accountant": "pld", **changes}
     with pytest.raises(error, match=said):
         planned(**given)
+
+
+@pytest.mark.parametrize("other", [{"clipping_quantile": 0.5}, {"gradient_scaling_beta": 0.9}])
+def test_a_clipping_norm_that_changes_is_refused(other):
+    with pytest.raises(UnsupportedArgumentError, match="`bands` .*unset with"):
+        DpSgdPlan.of(1.0, 1.0, bands=2, **other)

@@ -97,7 +97,7 @@ def test_the_noised_loss_and_other_releases_have_independent_noise(book):
     for row in np.linalg.norm(np.linalg.inv(matrix(COLUMN, STEPS)), axis=1):
         with made.release(PLAN.step_release(), book.steps_made) as release:
             assert release.noise_std("sum") == pytest.approx(STD * row)
-            loss = release.loss(torch.zeros(SIZE, dtype=torch.float64))
+            loss = release.beside("loss", torch.zeros(SIZE, dtype=torch.float64))
             losses.append(loss / release.noise_std("loss"))
             sums.append(release.sum({"w": torch.zeros(SIZE)})["w"].double() / STD)
         with made.release(other) as release:

@@ -513,7 +513,7 @@ def test_the_gate_sees_one_unit_and_the_optimizer_that_of_the_step(tmp_path, mon
 class Unkept:
     """A ledger that keeps nothing, for many releases."""
 
-    processes = Processes()
+    processes, steps_made = Processes(), 0
 
     def append(self, event, purpose):
         pass
