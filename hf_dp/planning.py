@@ -59,7 +59,7 @@ class Forecast:
         """Return sigma / q, to which the noise on the mean gradient is proportional (Li et al.
         2022, section 3.1.1); None for DP-FP, and where noise is correlated over steps."""
         plan = self.plan
-        if not plan.mechanism.noises_gradients_alone or plan.event().correlated_steps > 1:
+        if not plan.mechanism.noises_gradients_alone or plan.correlated_steps > 1:
             return None
         return plan.noise_multiplier / plan.sample_rate
 
@@ -93,7 +93,7 @@ def most_signal(plan: PrivacyPlan, parameters: int) -> float:
     standard deviation of noise_std / B a coordinate and step, so its sum has the norm sqrt(T p)
     noise_std / B (correlated: less than sqrt(T)).
     """
-    of_steps = noise_of_sum(square_root_column(plan.event().correlated_steps), [1.0] * plan.steps)
+    of_steps = noise_of_sum(square_root_column(plan.correlated_steps), [1.0] * plan.steps)
     of_noise = of_steps * plan.noise_std * math.sqrt(parameters) / plan.expected_batch_size
     return plan.steps * plan.clipping_norm / of_noise
 

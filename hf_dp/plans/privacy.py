@@ -138,6 +138,11 @@ class PrivacyPlan(Schedule):
         return self.mechanism.releases_each_step
 
     @property
+    def correlated_steps(self) -> int:
+        """In how many consecutive steps the noise may be correlated; 1: it is independent."""
+        return self.event().correlated_steps if self.releases_each_step else 1
+
+    @property
     def words(self) -> Words:
         """How a statement speaks of the mechanism."""
         return self.mechanism.words(self)

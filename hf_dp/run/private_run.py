@@ -188,7 +188,7 @@ class PrivateRun:
 
     def _begin_noise(self) -> None:
         """Let no noise to come depend on that of the steps so far, which is forgotten."""
-        bands, noise = self.plan.event().correlated_steps, IndependentNoise(self.randomness)
+        bands, noise = self.plan.correlated_steps, IndependentNoise(self.randomness)
         if bands > 1:
             noise = BandedNoise(self.randomness, square_root_column(bands))
         self._gate = Gate(self.book, noise)

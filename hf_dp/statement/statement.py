@@ -275,7 +275,7 @@ class PrivacyStatement:
             "noise_multiplier": _one_or_list(self.noise_multipliers),
             "sample_rate": _one_or_list(self.sample_rates),
             "steps": self.steps,
-            "bands": bands if (bands := plan.event().correlated_steps) > 1 else None,
+            "bands": bands if (bands := plan.correlated_steps) > 1 else None,
             "clipping": plan.clipping,
             "clipping_norm": plan.clipping_norm,
             "num_examples": plan.num_examples,

@@ -19,7 +19,7 @@ from transformers import DataCollatorWithPadding
 from users import SECRET, C, by_user, flat, owners, trainer
 from watch import watch
 
-from hf_dp.accounting import PoissonSampledGaussian, UserRowsGaussian, epsilon, round_up
+from hf_dp.accounting import LOSS, PoissonSampledGaussian, UserRowsGaussian, epsilon, round_up
 from hf_dp.batches.loader import Drawn
 from hf_dp.batches.units import UnitBatches, UnitDraws, UnitTable
 from hf_dp.cli.main import main
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 
 
 def clipped(made, units, part: str = "values"):
-    """What a step's clipped sums are, or that of its losses, when these users are drawn."""
+    """What a step's clipped sums are, or its other sums by part, when these users are drawn."""
     made.create_optimizer()
     loader = made.get_train_dataloader()
     table, secret = made.run.units, os.urandom
@@ -132,8 +132,8 @@ def test_a_noised_loss_counts_a_user_once(tmp_path):
     loss = {"noised_loss_bound": 0.5, "noised_loss_budget_ratio": 0.2, "accountant": "rdp"}
     options = {"expected_batch_size": 1, "target_delta": 1e-2, **loss}
     made = trainer(tmp_path, ["many"] * 9 + ["other"], **options)
-    both = clipped(made, [0, 1], "losses")
-    one = clipped(made, [1], "losses")
+    both = clipped(made, [0, 1], "beside")[LOSS]
+    one = clipped(made, [1], "beside")[LOSS]
     assert 0 < float(both - one) <= 0.5 and float(one) <= 0.5
 
 
