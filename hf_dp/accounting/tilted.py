@@ -52,6 +52,7 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(8)
 # Where a grid four times finer gains less than this of epsilon, the next gains a third of it or
 # less.
 _GAIN = 0.1
+_CLOSER = 0.999  # a bound this much closer is worth another tilt
 _MAX_POINTS = 2**19  # of one step
 
 
@@ -202,7 +203,9 @@ def of_distributions(
     found = epsilon_at(steps, delta, about)
     # Where losses have heavy tails, the bound to begin with is far above epsilon, and so is the
     # tilt that is best for it. At the epsilon just found another one is better.
-    return min(found, epsilon_at(steps, delta, found)) if 0 < found < math.inf else found
+    while 0 < found < _CLOSER * about:
+        about, found = found, min(found, epsilon_at(steps, delta, found))
+    return found
 
 
 def of_small_rates(events: Sequence[PoissonSampledGaussian], delta: float, about: float) -> float:
