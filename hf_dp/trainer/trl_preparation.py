@@ -22,6 +22,7 @@ try:
 except ImportError as missing:
     raise ImportError("This trainer needs TRL. Run `pip install hf-dp[trl]`.") from missing
 
+from hf_dp._validate import invalid
 from hf_dp.batches.structure import Row
 from hf_dp.errors import DataError, HfDpError
 from hf_dp.overlap import TrainingRows
@@ -157,7 +158,10 @@ class PreparedByTRL(DPTrainer):
         peft_config: PeftConfig | None,
         **others: Any,
     ):
-        checked = self.arguments_class.own_copy(args)
+        checked, model = self.arguments_class.own_copy(args), of_trl["model"]
+        if not isinstance(model, str) and getattr(model, "generation_config", None) is None:
+            expected, move = "to be a model that generates", "Load it by AutoModelForCausalLM."
+            raise invalid("model", type(model).__name__, expected, move)
         check_train_dataset(train_dataset)
         check_rows(train_dataset)
         rows = Rows.of(checked, train_dataset, eval_dataset)

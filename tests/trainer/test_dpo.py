@@ -4,6 +4,7 @@ import copy
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from chat import model, tokenizer
 from datasets import Dataset
@@ -212,7 +213,7 @@ def test_refused_arguments(option, value, message, tmp_path):
     assert option == "beta" or type(refused.value) is UnsupportedArgumentError
 
 
-def test_an_adapter_and_trls_trainer_mixed_with_ours_are_refused(tmp_path):
+def test_an_adapter_a_classifier_and_trls_trainer_mixed_with_ours_are_refused(tmp_path):
     class Mixed(DPTrainer, DPOTrainer):
         arguments_class = DPDPOConfig
 
@@ -221,6 +222,8 @@ def test_an_adapter_and_trls_trainer_mixed_with_ours_are_refused(tmp_path):
     adapted = get_peft_model(model(), LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(InvalidArgumentError, match="`model` to be a model without adapter"):
         trainer(tmp_path, given={"model": adapted})
+    with pytest.raises(InvalidArgumentError, match="`model` to be a model that generates, got"):
+        trainer(tmp_path, given={"model": tiny.model()})
 
 
 def test_reference_columns_of_ones_own_are_kept(tmp_path):
