@@ -11,10 +11,11 @@ import importlib.util
 import os
 import re
 import sys
+import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import yaml
 
@@ -155,6 +156,8 @@ def parse(
         name, hint = action.dest, hints.get(action.dest)
         if {dict, str} <= set(typing.get_args(hint)):
             action.type = _block_or_text
+        if types.NoneType in typing.get_args(hint) and action.nargs is None:
+            action.type = _or_null(cast(Callable[[str], object], action.type or str))
         if name in values:
             parser.set_defaults(**{name: _as_default(name, values[name], hint)})
             action.required = False
@@ -164,6 +167,11 @@ def parse(
         raise
     except ValueError as problem:
         raise ConfigError(f"{str(problem).splitlines()[0]} See --help for all names.") from problem
+
+
+def _or_null(read: Callable[[str], object]) -> Callable[[str], object]:
+    """Return what reads a word as in YAML: ``null`` takes a value of the file away."""
+    return functools.wraps(read)(lambda word: None if word == "null" else read(word))
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from hf_dp._arguments import own_fields
 from hf_dp.cli import config
 from hf_dp.cli.config import (
     PRIVACY,
+    BudgetArguments,
     LengthArguments,
     check_early,
     parse,
@@ -240,6 +241,19 @@ def test_a_block_on_the_command_line_is_yaml():
     assert infilling("sst2") == "sst2"
     with pytest.raises(ConfigError, match="is not valid YAML"):
         infilling("{template: 'x")
+
+
+def test_null_on_the_command_line_takes_a_value_of_the_file_away():
+    values = {"model_name_or_path": "base", "infilling": "sst2", "gguf_file": "weights.gguf"}
+    words = ["--infilling", "null", "--gguf_file", "null"]
+    made = parse([ModelArguments], values, words, prog="hf-dp")[0]
+    assert made.infilling is None and made.gguf_file is None
+    (budget,) = parse(
+        [BudgetArguments], {"target_epsilon": 3}, ["--target_epsilon=null"], prog="hf-dp"
+    )
+    assert budget.target_epsilon is None
+    with pytest.raises(ConfigError, match="invalid float value: 'none'"):
+        parse([BudgetArguments], {}, ["--target_epsilon", "none"], prog="hf-dp")
 
 
 def test_every_argument_has_a_help_that_can_be_printed(capsys):
