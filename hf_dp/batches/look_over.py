@@ -7,6 +7,7 @@ console, and only the layout is kept: names, types and the range of lengths.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,6 +18,7 @@ from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from hf_dp import losses
+from hf_dp.batches.columns import Columns
 from hf_dp.batches.examples import Examples
 from hf_dp.batches.padding import LABELS, Padding
 from hf_dp.batches.structure import Example, Layout, column, leaves
@@ -49,6 +51,10 @@ def look_over(
     examples: Examples, padding: Padding, limits: Limits, *, workers: int = 0, quiet: bool = True
 ) -> LookedOver:
     """Return what a look at each row finds, or raise DataError naming a row that cannot be used."""
+    columns = Columns(examples.dataset, examples.collator, limits)
+    if columns.plain:
+        with suppress(DataError):  # of a row that the look at each one names
+            return _of_columns(columns, examples, padding, limits)
     found = LookedOver(Layout())
     most = -1
     each = tqdm(
@@ -71,6 +77,20 @@ def look_over(
         if length > most:
             found.longest, most, found.at_full_length = index, length, 0
         found.at_full_length += length == most
+    padding.check(found.layout)
+    return found
+
+
+def _of_columns(
+    columns: Columns, examples: Examples, padding: Padding, limits: Limits
+) -> LookedOver:
+    """Return what was found by columns. The layout is that of the shortest and longest rows."""
+    tokens = columns.tokens
+    found = LookedOver(Layout(), int(tokens.argmax()), int((tokens == tokens.max()).sum()))
+    found.without_target = int((~columns.has_target).sum())
+    for example in examples.__getitems__(columns.extremes):
+        found.layout.add(example)
+        limits.check(example)
     padding.check(found.layout)
     return found
 

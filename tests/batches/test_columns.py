@@ -1,0 +1,142 @@
+"""The look at columns finds what the look at single rows finds, or leaves it to that."""
+
+import random
+
+import datasets
+import pytest
+import tiny
+from data_paths import bert, gpt2, t5
+from transformers import (
+    DataCollatorForSeq2Seq,
+    DataCollatorWithPadding,
+    DefaultDataCollator,
+    default_data_collator,
+)
+
+from hf_dp.batches import columns
+from hf_dp.batches.columns import Columns
+from hf_dp.batches.examples import Examples
+from hf_dp.batches.look_over import Limits, look_over
+from hf_dp.batches.padding import Padding
+from hf_dp.errors import DataError
+from hf_dp.noise import SecretRandomness
+
+TOKENIZER = tiny.tokenizer()
+COLLATORS = {
+    "padding": (DataCollatorWithPadding(TOKENIZER), bert),
+    "to eights": (DataCollatorWithPadding(TOKENIZER, pad_to_multiple_of=8), bert),
+    "default": (default_data_collator, bert),
+    "causal": (DataCollatorForSeq2Seq(TOKENIZER, pad_to_multiple_of=8), gpt2),
+    "causal, default": (DefaultDataCollator(), gpt2),
+    "seq2seq": (DataCollatorForSeq2Seq(TOKENIZER), t5),
+}
+
+
+def made_up(name: str, count: int = 60, seed: int = 0) -> dict[str, list]:
+    """Return columns of rows of unequal lengths, some with nothing to predict."""
+    draw = random.Random(seed)
+    ids = [[draw.randrange(4, 19) for _ in range(draw.randint(1, 20))] for _ in range(count)]
+    masks = [[1] * len(row) for row in ids]
+    if COLLATORS[name][1] is bert:
+        types = {} if name == "default" else {"token_type_ids": [[0] * len(row) for row in ids]}
+        return {
+            "input_ids": ids,
+            "attention_mask": masks,
+            "label": [draw.randrange(2) for _ in ids],
+            **types,
+        }
+    sizes = [len(row) if name.startswith("causal") else draw.randint(1, 9) for row in ids]
+    labels = [
+        [draw.choice([-100, 5, 6]) if draw.random() < 0.5 else -100 for _ in range(n)]
+        for n in sizes
+    ]
+    return {"input_ids": ids, "attention_mask": masks, "labels": labels}
+
+
+def looked_over(name: str, rows: datasets.Dataset):
+    collator, model = COLLATORS[name]
+    examples = Examples(rows, collator, SecretRandomness())
+    made = model()
+    return look_over(examples, Padding.of(made, TOKENIZER), Limits.of(made))
+
+
+def is_plain(name: str, rows: datasets.Dataset) -> bool:
+    return Columns(rows, COLLATORS[name][0], Limits.of(COLLATORS[name][1]())).plain
+
+
+@pytest.mark.parametrize("at_once", [7, 2**16])
+@pytest.mark.parametrize("name", COLLATORS)
+def test_it_is_what_the_look_at_single_rows_finds(name, at_once, monkeypatch):
+    monkeypatch.setattr(columns, "_AT_ONCE", at_once)
+    rows = datasets.Dataset.from_dict(made_up(name))
+    for data in (rows, rows.select(range(50, 5, -1)), rows.shuffle(seed=1)):
+        assert is_plain(name, data)
+        found = looked_over(name, data)
+        with monkeypatch.context() as patch:
+            patch.setattr(columns, "_is_known", lambda collator: False)
+            assert looked_over(name, data) == found
+    assert name == "seq2seq" or found.layout.varies
+
+
+def test_rows_are_not_collated_one_by_one(monkeypatch):
+    seen = []
+    collated = Examples._collated
+    monkeypatch.setattr(Examples, "_collated", lambda *given: seen.append(1) or collated(*given))
+    looked_over("padding", datasets.Dataset.from_dict(made_up("padding", 500)))
+    assert 0 < len(seen) <= 7
+
+
+def change(rows: dict, column: str, value: object) -> datasets.Dataset:
+    return datasets.Dataset.from_dict(
+        {**rows, column: [*rows[column][:7], value, *rows[column][8:]]}
+    )
+
+
+NOT_PLAIN = {
+    "a token out of range": ("padding", "input_ids", [4, 19, 5]),
+    "a negative token": ("causal", "input_ids", [4, -1]),
+    "no token": ("padding", "input_ids", []),
+    "a missing token": ("padding", "input_ids", [4, None]),
+    "a missing row": ("padding", "attention_mask", None),
+    "a mask of another length": ("padding", "attention_mask", [1] * 30),
+    "a mask with a hole": ("padding", "attention_mask", [1, 0, 1]),
+    "types of another length": ("to eights", "token_type_ids", [0] * 30),
+    "a type out of range": ("padding", "token_type_ids", [9]),
+    "a class out of range": ("padding", "label", 2),
+    "a class that is not predicted": ("padding", "label", -100),
+    "labels of another length": ("causal", "labels", [5] * 30),
+    "a label out of range": ("seq2seq", "labels", [5, 99]),
+    "no label": ("seq2seq", "labels", []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NOT_PLAIN)
+def test_what_looks_wrong_is_left_to_the_look_at_single_rows(case, monkeypatch):
+    name, column, value = NOT_PLAIN[case]
+    rows = change(made_up(name), column, value)
+    assert not is_plain(name, rows)
+    outcomes = []
+    for known in (columns._is_known, lambda collator: False):
+        monkeypatch.setattr(columns, "_is_known", known)
+        try:
+            outcomes.append(looked_over(name, rows))
+        except DataError as problem:
+            outcomes.append(str(problem))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_other_collators_rows_and_columns_are_looked_at_row_by_row():
+    class Own(DataCollatorWithPadding):
+        pass
+
+    limits, rows = Limits.of(bert()), datasets.Dataset.from_dict(made_up("padding"))
+    plain = DataCollatorWithPadding(TOKENIZER)
+    assert Columns(rows, plain, limits).plain
+    assert not Columns(rows, Own(TOKENIZER), limits).plain
+    assert not Columns(rows.with_format("torch"), plain, limits).plain
+    assert not Columns(rows.with_transform(lambda batch: batch), plain, limits).plain
+    assert not Columns(rows.add_column("text", ["a"] * len(rows)), plain, limits).plain
+    assert not Columns(rows.add_column("weight", [0.5] * len(rows)), plain, limits).plain
+    assert not Columns(rows.add_column("labels", [0] * len(rows)), plain, limits).plain
+    assert not Columns(rows.remove_columns("attention_mask"), plain, limits).plain
+    assert not Columns([*rows], plain, limits).plain
