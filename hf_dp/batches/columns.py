@@ -110,4 +110,6 @@ def _is_known(collator: object) -> bool:
 
 
 def _is_plain(rows: object) -> bool:
-    return isinstance(rows, datasets.Dataset) and rows.format["type"] is None and len(rows) > 0
+    if not isinstance(rows, datasets.Dataset) or rows.format["output_all_columns"]:
+        return False
+    return rows.format["type"] is None and len(rows) > 0

@@ -134,6 +134,8 @@ def test_other_collators_rows_and_columns_are_looked_at_row_by_row():
     assert Columns(rows, plain, limits).plain
     assert not Columns(rows, Own(TOKENIZER), limits).plain
     assert not Columns(rows.with_format("torch"), plain, limits).plain
+    some = rows.with_format(columns=["input_ids", "attention_mask"], output_all_columns=True)
+    assert not Columns(some, plain, limits).plain
     assert not Columns(rows.with_transform(lambda batch: batch), plain, limits).plain
     assert not Columns(rows.add_column("text", ["a"] * len(rows)), plain, limits).plain
     assert not Columns(rows.add_column("weight", [0.5] * len(rows)), plain, limits).plain
