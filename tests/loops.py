@@ -1,6 +1,6 @@
 """Private runs on the tiny task in a loop of one's own, without a Trainer."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from transformers import DataCollatorWithPadding
 
 from hf_dp import DpSgdPlan, NoisedLoss, PrivacyPlan, PrivateRun
 from hf_dp.batches.loader import BatchOptions
+from hf_dp.noise import SecretRandomness
 from hf_dp.run.options import RunOptions
 
 
@@ -45,11 +46,29 @@ def run(
     )
 
 
+class EmptyDraws(SecretRandomness):
+    """Secret noise, and draws in which nobody is."""
+
+    def random_bytes(self, count: int) -> bytes:
+        return b"\xff" * count
+
+
+def batches_of(mechanism: Any, indices: Sequence[int]) -> list[Any]:
+    """The physical batches of a draw of these rows."""
+    loader = mechanism.loader()
+    return loader.collate_fn([loader.dataset[i] for i in indices]) if indices else []
+
+
+def step(mechanism: Any, batches: Any) -> Any:
+    """Set the noised gradients of a draw, and return what was clipped for it."""
+    clipped = mechanism.clip(batches)
+    with mechanism.run.release_step() as release:
+        mechanism.set_gradients(clipped, release)
+    return clipped
+
+
 def steps(mechanism: Any) -> Iterator[Any]:
-    """Set the noised gradients of each step, and yield what was clipped for it."""
+    """Make each step, and yield what was clipped for it."""
     for batches in mechanism.logical_batches():
-        clipped = mechanism.clip(batches)
-        with mechanism.run.release_step() as release:
-            mechanism.set_gradients(clipped, release)
-        yield clipped
+        yield step(mechanism, batches)
         mechanism.run.model.zero_grad()

@@ -7,7 +7,7 @@ is left to the look at single rows, which names the row.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import datasets
 import numpy as np
@@ -19,11 +19,9 @@ from transformers import (
     default_data_collator,
 )
 
+from hf_dp.batches.limits import Limits
 from hf_dp.batches.padding import LABELS
 from hf_dp.losses import IGNORED_LABEL
-
-if TYPE_CHECKING:
-    from hf_dp.batches.look_over import Limits
 
 _AT_ONCE = 2**16  # rows
 _OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "special_tokens_mask")

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from hf_dp.accounting import EARLIER, Epsilon, Ledger
 from hf_dp.batches.examples import Collator
-from hf_dp.batches.look_over import Limits
+from hf_dp.batches.limits import Limits
 from hf_dp.batches.padding import Padding
 from hf_dp.batches.structure import Batch, DataSet, Example, Rows
 from hf_dp.batches.units import UnitBatch, UnitTable, check_units, rows_to_draw, split_off_units

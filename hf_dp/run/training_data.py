@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from transformers.utils import logging
 
 from hf_dp.batches.examples import Collator, Examples, refuse_words_as_label
+from hf_dp.batches.limits import Limits
 from hf_dp.batches.loader import (
     BatchOptions,
     Drawn,
@@ -21,7 +22,7 @@ from hf_dp.batches.loader import (
     Watch,
     private_dataloader,
 )
-from hf_dp.batches.look_over import Limits, LookedOver, has_target, look_over
+from hf_dp.batches.look_over import LookedOver, has_target, look_over
 from hf_dp.batches.padding import LABELS, Padding
 from hf_dp.batches.structure import Batch, Example, Layout, Row, Rows, column, combined, leaves, own
 from hf_dp.batches.units import Reduction, UnitBatches, UnitDraws, UnitTable

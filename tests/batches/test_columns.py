@@ -12,11 +12,13 @@ from transformers import (
     DefaultDataCollator,
     default_data_collator,
 )
+from watch import watch
 
 from hf_dp.batches import columns
 from hf_dp.batches.columns import Columns
 from hf_dp.batches.examples import Examples
-from hf_dp.batches.look_over import Limits, look_over
+from hf_dp.batches.limits import Limits
+from hf_dp.batches.look_over import look_over
 from hf_dp.batches.padding import Padding
 from hf_dp.errors import DataError
 from hf_dp.noise import SecretRandomness
@@ -36,21 +38,13 @@ def made_up(name: str, count: int = 60, seed: int = 0) -> dict[str, list]:
     """Return columns of rows of unequal lengths, some with nothing to predict."""
     draw = random.Random(seed)
     ids = [[draw.randrange(4, 19) for _ in range(draw.randint(1, 20))] for _ in range(count)]
-    masks = [[1] * len(row) for row in ids]
+    made = {"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]}
     if COLLATORS[name][1] is bert:
         types = {} if name == "default" else {"token_type_ids": [[0] * len(row) for row in ids]}
-        return {
-            "input_ids": ids,
-            "attention_mask": masks,
-            "label": [draw.randrange(2) for _ in ids],
-            **types,
-        }
+        return {**made, "label": [draw.randrange(2) for _ in ids], **types}
     sizes = [len(row) if name.startswith("causal") else draw.randint(1, 9) for row in ids]
-    labels = [
-        [draw.choice([-100, 5, 6]) if draw.random() < 0.5 else -100 for _ in range(n)]
-        for n in sizes
-    ]
-    return {"input_ids": ids, "attention_mask": masks, "labels": labels}
+    label = lambda: draw.choice([-100, 5, 6]) if draw.random() < 0.5 else -100  # noqa: E731
+    return {**made, "labels": [[label() for _ in range(size)] for size in sizes]}
 
 
 def looked_over(name: str, rows: datasets.Dataset):
@@ -79,17 +73,14 @@ def test_it_is_what_the_look_at_single_rows_finds(name, at_once, monkeypatch):
 
 
 def test_rows_are_not_collated_one_by_one(monkeypatch):
-    seen = []
-    collated = Examples._collated
-    monkeypatch.setattr(Examples, "_collated", lambda *given: seen.append(1) or collated(*given))
+    seen = watch(monkeypatch, Examples, "_collated")
     looked_over("padding", datasets.Dataset.from_dict(made_up("padding", 500)))
     assert 0 < len(seen) <= 7
 
 
 def change(rows: dict, column: str, value: object) -> datasets.Dataset:
-    return datasets.Dataset.from_dict(
-        {**rows, column: [*rows[column][:7], value, *rows[column][8:]]}
-    )
+    changed = [*rows[column][:7], value, *rows[column][8:]]
+    return datasets.Dataset.from_dict({**rows, column: changed})
 
 
 NOT_PLAIN = {
@@ -129,6 +120,7 @@ def test_other_collators_rows_and_columns_are_looked_at_row_by_row():
     class Own(DataCollatorWithPadding):
         pass
 
+<<<<<<< HEAD
     limits, rows = Limits.of(bert()), datasets.Dataset.from_dict(made_up("padding"))
     plain = DataCollatorWithPadding(TOKENIZER)
     assert Columns(rows, plain, limits).plain
@@ -142,3 +134,13 @@ def test_other_collators_rows_and_columns_are_looked_at_row_by_row():
     assert not Columns(rows.add_column("labels", [0] * len(rows)), plain, limits).plain
     assert not Columns(rows.remove_columns("attention_mask"), plain, limits).plain
     assert not Columns([*rows], plain, limits).plain
+=======
+    rows = datasets.Dataset.from_dict(made_up("padding"))
+    assert is_plain("padding", rows)
+    assert not Columns(rows, Own(TOKENIZER), Limits.of(bert())).plain
+    others = [rows.with_format("torch"), rows.with_transform(lambda batch: batch), [*rows]]
+    others.append(rows.remove_columns("attention_mask"))
+    for name, value in {"text": "a", "weight": 0.5, "labels": 0}.items():
+        others.append(rows.add_column(name, [value] * len(rows)))
+    assert [is_plain("padding", other) for other in others] == [False] * 7
+>>>>>>> short

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from hf_dp.batches import look_over
-from hf_dp.batches.look_over import Limits
+from hf_dp.batches.limits import Limits
 from hf_dp.errors import DataError
 from hf_dp.trainer.trainer import DPTrainer
 

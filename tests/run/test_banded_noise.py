@@ -14,6 +14,7 @@ from banded import BANDS, COLUMN, LIMIT, covariance, is_banded, matrix, power
 from processes import on_processes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from users import flat
 
 from hf_dp.accounting import Ledger
 from hf_dp.accounting.events import BandedGaussian, PoissonSampledGaussian
@@ -47,11 +48,14 @@ def gate_of(book: RunLedger, column=COLUMN) -> Gate:
     return Gate(book, BandedNoise(SecretRandomness(), column))
 
 
+def zeros() -> dict[str, torch.Tensor]:
+    return {"w": torch.zeros(SIZE // 2, 1), "v": torch.zeros(SIZE // 2)}
+
+
 def step(made: Gate, book: RunLedger, planned: PlannedRelease | None = None) -> np.ndarray:
     """The noise of one step on sums of zeros, (SIZE,)."""
     with made.release(planned or PLAN.step_release(), book.steps_made) as release:
-        sums = release.sum({"w": torch.zeros(SIZE // 2, 1), "v": torch.zeros(SIZE // 2)})
-        return torch.cat([each.flatten() for each in sums.values()]).double().numpy()
+        return flat(release.sum(zeros())).numpy()
 
 
 def released(made: Gate, book: RunLedger, steps: int = STEPS) -> np.ndarray:
@@ -139,22 +143,21 @@ def test_a_norm_that_changes_leaves_the_covariance_in_its_units(book, monkeypatc
 # -- blocks --
 
 
-def unused(made: Gate, book: RunLedger, fails=None) -> None:
+def unused(made: Gate, book: RunLedger, within=lambda release: None) -> None:
     with made.release(PLAN.step_release(), book.steps_made) as release:
-        if fails is not None:
-            fails(release)
+        within(release)
 
 
-def raised(made: Gate, book: RunLedger, before=lambda release: None) -> None:
+def raised(made: Gate, book: RunLedger) -> None:
     """A step that fails after its line is in the ledger."""
     with pytest.raises(ZeroDivisionError):
-        unused(made, book, lambda release: (before(release), 1 / 0))
+        unused(made, book, lambda release: 1 / 0)
 
 
 def raised_after(made: Gate, book: RunLedger) -> None:
     """The same, after its sum is out."""
-    sums = {"w": torch.zeros(SIZE // 2, 1), "v": torch.zeros(SIZE // 2)}
-    raised(made, book, lambda release: release.sum(sums))
+    with pytest.raises(ZeroDivisionError):
+        unused(made, book, lambda release: (release.sum(zeros()), 1 / 0))
 
 
 def recorded_elsewhere(made: Gate, book: RunLedger) -> None:
@@ -169,12 +172,17 @@ def forgotten(made: Gate, book: RunLedger) -> None:
             unused(made, book)
 
 
-@pytest.mark.parametrize("breaks", [unused, raised, raised_after, recorded_elsewhere, forgotten])
-def test_a_block_ends_where_a_recorded_step_was_not_its_next_row(book, breaks):
+def around(book: RunLedger, breaks) -> np.ndarray:
+    """The noise of four steps before it and three after it, (7, SIZE)."""
     made = gate_of(book)
     first = released(made, book, 4)
     breaks(made, book)
-    noise = np.concatenate([first, released(made, book, 3)])
+    return np.concatenate([first, released(made, book, 3)])
+
+
+@pytest.mark.parametrize("breaks", [unused, raised, raised_after, recorded_elsewhere, forgotten])
+def test_a_block_ends_where_a_recorded_step_was_not_its_next_row(book, breaks):
+    noise = around(book, breaks)
     assert is_banded(noise, (4, 3)) and not is_banded(noise, (7,))
 
 
@@ -185,10 +193,7 @@ def test_planted_blocks_that_go_on_are_seen(book, monkeypatch, breaks):
 
     monkeypatch.setattr(BandedNoise, "of", lambda self, planned, n: _Row(self, n, self.rows))
     monkeypatch.setattr(_Row, "end", end)
-    made = gate_of(book)
-    first = released(made, book, 4)
-    breaks(made, book)
-    assert not is_banded(np.concatenate([first, released(made, book, 3)]), (4, 3))
+    assert not is_banded(around(book, breaks), (4, 3))
 
 
 def test_other_shapes_than_before_end_the_block_and_the_step(book):

@@ -5,16 +5,18 @@ tests/clipping/test_scales.py.) Each property has the bug it guards against plan
 import math
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import loops
 import numpy as np
+import oracle
 import pytest
 import tiny
 import torch
-from dp_accounting.dp_event import GaussianDpEvent, PoissonSampledDpEvent
-from dp_accounting.pld.pld_privacy_accountant import PLDAccountant
+from models import gradients_of
 from scipy import stats
 from torch.nn.functional import cross_entropy
+from users import flat, flat_of
 from watch import watch
 
 from hf_dp import DpSgdPlan, NoisedLoss, PrivateRun, errors, mechanism_for
@@ -59,23 +61,9 @@ def private_run(folder: Path, plan: PrivacyPlan | None = None, **given) -> Priva
 
 def clip(mechanism, indices: list[int], gauge: float):
     """What a draw of these rows adds, flat, and its count, at a gauge."""
-    loader = mechanism.loader()
     mechanism.gauge.ratio = gauge
-    batches = loader.collate_fn([loader.dataset[i] for i in indices]) if indices else []
-    clipped = mechanism.clip(batches)
-    sums = torch.cat([each.flatten() for each in clipped.values.values()])
-    return sums, float(clipped.beside["count"])
-
-
-def one_by_one(mechanism, indices: list[int]) -> list[torch.Tensor]:
-    """Gradients one by one, by plain autograd."""
-    run, loader, found = mechanism.run, mechanism.loader(), []
-    for index in indices:
-        (batch,) = loader.collate_fn([loader.dataset[index]])
-        per_example_loss(run.model, dict(batch)).sum().backward()
-        found.append(torch.cat([p.grad.flatten() for p in run.model.parameters()]))
-        run.model.zero_grad()
-    return found
+    clipped = mechanism.clip(loops.batches_of(mechanism, indices))
+    return flat(clipped.values), float(clipped.beside["count"])
 
 
 def whole(mechanism) -> torch.Tensor:
@@ -84,13 +72,12 @@ def whole(mechanism) -> torch.Tensor:
     for name, p in mechanism.run.model.named_parameters():
         scale = scales and scales.now.get(name)
         found.append(torch.outer(scale.rows, scale.columns) if scale else torch.ones_like(p))
-    return torch.cat([each.flatten() for each in found])
+    return flat_of(found)
 
 
 def learn_of_rows(mechanism) -> None:
     """Let scales be small where gradients are large."""
-    loader = mechanism.loader()
-    rows = loader.collate_fn([loader.dataset[i] for i in range(0, ROWS, 2)])
+    rows = loops.batches_of(mechanism, range(0, ROWS, 2))
     mechanism.gauge.scales.learn(mechanism.clip(rows).values)
 
 
@@ -108,7 +95,9 @@ def test_sum_and_count_are_those_of_a_loop(strategy, beta, tmp_path):
     if beta is not None:
         learn_of_rows(mechanism)
     indices, counts, most = list(range(0, ROWS, 3)), [], mechanism.run.plan.clips_to
-    gradients = [each * whole(mechanism) for each in one_by_one(mechanism, indices)]
+    alone = [dict(*loops.batches_of(mechanism, [index])) for index in indices]
+    found = gradients_of(mechanism.run.model, alone, lambda *one: per_example_loss(*one).sum())
+    gradients = [flat_of(each) * whole(mechanism) for each in found]
     norms = [float(each.norm()) for each in gradients]
     for gauge in (*GAUGES, sorted(norms)[7] / C):
         expected = sum(
@@ -168,10 +157,8 @@ def most_moved(folder: Path, beta=None) -> tuple[float, float, float]:
     if beta is not None:
         learn_of_rows(mechanism)
     most, scales = mechanism.run.plan.step_release().sensitivities, whole(mechanism)
-    everyone, ids = (
-        sorted(range(0, ROWS, 2), key=lambda i: i * 7 % ROWS),
-        tiny.dataset()["input_ids"],
-    )
+    everyone = sorted(range(0, ROWS, 2), key=lambda i: i * 7 % ROWS)
+    ids = tiny.dataset()["input_ids"]
     shortest = min(everyone, key=lambda i: len(ids[i]))
     for gauge in (0.02, 10.0, 1000.0):
         sums, count = clip(mechanism, everyone, gauge)
@@ -224,10 +211,8 @@ def moved_by_rounding(regrouped: int) -> float:
 @pytest.mark.parametrize("regrouped", [1, 16, 64, 256, 1024])
 def test_what_others_count_moves_by_less_than_the_margin(regrouped, monkeypatch):
     """Also where all others are equal rows whose norm is next to the clipping norm."""
-    share, known = (
-        regrouping_share(regrouped, COUNT_MOVES),
-        {64: 1, 256: pytest.approx(0.834, 1e-3)},
-    )
+    share = regrouping_share(regrouped, COUNT_MOVES)
+    known = {64: 1, 256: pytest.approx(0.834, 1e-3)}
     assert share == known.get(regrouped, share)
     most = 0.5 * (1 + count_margin())
     assert 0.5 * share + moved_by_rounding(regrouped) <= most
@@ -278,7 +263,7 @@ def moved_by_a_forward(ratio: float) -> tuple[float, float, float]:
             engine.measure(ratio, count)
             out, classes = model(torch.full((rows, 1), J)), torch.zeros(rows, dtype=torch.long)
             engine.backward(cross_entropy(out, classes, reduction="none"))
-            sums.append(torch.cat([each.flatten() for each in engine.collect().values()]))
+            sums.append(flat(engine.collect()))
     most = plan.step_release().sensitivities
     of_sum, of_others = (float((sums[0] * k - sums[1]).norm()) / most["sum"] for k in (1, 0.75))
     return of_sum, abs(counts[0] - counts[1]) / most["count"], of_others
@@ -347,11 +332,6 @@ def test_a_regrouped_scaled_gradient_changes_by_less_than_the_margin_has_for_it(
 # -- what it costs --
 
 
-def spent_by_the_package(sigma: float, rate: float, steps: int, delta: float) -> float:
-    accountant = PLDAccountant().compose(PoissonSampledDpEvent(rate, GaussianDpEvent(sigma)), steps)
-    return accountant.get_epsilon(delta)
-
-
 def test_the_event_counts_both_sums_as_the_paper_does():
     plan = planned(max_steps=50, accountant="pld")
     release = plan.step_release()
@@ -359,11 +339,10 @@ def test_the_event_counts_both_sums_as_the_paper_does():
     assert release.event.noise_multipliers == {"sum": SIGMA, "count": pytest.approx(2 * sigma_b)}
     both = 1 / math.sqrt(1 / SIGMA**2 + 1 / (2 * sigma_b) ** 2)
     assert both == pytest.approx(SIGMA * math.sqrt(1 - RATIO))  # its part of the budget
-    expected = spent_by_the_package(both, BATCH / ROWS, 50, plan.delta)
+    expected, alone = (oracle.epsilon([(s, BATCH / ROWS, 50)], plan.delta) for s in (both, SIGMA))
     found = epsilon(plan.event(), plan.delta).value
     assert expected <= found * (1 + 1e-4) and found == pytest.approx(expected, rel=0.01)
-    alone = spent_by_the_package(SIGMA, BATCH / ROWS, 50, plan.delta)  # planted: not counted
-    assert alone < 0.9 * found
+    assert alone < 0.9 * found  # planted: the count is not counted
 
 
 def test_it_adds_up_with_a_noised_loss_a_truncated_draw_and_scales_which_are_free():
@@ -433,19 +412,8 @@ def test_the_norm_stays_within_a_thirtieth_and_a_thousand_times():
     plan = planned()
     assert RULE.moved(0.05, 1e9, plan) == 1 / 30 and RULE.moved(900.0, -1e9, plan) == 1000
     assert RULE.moved(1.0, -0.1 * BATCH, plan) == pytest.approx(1.0)  # a share of 0.4
-
-
-@pytest.mark.usefixtures("without_noise")
-@pytest.mark.parametrize("gamma", [0.2, 0.7])
-def test_it_finds_the_quantile(gamma, tmp_path):
-    """With all rows in each draw, no noise and weights that stay: the norm of a share of gamma."""
-    rule = replace(RULE, quantile=gamma, learning_rate=1.0)
-    plan = planned(rule, expected_batch_size=ROWS, max_steps=25)
-    mechanism = mechanism_for(private_run(tmp_path, plan, size=ROWS))
-    for _ in loops.steps(mechanism):
-        pass
-    _, count = clip(mechanism, list(range(ROWS)), mechanism.gauge.ratio)
-    assert 0.5 + count / ROWS == pytest.approx(gamma, abs=0.01)
+    other = replace(RULE, quantile=0.7, learning_rate=1.0)
+    assert other.moved(1.0, 0.3 * BATCH, plan) == pytest.approx(math.exp(-0.1))
 
 
 def test_scales_are_inverse_roots_of_squares_with_a_mean_square_of_1():
@@ -463,35 +431,26 @@ def test_scales_are_inverse_roots_of_squares_with_a_mean_square_of_1():
 def test_scales_are_at_most_a_thousand_times_apart():
     far = torch.logspace(-10, 10, 7, dtype=torch.float64)
     found = scales_of({"a": (far, far), "b": (far * 1e5, far * 1e5), "c": (far * 0, far[:1] * 0)})
-    everything = torch.cat([torch.outer(s.rows, s.columns).flatten() for s in found.values()])
+    everything = flat_of(torch.outer(s.rows, s.columns) for s in found.values())
     assert 50 < float(everything.max() / everything.min()) <= 1000 * (1 + 1e-9)
 
 
 # -- what leaves --
 
 
-class Empty(SecretRandomness):
-    """Secret noise, and draws in which nobody is."""
-
-    def random_bytes(self, count: int) -> bytes:
-        return b"\xff" * count
-
-
 def pvalues_of_noise(folder: Path) -> list[float]:
     """KS tests of what the optimizer gets, in units of each step's norm and scales; and of the same
     with the last step's scales."""
     private, found, used = private_run(folder, planned(**BOTH, max_steps=5)), [], torch.ones(())
-    private.randomness, mechanism = Empty(), mechanism_for(private)
+    private.randomness, mechanism = loops.EmptyDraws(), mechanism_for(private)
     unit = SIGMA * (1 + private.plan.mechanism.margin(private.plan)) / BATCH
     with pytest.MonkeyPatch.context() as patch:
         asked = watch(patch, IndependentNoise, "like", before=lambda shape, *given: given[1:])
         for batches in mechanism.logical_batches():
             mechanism.gauge.ratio *= 3  # more than counts of nobody would
             norm, used = mechanism.gauge.clipping_norm, whole(mechanism)
-            clipped = mechanism.clip(batches)
-            with private.release_step() as release:
-                mechanism.set_gradients(clipped, release)
-            drawn = torch.cat([p.grad.flatten() for p in private.model.parameters()])
+            loops.step(mechanism, batches)
+            drawn = flat_of(p.grad for p in private.model.parameters())
             found.append(drawn * used / (norm * unit))
             spread = float(torch.ones_like(drawn).div(used).norm())
             assert mechanism.noise_norm == pytest.approx(norm * unit * spread)
@@ -510,15 +469,6 @@ def test_the_gate_sees_one_unit_and_the_optimizer_that_of_the_step(tmp_path, mon
         pvalues_of_noise(tmp_path / "planted")
 
 
-class Unkept:
-    """A ledger that keeps nothing, for many releases."""
-
-    processes, steps_made = Processes(), 0
-
-    def append(self, event, purpose):
-        pass
-
-
 def least_mu(rule: ClippingQuantile, runs: int = 3000) -> float:
     """A lower bound on 1 / noise multiplier, from releases with an example at its bounds and
     without: by the share of right guesses of the likelihood ratio, wrong less than once in 10^7.
@@ -526,7 +476,8 @@ def least_mu(rule: ClippingQuantile, runs: int = 3000) -> float:
     the bound is 0.2 below mu at most, and above 2 for the planted mu = 4.1, in 999 of 1,000 runs.
     """
     release, right = planned(rule).step_release(), 0
-    gate = Gate(Unkept(), IndependentNoise(SecretRandomness()))
+    keeps_nothing = Mock(processes=Processes(), steps_made=0)
+    gate = Gate(keeps_nothing, IndependentNoise(SecretRandomness()))
     stds = {part: release.noise_std(part) for part in ("sum", "count")}
     for number in range(runs):
         of_sum, of_count = number % 2 * torch.tensor([C, 0.5], dtype=torch.float64)
@@ -556,8 +507,8 @@ def test_an_audit_of_both_sums_refutes_a_planted_event_alone(factor, monkeypatch
 
 def test_a_rehearsal_takes_the_memory_of_scaled_copies(tmp_path, monkeypatch):
     mechanism = mechanism_for(private_run(tmp_path, planned(beta=BETA)))
-    scaled, loader = watch(monkeypatch, Scale, "of"), mechanism.loader()
-    mechanism.rehearse(loader.collate_fn([loader.dataset[0], loader.dataset[1]]), None)
+    scaled = watch(monkeypatch, Scale, "of")
+    mechanism.rehearse(loops.batches_of(mechanism, [0, 1]), None)
     assert len(scaled) >= len(list(mechanism.run.model.parameters()))
 
 
@@ -584,9 +535,6 @@ def test_other_numbers_searches_and_shards_are_refused(tmp_path):
 
 
 def test_an_event_without_the_count_is_no_release_of_the_plan():
-    event, sensitivities = (
-        PoissonSampledGaussian(SIGMA, 0.2, 1),
-        planned().step_release().sensitivities,
-    )
+    of_both = planned().step_release().sensitivities
     with pytest.raises(errors.ConfigError, match="Expected the sensitivities of"):
-        PlannedRelease(event, "training", sensitivities)
+        PlannedRelease(PoissonSampledGaussian(SIGMA, 0.2, 1), "training", of_both)

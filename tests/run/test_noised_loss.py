@@ -18,7 +18,6 @@ from hf_dp import NoisedLoss, PrivateRun, mechanism_for, save_run
 from hf_dp.errors import SelfCheckError
 from hf_dp.losses import per_example_loss
 from hf_dp.mechanisms.dp_sgd import BoundedLosses
-from hf_dp.noise import SecretRandomness
 from hf_dp.plans.mechanism import PlannedRelease
 from hf_dp.statement.evidence import disagreements, read
 
@@ -44,11 +43,9 @@ def private_run(folder: Path, steps: int = 4, loss=None) -> PrivateRun:
 def moves_by_at_most_the_bound(folder: Path) -> bool:
     """Whether each example moves what a step hands to the release by at most B, in any draw."""
     mechanism = mechanism_for(private_run(folder, loss=extreme_loss))
-    loader = mechanism.loader()
 
     def total(indices: list[int]) -> float:
-        batches = loader.collate_fn([loader.dataset[i] for i in indices]) if indices else []
-        return float(mechanism.clip(batches).beside["loss"])
+        return float(mechanism.clip(loops.batches_of(mechanism, indices)).beside["loss"])
 
     others = [1, 5, 6, 12, 14, 15, 17]
     alone, moved = total(others), []
@@ -136,17 +133,10 @@ def test_a_loss_that_depends_on_its_neighbors_is_refused(through, tmp_path):
 # -- what is released --
 
 
-class EmptyDraws(SecretRandomness):
-    """Secret noise, and draws in which nobody is."""
-
-    def random_bytes(self, count: int) -> bytes:
-        return b"\xff" * count
-
-
 def pvalue_of_the_noise(folder: Path, steps: int = 120) -> float:
     """KS test of the noised losses of empty draws, from the public numbers alone."""
     private = private_run(folder, steps)
-    private.randomness = EmptyDraws()
+    private.randomness = loops.EmptyDraws()
     mechanism, found = mechanism_for(private), []
     for clipped in loops.steps(mechanism):
         assert float(clipped.loss_sum) == 0  # nobody is drawn
@@ -185,9 +175,7 @@ def test_it_is_the_clipped_mean_and_noise(tmp_path):
         with torch.no_grad():
             losses = [per_example_loss(private.model, dict(batch)) for batch in batches]
         expected = float(sum(each.double().clamp(0, BOUND).sum() for each in losses)) / BATCH
-        clipped = mechanism.clip(batches)
-        with private.release_step() as release:
-            mechanism.set_gradients(clipped, release)
+        loops.step(mechanism, batches)
         found.append((float(mechanism.noised["noised_loss"]), expected))
         optimizer.step()
         optimizer.zero_grad()

@@ -8,8 +8,8 @@ import transformers as hf
 from transformers import default_data_collator
 
 from hf_dp.batches.examples import Examples
+from hf_dp.batches.limits import Limits
 from hf_dp.batches.loader import BatchOptions
-from hf_dp.batches.look_over import Limits
 from hf_dp.batches.padding import Padding
 from hf_dp.batches.structure import Layout
 from hf_dp.errors import DataError, StepError

@@ -4,6 +4,7 @@ ledger says, and what a resume does. With planted bugs."""
 from dataclasses import replace
 
 import banded
+import faults
 import loops
 import numpy as np
 import pytest
@@ -19,11 +20,11 @@ from hf_dp.accounting import epsilon
 from hf_dp.accounting.events import BandedGaussian
 from hf_dp.cards.verify import verify
 from hf_dp.errors import InvalidArgumentError, LedgerError, StepError, UnsupportedArgumentError
+from hf_dp.losses import per_example_loss
 from hf_dp.mechanisms import mechanism_for
 from hf_dp.mechanisms.dp_sgd import DpSgd
 from hf_dp.plans.bands import Among, InTurn, classes
 from hf_dp.run.gate import Observer
-from hf_dp.run.ledger import RunLedger
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.trainer.weighing import workload_of
 
@@ -80,8 +81,7 @@ def trainer(folder, **options) -> Noting:
 
 
 def of_four(folder, **options) -> Noting:
-    made = trainer(folder, **options, max_steps=4)
-    made.train()
+    made = tiny.trained(trainer(folder, **options, max_steps=4))
     assert made.ledger.events == (EVENT.with_steps(4),)
     return made
 
@@ -102,8 +102,7 @@ WORKERS = {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 4}
 @pytest.mark.parametrize("workers", [{}, WORKERS], ids=["", "workers"])
 def test_a_run_draws_and_counts_class_by_class(tmp_path, workers):
     """Epochs of 5 steps end inside a turn of 3 classes, and workers draw ahead."""
-    made = trainer(tmp_path, **workers)
-    made.train()
+    made = tiny.trained(trainer(tmp_path, **workers))
     assert are_of_their_classes(made.noted) and {n for n, _ in made.noted} >= {0, 3, 6}
     assert made.ledger.events == (EVENT.with_steps(7),)
     told = made.privacy_statement().to_dict()
@@ -157,21 +156,12 @@ def test_planted_draws_that_begin_with_class_0_after_a_resume_are_refused(tmp_pa
 
 def test_planted_draws_of_another_class_are_seen(tmp_path, monkeypatch):
     monkeypatch.setattr("hf_dp.plans.bands.classes", lambda *given: (classes(*given) + 1) % BANDS)
-    made = of_four(tmp_path)
-    assert not are_of_their_classes(made.noted)
+    assert not are_of_their_classes(of_four(tmp_path).noted)
 
 
 def test_planted_step_that_is_not_counted_stops_the_next(tmp_path, monkeypatch):
-    honest, made = RunLedger.append, []
-
-    def counted_once(self, event, purpose):
-        made.append(1)
-        if len(made) != 3:
-            honest(self, event, purpose)
-
-    monkeypatch.setattr(RunLedger, "append", counted_once)
-    monkeypatch.setattr("hf_dp.features.always.StopBeforeTarget.on_step_end", lambda *a, **k: None)
-    with pytest.raises(LedgerError, match="for step 2, the next in the ledger, got .* step 3"):
+    faults.half_of_the_steps_unrecorded(monkeypatch)
+    with pytest.raises(LedgerError, match="for step 1, the next in the ledger, got .* step 2"):
         trainer(tmp_path).train()
 
 
@@ -181,25 +171,18 @@ def test_planted_step_that_is_not_counted_stops_the_next(tmp_path, monkeypatch):
 def test_draws_that_were_passed_over_are_released_for_no_other_step(tmp_path):
     run = loops.run(tmp_path, loops.plan(mechanism=loops.DpSgdPlan.of(0.1, 1.0, bands=BANDS)))
     mechanism = mechanism_for(run)
-
-    def released(batches):
-        clipped = mechanism.clip(batches)
-        with run.release_step() as release:
-            mechanism.set_gradients(clipped, release)
-        run.model.zero_grad()
-
     draws = mechanism.logical_batches()
-    released(next(draws))
+    loops.step(mechanism, next(draws))
+    run.model.zero_grad()
     mechanism.clip(next(draws))  # and dropped
     with pytest.raises(LedgerError, match="for step 1, the next in the ledger, got .* step 2"):
-        released(next(draws))
+        loops.step(mechanism, next(draws))
     with pytest.raises(LedgerError, match="drawn for no step"):
         with run.release(run.plan.step_release()):
             pytest.fail("a step without a draw")
     draws.close()
     assert run.ledger.steps() == 1
-    for batches in mechanism.logical_batches():
-        released(batches)
+    assert len(list(loops.steps(mechanism))) == 4
     assert run.ledger.events == (BandedGaussian(1.0, 0.6, 5, BANDS),)
 
 
@@ -226,9 +209,7 @@ def summed(folder, without: int) -> np.ndarray:
     none) adds nothing; the draws and the noise are always the same."""
 
     def losses(model, inputs):
-        given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-        loss = torch.nn.functional.cross_entropy
-        honest = loss(model(**given).logits, inputs["labels"], reduction="none")
+        honest = per_example_loss(model, inputs)
         return torch.where(torch.tensor(places(inputs)) == without, 0.0 * honest, honest)
 
     plan = loops.plan(mechanism=loops.DpSgdPlan.of(0.02, 1.0, bands=BANDS), max_steps=12)
@@ -288,8 +269,7 @@ def test_views_of_a_row_are_of_its_class_and_users_of_one_with_all_of_their_rows
 
 def test_a_noised_loss_beside_and_signal_beside_a_rows_noise(tmp_path):
     loss = {"noised_loss_bound": 0.7, "noised_loss_budget_ratio": 0.2, "logging_strategy": "steps"}
-    made = trainer(tmp_path, **loss, accountant="rdp")
-    made.train()
+    made = tiny.trained(trainer(tmp_path, **loss, accountant="rdp"))
     assert made.ledger.events == (made.privacy_plan.event(7),)
     numbers = sum(p.numel() for p in made.model.parameters())
     row = np.linalg.norm(np.linalg.inv(matrix(COLUMN, 7))[-1])
