@@ -120,27 +120,13 @@ def test_other_collators_rows_and_columns_are_looked_at_row_by_row():
     class Own(DataCollatorWithPadding):
         pass
 
-<<<<<<< HEAD
-    limits, rows = Limits.of(bert()), datasets.Dataset.from_dict(made_up("padding"))
-    plain = DataCollatorWithPadding(TOKENIZER)
-    assert Columns(rows, plain, limits).plain
-    assert not Columns(rows, Own(TOKENIZER), limits).plain
-    assert not Columns(rows.with_format("torch"), plain, limits).plain
-    some = rows.with_format(columns=["input_ids", "attention_mask"], output_all_columns=True)
-    assert not Columns(some, plain, limits).plain
-    assert not Columns(rows.with_transform(lambda batch: batch), plain, limits).plain
-    assert not Columns(rows.add_column("text", ["a"] * len(rows)), plain, limits).plain
-    assert not Columns(rows.add_column("weight", [0.5] * len(rows)), plain, limits).plain
-    assert not Columns(rows.add_column("labels", [0] * len(rows)), plain, limits).plain
-    assert not Columns(rows.remove_columns("attention_mask"), plain, limits).plain
-    assert not Columns([*rows], plain, limits).plain
-=======
     rows = datasets.Dataset.from_dict(made_up("padding"))
     assert is_plain("padding", rows)
     assert not Columns(rows, Own(TOKENIZER), Limits.of(bert())).plain
     others = [rows.with_format("torch"), rows.with_transform(lambda batch: batch), [*rows]]
     others.append(rows.remove_columns("attention_mask"))
+    two = ["input_ids", "attention_mask"]
+    others.append(rows.with_format(columns=two, output_all_columns=True))
     for name, value in {"text": "a", "weight": 0.5, "labels": 0}.items():
         others.append(rows.add_column(name, [value] * len(rows)))
-    assert [is_plain("padding", other) for other in others] == [False] * 7
->>>>>>> short
+    assert [is_plain("padding", other) for other in others] == [False] * 8
