@@ -227,7 +227,10 @@ GIVEN |= {"target_epsilon": 3.0, "max_steps": 20}
 OTHER = PoissonSampledGaussian(50.0, 0.01, 1), "other"
 
 
-@pytest.mark.parametrize("own", [{}, {"max_batch_size": 130}, {"sampling": "random_allocation"}])
+TRUNCATED = pytest.param({"max_batch_size": 130}, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("own", [{}, TRUNCATED, {"sampling": "random_allocation"}])
 def test_the_budget_of_steps_that_add_up_does_not_depend_on_releases_between_them(own):
     plan, allowed = PrivacyPlan.create(**GIVEN, **own), []
     steps = [(plan.event(10), "training"), (plan.event(20), "training")]
