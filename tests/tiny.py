@@ -142,6 +142,16 @@ def moved(before: dict[str, torch.Tensor], model: torch.nn.Module) -> set[str]:
     return {name for name in before.keys() & after if not torch.equal(before[name], after[name])}
 
 
+class StopsAfter(TrainerCallback):
+    """Ends the training after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step == self.step
+
+
 class Recorder(TrainerCallback):
     """Keeps what a tracker is given."""
 

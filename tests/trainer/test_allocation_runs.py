@@ -5,7 +5,6 @@ import loops
 import pytest
 import tiny
 import users
-from transformers import TrainerCallback
 from watch import watch
 
 from hf_dp.accounting import RandomAllocationGaussian, epsilon
@@ -63,12 +62,7 @@ def test_an_epoch_is_recorded_whole_before_its_first_step(tmp_path, monkeypatch,
 def test_a_resume_counts_a_new_allocation_unless_an_epoch_has_ended(tmp_path, saved, steps_in_all):
     """Inside an epoch, after step 3, the rest of its allocation is lost."""
     kept = {"max_steps": 4, "save_strategy": "steps", "save_steps": saved}
-
-    class StopsThere(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            control.should_training_stop = state.global_step == saved
-
-    given = {"callbacks": [StopsThere()]}
+    given = {"callbacks": [tiny.StopsAfter(saved)]}
     tiny.trainer(tmp_path, **ALLOCATED, **kept, given=given).train()
     again = tiny.resumed(tiny.trainer(tmp_path, **ALLOCATED, **kept), saved)
     assert again.state.global_step == 4

@@ -13,7 +13,6 @@ import torch
 import users
 from banded import BANDS, COLUMN, is_banded, matrix
 from processes import results
-from transformers import TrainerCallback
 
 from hf_dp import DPTrainer, FrostConfig, RgpConfig
 from hf_dp.accounting import epsilon
@@ -91,11 +90,6 @@ def are_of_their_classes(noted) -> bool:
     return bool(noted) and all(CLASSES[row] == n % BANDS for n, rows in noted for row in rows)
 
 
-class StopsAfter5(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop |= state.global_step == 5
-
-
 WORKERS = {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 4}
 
 
@@ -119,10 +113,10 @@ def resumed(folder, again: bool) -> tuple[list, np.ndarray, Noting]:
     """What a run of 8 steps noted, and its noise, which is stopped after 5 and resumed from its
     checkpoint of step 3, by the same trainer or another."""
     kept, noted, noise = {"max_steps": 8, "save_strategy": "steps", "save_steps": 3}, [], []
-    first = trainer(folder, **kept, given={"callbacks": [StopsAfter5()]})
+    first = trainer(folder, **kept, given={"callbacks": [tiny.StopsAfter(5)]})
     first.run.let_inside(seen := Sums(first.run))
     first.train()
-    first.remove_callback(StopsAfter5)
+    first.remove_callback(tiny.StopsAfter)
     made = first if again else trainer(folder, **kept)
     if not again:
         noted, noise = first.noted, seen.noise

@@ -7,7 +7,6 @@ import datasets
 import pytest
 import tiny
 import users
-from transformers import TrainerCallback
 
 from hf_dp.accounting import BestOfRandomRuns, PoissonSampledGaussian, epsilon
 from hf_dp.cards.verify import verify
@@ -57,16 +56,12 @@ def test_a_resumed_run_goes_on_with_the_same_search(tmp_path):
     assert again.ledger.events == (search(1.0, 3),)  # step 2 ran twice
 
 
-class StopAfterFour(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step == 4
-
-
 def test_steps_that_were_lost_leave_room_for_the_rest_of_the_search(tmp_path):
     """Steps to come are the search's own: as a second search, not one would fit."""
     options = OF_A_SEARCH | {"target_epsilon": 8, "max_steps": 6}
     saving = {"save_strategy": "steps", "save_steps": 2}
-    tiny.trainer(tmp_path, **options, **saving, given={"callbacks": [StopAfterFour()]}).train()
+    given = {"callbacks": [tiny.StopsAfter(4)]}
+    tiny.trainer(tmp_path, **options, **saving, given=given).train()
     again = tiny.resumed(tiny.trainer(tmp_path, **options, **saving), 2)
     (event,) = again.ledger.events  # 3 and 4 ran twice, so 5 and 6 do not fit
     assert event.steps == 6 and again.state.global_step == 4

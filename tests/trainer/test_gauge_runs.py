@@ -45,8 +45,8 @@ def logged(trainer: DPTrainer) -> list[float]:
 @pytest.fixture(scope="module")
 def paid(tmp_path_factory) -> DPTrainer:
     """The trainer of a run that spent its target, with checkpoints at 2 and 4."""
-    trainer = made(tmp_path_factory.mktemp("paid"), target_epsilon=3.0, **SAVING, **BETA)
-    trainer.train()
+    folder = tmp_path_factory.mktemp("paid")
+    trainer = tiny.trained(made(folder, target_epsilon=3.0, **SAVING, **BETA))
     trainer.save_model()
     return trainer
 
@@ -81,8 +81,7 @@ def goes_on_with_its_gauge(folder: Path) -> bool:
 
     with pytest.MonkeyPatch.context() as patch:
         used = watch(patch, Gauge, "measure", before=rows)
-        first = made(folder, **SAVING, **BETA)
-        first.train()
+        first = tiny.trained(made(folder, **SAVING, **BETA))
         again = tiny.resumed(made(folder, **SAVING, **BETA), 2)
     saved = float(load_file(folder / "checkpoint-2" / FILE_NAME)["ratio"])
     assert 0.1 * saved == pytest.approx(logged(first)[2])
@@ -131,8 +130,8 @@ class TellsIt(TrainerCallback):
 
 @pytest.mark.parametrize(("asks", "names"), [({}, {"step"}), (NORM, {"step", "clipping_norm"})])
 def test_names_of_released_numbers_are_kept_where_the_run_releases_them(asks, names, tmp_path):
-    trainer = tiny.trainer(tmp_path, **asks, max_steps=2, given={"callbacks": [TellsIt()]})
-    trainer.train()
+    given = {"callbacks": [TellsIt()]}
+    trainer = tiny.trained(tiny.trainer(tmp_path, **asks, max_steps=2, given=given))
     trainer.save_state()
     rows = [row for row in trainer.state.log_history if row["step"] == 7]
     assert len(rows) == 2 and all(set(row) == names for row in rows)
@@ -140,9 +139,7 @@ def test_names_of_released_numbers_are_kept_where_the_run_releases_them(asks, na
 
 @pytest.mark.parametrize("config", [RGP, {"peft_config": LoraConfig(r=2, task_type="SEQ_CLS")}])
 def test_tuners_have_it(config, tmp_path):
-    trainer = made(tmp_path, given=config, max_steps=2)
-    trainer.train()
-    norms = logged(trainer)
+    norms = logged(tiny.trained(made(tmp_path, given=config, max_steps=2)))
     assert len(norms) == 2 and norms[0] == 0.1 != norms[1]
     assert disagreements(read(tmp_path)) == []
 
