@@ -412,8 +412,19 @@ def test_the_norm_stays_within_a_thirtieth_and_a_thousand_times():
     plan = planned()
     assert RULE.moved(0.05, 1e9, plan) == 1 / 30 and RULE.moved(900.0, -1e9, plan) == 1000
     assert RULE.moved(1.0, -0.1 * BATCH, plan) == pytest.approx(1.0)  # a share of 0.4
-    other = replace(RULE, quantile=0.7, learning_rate=1.0)
-    assert other.moved(1.0, 0.3 * BATCH, plan) == pytest.approx(math.exp(-0.1))
+
+
+@pytest.mark.usefixtures("without_noise")
+@pytest.mark.parametrize("gamma", [0.2, 0.7])
+def test_it_finds_the_quantile(gamma, tmp_path):
+    """With all rows in each draw, no noise and weights that stay: the norm of a share of gamma."""
+    rule = replace(RULE, quantile=gamma, learning_rate=1.0)
+    plan = planned(rule, expected_batch_size=ROWS, max_steps=25)
+    mechanism = mechanism_for(private_run(tmp_path, plan, size=ROWS))
+    for _ in loops.steps(mechanism):
+        pass
+    _, count = clip(mechanism, list(range(ROWS)), mechanism.gauge.ratio)
+    assert 0.5 + count / ROWS == pytest.approx(gamma, abs=0.01)
 
 
 def test_scales_are_inverse_roots_of_squares_with_a_mean_square_of_1():
