@@ -12,6 +12,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow as pa
+import torch
 from transformers import (
     DataCollatorForSeq2Seq,
     DataCollatorWithPadding,
@@ -21,6 +22,7 @@ from transformers import (
 
 from hf_dp.batches.limits import Limits
 from hf_dp.batches.padding import LABELS
+from hf_dp.errors import DataError
 from hf_dp.losses import IGNORED_LABEL
 
 _AT_ONCE = 2**16  # rows
@@ -42,7 +44,7 @@ class Columns:
         self._limits, self._collator = limits, collator
         self._lengths: dict[str, list[np.ndarray]] = {name: [] for name in _OF_TOKENS[:2]}
         self._targets: list[np.ndarray] = []
-        known = _is_known(collator) and not limits.places and limits.check_tokens is None
+        known = _is_known(collator) and not limits.places
         self.plain = known and _is_plain(rows) and all(map(self._takes, _tables(rows)))
         self.plain = self.plain and all(map(len, self._lengths.values()))
         if self.plain:
@@ -77,6 +79,8 @@ class Columns:
             self._lengths.setdefault(name, []).append(lengths)
             if not lengths.all() or name not in (*_OF_TOKENS, "labels"):
                 return False
+            if name == "input_ids" and not self._may_hold(values, lengths):
+                return False
         limit = self._limits.below.get("labels" if is_label else name)
         if is_label:
             other = DataCollatorWithPadding if is_list else DataCollatorForSeq2Seq
@@ -93,6 +97,16 @@ class Columns:
         if name == "attention_mask" and not (values == 1).all():
             return False
         return limit is None or not len(values) or (values.min() >= 0 and values.max() < limit)
+
+    def _may_hold(self, values: np.ndarray, lengths: np.ndarray) -> bool:
+        """Return whether the model takes the tokens of each row."""
+        if self._limits.check_tokens is not None:
+            try:
+                for tokens in torch.tensor(values).split(lengths.tolist()):
+                    self._limits.check_tokens(tokens)
+            except DataError:
+                return False
+        return True
 
 
 def _tables(rows: datasets.Dataset) -> Any:

@@ -1,5 +1,6 @@
 """The look at columns finds what the look at single rows finds, or leaves it to that."""
 
+import dataclasses
 import random
 
 import datasets
@@ -114,6 +115,24 @@ def test_what_looks_wrong_is_left_to_the_look_at_single_rows(case, monkeypatch):
         except DataError as problem:
             outcomes.append(str(problem))
     assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("refused", [3, 21])
+def test_tokens_that_the_model_refuses_are_left_to_the_look_at_single_rows(refused):
+    """As a text without its place for a label word is."""
+    seen = []
+
+    def check(tokens):
+        seen.append(tokens.tolist())
+        if len(tokens) == refused:
+            raise DataError("not these")
+
+    rows = datasets.Dataset.from_dict(made_up("padding"))
+    limits = dataclasses.replace(Limits.of(bert()), check_tokens=check)
+    found = Columns(rows.select(range(50, 5, -1)), COLLATORS["padding"][0], limits)
+    expected = rows["input_ids"][50:5:-1]
+    assert found.plain == (refused == 21) and seen == expected[: len(seen)]
+    assert (len(seen) == len(expected)) == found.plain
 
 
 def test_other_collators_rows_and_columns_are_looked_at_row_by_row():
