@@ -43,7 +43,7 @@ def power(planted: np.ndarray, blocks, size: int) -> float:
 
 
 def is_banded(noise: np.ndarray, blocks) -> bool:
-    """Whether noise (T, n), in units of z, has the covariance and is normal."""
+    """Return whether noise (T, n), in units of z, has the covariance and is normal."""
     expected, size = covariance(blocks), noise.shape[1]
     if np.abs((noise @ noise.T / size - expected) / errors(expected, size)).max() > LIMIT:
         return False

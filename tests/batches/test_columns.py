@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from collections.abc import Callable
 
 import datasets
 import pytest
@@ -79,26 +80,29 @@ def test_rows_are_not_collated_one_by_one(monkeypatch):
     assert 0 < len(seen) <= 7
 
 
-def change(rows: dict, column: str, value: object) -> datasets.Dataset:
-    changed = [*rows[column][:7], value, *rows[column][8:]]
-    return datasets.Dataset.from_dict({**rows, column: changed})
+def change(rows: dict, column: str, value: Callable[[int], object]) -> datasets.Dataset:
+    """Return rows of which one has another value, by how many tokens it has."""
+    values = list(rows[column])
+    values[7] = value(len(rows["input_ids"][7]))
+    return datasets.Dataset.from_dict({**rows, column: values})
 
 
+# Each is wrong in one thing alone.
 NOT_PLAIN = {
-    "a token out of range": ("padding", "input_ids", [4, 19, 5]),
-    "a negative token": ("causal", "input_ids", [4, -1]),
-    "no token": ("padding", "input_ids", []),
-    "a missing token": ("padding", "input_ids", [4, None]),
-    "a missing row": ("padding", "attention_mask", None),
-    "a mask of another length": ("padding", "attention_mask", [1] * 30),
-    "a mask with a hole": ("padding", "attention_mask", [1, 0, 1]),
-    "types of another length": ("to eights", "token_type_ids", [0] * 30),
-    "a type out of range": ("padding", "token_type_ids", [9]),
-    "a class out of range": ("padding", "label", 2),
-    "a class that is not predicted": ("padding", "label", -100),
-    "labels of another length": ("causal", "labels", [5] * 30),
-    "a label out of range": ("seq2seq", "labels", [5, 99]),
-    "no label": ("seq2seq", "labels", []),
+    "a token out of range": ("padding", "input_ids", lambda n: [19] * n),
+    "a negative token": ("causal", "input_ids", lambda n: [-1] * n),
+    "no token": ("padding", "input_ids", lambda n: []),
+    "a missing token": ("padding", "input_ids", lambda n: [None] * n),
+    "a missing row": ("padding", "attention_mask", lambda n: None),
+    "a mask of another length": ("padding", "attention_mask", lambda n: [1] * (n + 1)),
+    "a token that is not attended to": ("padding", "attention_mask", lambda n: [1] * (n - 1) + [0]),
+    "types of another length": ("to eights", "token_type_ids", lambda n: [0] * (n + 1)),
+    "a type out of range": ("padding", "token_type_ids", lambda n: [9] * n),
+    "a class out of range": ("padding", "label", lambda n: 2),
+    "a class that is not predicted": ("padding", "label", lambda n: -100),
+    "labels of another length": ("causal", "labels", lambda n: [5] * (n + 1)),
+    "a label out of range": ("seq2seq", "labels", lambda n: [5, 99]),
+    "no label": ("seq2seq", "labels", lambda n: []),
 }  # fmt: skip
 
 
@@ -119,7 +123,7 @@ def test_what_looks_wrong_is_left_to_the_look_at_single_rows(case, monkeypatch):
 
 @pytest.mark.parametrize("refused", [3, 21])
 def test_tokens_that_the_model_refuses_are_left_to_the_look_at_single_rows(refused):
-    """As a text without its place for a label word is."""
+    """A text without the place for its label word is such a row."""
     seen = []
 
     def check(tokens):

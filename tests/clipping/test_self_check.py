@@ -29,6 +29,13 @@ def test_good_models_pass_with_dropout_configured(name):
         check(BUILDERS[name](dropout=0.5, dtype=torch.float32))
 
 
+def test_more_examples_than_tokens_pass_in_16_bits():
+    model = bert(dtype=torch.float32)
+    batch = batch_for(model, (2, 3, 2, 3, 2))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        self_check(model, per_example_loss, batch, [alone(batch, place) for place in range(5)])
+
+
 def test_float32_left_padding_and_gradient_checkpointing_pass():
     check(gpt2(dtype=torch.float32), left=True)
     check(llama(dtype=torch.float32), left=True)

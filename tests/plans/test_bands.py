@@ -114,7 +114,7 @@ def sampler(width=3, rate=0.3, count=31, steps=600, **changes) -> BandedSampler:
 
 
 def are_draws_of_their_classes(made: BandedSampler, first: int) -> bool:
-    """Whether each draw, from this step on, is of the class of its step, at the sampler's rate."""
+    """Return whether each draw, from this step on, is of the class of its step, at the sampler's rate."""
     joined = np.array([np.isin(np.arange(made.num_examples), draw) for draw in made])
     turns = np.arange(first, first + len(joined)) % made.bands
     own = turns[:, None] == classes(made.num_examples, made.bands)[: made.num_examples]

@@ -125,7 +125,7 @@ def test_an_example_without_a_norm_counts_nothing_and_an_empty_draw_neither(tmp_
 
 
 def counts_its_own_draw(folder: Path) -> bool:
-    """Whether the count of each step is that of the rows whose gradients are summed: each 1/2, where
+    """Return whether the count of each step is that of the rows whose gradients are summed: each 1/2, where
     no norm reaches the step's."""
     mechanism, right = mechanism_for(private_run(folder)), []
     for batches in mechanism.logical_batches():
@@ -370,7 +370,7 @@ def test_it_adds_up_with_a_noised_loss_a_truncated_draw_and_scales_which_are_fre
 
 
 def follow_from_releases(folder: Path) -> tuple[bool, bool]:
-    """Whether the norms of all steps, and the scales after them, are what a plain loop makes of the
+    """Return whether the norms of all steps, and the scales after them, are what a plain loop makes of the
     released numbers."""
     private, squares = private_run(folder, planned(**BOTH, max_steps=8)), {}
     norms, expected = [], [C]

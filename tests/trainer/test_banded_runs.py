@@ -86,7 +86,7 @@ def of_four(folder, **options) -> Noting:
 
 
 def are_of_their_classes(noted) -> bool:
-    """Whether each step's rows are of the class that the ledger's next line counts."""
+    """Return whether each step's rows are of the class that the ledger's next line counts."""
     return bool(noted) and all(CLASSES[row] == n % BANDS for n, rows in noted for row in rows)
 
 
@@ -215,7 +215,7 @@ def summed(folder, without: int) -> np.ndarray:
 
 
 def moves_too_far(differences: np.ndarray, column=COLUMN) -> bool:
-    """Whether C (G - G') is longer than sqrt(k), or longer than 1 over the rows of one step."""
+    """Return whether C (G - G') is longer than sqrt(k), or longer than 1 over the rows of one step."""
     took_part = np.flatnonzero(np.abs(differences).max(1))
     whole = matrix(column, len(differences)) @ differences
     each = [np.linalg.norm(whole[t : t + len(column)]) for t in took_part]
