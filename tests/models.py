@@ -337,6 +337,15 @@ INFILLING |= {
 }
 
 
+def shaken(model: Any) -> Any:
+    """The model with what trains away from PEFT's zeros and ones, which hide gradients."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
 def built(
     name: str, lengths: Sequence[int], **options: Any
 ) -> tuple[Architecture, Any, list[Batch]]:

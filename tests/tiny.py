@@ -3,6 +3,8 @@
 import copy
 import functools
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +142,26 @@ def moved(before: dict[str, torch.Tensor], model: torch.nn.Module) -> set[str]:
     """The names of the weights that are not what they were."""
     after = model.state_dict()
     return {name for name in before.keys() & after if not torch.equal(before[name], after[name])}
+
+
+LOADED = """
+from peft import PeftModel
+from transformers import AutoModelForSequenceClassification
+base, adapter, out = sys.argv[1:]
+model = PeftModel.from_pretrained(AutoModelForSequenceClassification.from_pretrained(base), adapter).eval()
+torch.save(model(torch.tensor([[2, 5, 6, 3]]), torch.ones(1, 4, dtype=torch.long)).logits, out)
+"""
+
+
+def assert_loads_elsewhere(made: DPTrainer, first: str) -> None:
+    """Another process, after these lines, computes with the saved adapter what the trainer's does."""
+    folder = Path(made.args.output_dir)
+    base, out = save(folder.parent / "base"), folder.parent / "logits.pt"
+    code = ["-W", "ignore", "-c", "import sys, torch\n" + first + LOADED]
+    command = [sys.executable, *code, str(base), str(folder), str(out)]
+    subprocess.run(command, check=True, cwd=folder.parent)
+    ours = made.model.eval()(torch.tensor([[2, 5, 6, 3]]), torch.ones(1, 4, dtype=torch.long))
+    torch.testing.assert_close(torch.load(out), ours.logits.detach(), rtol=0, atol=1e-6)
 
 
 class StopsAfter(TrainerCallback):

@@ -25,6 +25,7 @@ from models import (
     loop,
     loop_over_losses,
     poison,
+    shaken,
     single,
     together,
     token_mean,
@@ -49,16 +50,12 @@ class Case:
         self.config, self.options = config, options
 
     def build(self, dropout: float = 0.0, **more: Any) -> Any:
-        """The adapted model in float64, away from PEFT's zeros and ones, which hide gradients."""
+        """The adapted model in float64."""
         torch.manual_seed(0)
         model = peft.get_peft_model(
             self.architecture.build(dropout=dropout), self.config(**self.options | more)
         )
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter.add_(0.2 * torch.randn_like(parameter))
-        return model.double().train()
+        return shaken(model).double().train()
 
     def examples(self, model: Any, lengths: Sequence[int]) -> list[Batch]:
         return self.architecture.examples(model.get_base_model(), lengths)

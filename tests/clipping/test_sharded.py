@@ -32,6 +32,7 @@ from models import (
     loop,
     on,
     poison,
+    shaken,
     together,
 )
 from processes import on_processes
@@ -187,15 +188,11 @@ def results(
 
 
 def adapted() -> Any:
-    """A Llama with LoRA away from its zeros."""
+    """A Llama with LoRA."""
     torch.manual_seed(0)
     config = peft.LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj", "up_proj"])
     model = peft.get_peft_model(ARCHITECTURES["llama"].build(), config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.2 * torch.randn_like(parameter))
-    return model.double().train()
+    return shaken(model).double().train()
 
 
 def of_adapters(model: Any, replicated: bool) -> None:

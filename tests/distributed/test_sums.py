@@ -99,30 +99,29 @@ def test_types_do_not_mix():
     assert on_processes(2, act) == [expected] * 2
 
 
-def test_planted_noise_of_every_process_is_seen(monkeypatch):
-    honest = module._scatter_noise_gather
-
-    def noise_everywhere(bucket, noise, processes):
-        for total in bucket:
-            total.add_(noise(total))
-        honest(bucket, torch.zeros_like, processes)
-
-    monkeypatch.setattr(module, "_scatter_noise_gather", noise_everywhere)
-    found = on_processes(2, released)
-    with pytest.raises(AssertionError):
-        assert_is_the_noise(noise_of(found[0], 2), 2)
+HONEST = module._scatter_noise_gather
 
 
-def test_planted_shared_generator_is_seen(monkeypatch):
-    monkeypatch.setattr(SecretRandomness, "__init__", _reproducible)
-    found = on_processes(2, released)
-    with pytest.raises(AssertionError):
-        assert_is_the_noise(noise_of(found[0], 2), 2)
+def noise_everywhere(bucket, noise, processes):
+    for total in bucket:
+        total.add_(noise(total))
+    HONEST(bucket, torch.zeros_like, processes)
 
 
-def _reproducible(self, insecure_seed=None, rank=0):
+def one_generator(self, insecure_seed=None, rank=0):
     self.insecure, self._by_device, self._streams, self._process = False, {}, None, os.getpid()
     self._numpy = np.random.Generator(np.random.SFC64(7))
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [(module, "_scatter_noise_gather", noise_everywhere), (SecretRandomness, "__init__", one_generator)],
+)  # fmt: skip
+def test_planted_noise_of_every_process_or_of_one_generator_is_seen(planted, monkeypatch):
+    monkeypatch.setattr(*planted)
+    found = on_processes(2, released)
+    with pytest.raises(AssertionError):
+        assert_is_the_noise(noise_of(found[0], 2), 2)
 
 
 # -- sums that are sharded --

@@ -5,7 +5,6 @@ import copy
 import itertools
 import math
 import pickle
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -34,14 +33,6 @@ PLAN = PrivacyPlan.create(
     max_steps=20, bands=BANDS, noised_loss_bound=3.0, noised_loss_budget_ratio=0.1,
 )  # fmt: skip
 STD = PLAN.noise_std
-
-
-@pytest.fixture
-def book(tmp_path) -> Iterator[RunLedger]:
-    ledger = RunLedger(tmp_path / "run", PLAN)
-    ledger.start(20)
-    yield ledger
-    ledger.stop()
 
 
 def gate_of(book: RunLedger, column=COLUMN) -> Gate:

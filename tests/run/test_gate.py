@@ -3,7 +3,6 @@ and once for each event. Each property has the bug it guards against planted."""
 
 import ast
 import copy
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,14 +28,6 @@ from hf_dp.run.witnesses import read_run
 PACKAGE = Path(__file__).parents[2] / "hf_dp"
 PLAN = PrivacyPlan(1000, 100.0, 10, 1e-4, DpSgdPlan(0.5, 2.0))
 REJECT = 1e-7
-
-
-@pytest.fixture
-def book(tmp_path) -> Iterator[RunLedger]:
-    ledger = RunLedger(tmp_path / "run", PLAN)
-    ledger.start(10)
-    yield ledger
-    ledger.stop()
 
 
 def gate_of(book: RunLedger, kind: type[Gate] = Gate) -> Gate:
