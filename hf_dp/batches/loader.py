@@ -70,7 +70,8 @@ class PhysicalBatches:
 
     Args: one_shape: whether only examples of one shape share a physical batch. Formats shorter than
         float32 round an example's gradient to about 2^-8 of it, and differently for another padded
-        length. So the length to which it is padded must not depend on its neighbors.
+        length. So the length to which it is padded must not depend on its neighbors. Each is padded
+        by itself (:meth:`hf_dp.batches.padding.Padding.alone`), so that there are few shapes.
     """
 
     padding: Padding
@@ -81,13 +82,17 @@ class PhysicalBatches:
 
     def __call__(self, drawn: Sequence[Drawn[Example]]) -> list[Batch]:
         """Return the physical batches, each with the examples in its first dimension."""
-        examples, keys = [one.unit for one in drawn], [one.key for one in drawn]
-        for example in examples:
-            self.layout.check(example)
+        examples, keys = [self.shaped(one.unit) for one in drawn], [one.key for one in drawn]
         return [
             self.padding.together([examples[i] for i in group], self.layout)
             for group in self.cut(examples, keys)
         ]
+
+    def shaped(self, example: Example) -> Example:
+        """Return an example in its shape. A model that takes one example at a time may be one that
+        takes no padding. Raises: DataError, as :meth:`Layout.check`."""
+        self.layout.check(example)
+        return self.padding.alone(example) if self.one_shape and self.size > 1 else example
 
     def cut(self, examples: Sequence[Example], keys: Sequence[int]) -> list[list[int]]:
         """Return the indices of the examples in each physical batch."""

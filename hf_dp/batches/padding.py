@@ -2,6 +2,12 @@
 
 Which value is right depends on what a column means, so its name and type decide. A column of
 unequal lengths without a known value is refused before the first sample.
+
+A row may also be padded by itself (:meth:`Padding.alone`), so that rows come in few shapes. How far
+follows from its own length and from the model's positions, and whether follows from what all rows
+share: names, types and ranks. It never follows from other rows, not even from the longest one, nor
+from whether all are of one length. Otherwise one row could change the padding of all others, and so
+what rounds their gradients.
 """
 
 from __future__ import annotations
@@ -15,12 +21,22 @@ from torch.nn import functional as F
 
 from hf_dp.batches.structure import Batch, Example, Layout, Leaf, column, combined
 from hf_dp.errors import DataError
-from hf_dp.losses import IGNORED_LABEL, base_model, known_task, takes_attention_mask
+from hf_dp.losses import IGNORED_LABEL, base_model, known_task, positions_of, takes_attention_mask
 
 LABELS = ("labels", "label", "label_ids")
 # Columns with several numbers for each token, and what transformers' tokenizers pad them with.
 _NESTED = {"bbox": 0}
 _OF_THE_DECODER = ("decoder_input_ids", "decoder_attention_mask")
+
+
+def bucket(length: int, positions: int | None = None) -> int:
+    """Return the length, at least this one, to which a row is padded by itself: the next multiple
+    of 8, or of an eighth of the power of two below it where that is more. So the lengths from one
+    power of two to its double have 8 of these, and padding adds less than an eighth of 64 or more.
+    None is above the ``positions`` that a model has, unless the row itself is."""
+    step = max(8, 1 << length.bit_length() >> 4)
+    padded = -(-length // step) * step
+    return padded if positions is None else max(length, min(padded, positions))
 
 
 @dataclass(frozen=True)
@@ -35,6 +51,8 @@ class Padding:
         labels_side: "right" for an encoder-decoder, whose decoder counts positions from its first
             label; otherwise ``side``.
         values: fill values that the user declared, by column.
+        own_loss: whether only the user knows what the labels mean.
+        positions: the most tokens that the model has positions for; None for no limit.
     """
 
     pad_token_id: int | None = None
@@ -44,6 +62,8 @@ class Padding:
     pads_labels: bool = True
     labels_side: str = "right"
     values: Mapping[str, float] = field(default_factory=dict)
+    own_loss: bool = False
+    positions: int | None = None
 
     @classmethod
     def of(
@@ -72,6 +92,8 @@ class Padding:
             or known_task(model) not in ("sequence_classification", "image_classification"),
             labels_side="right" if getattr(config, "is_encoder_decoder", False) else side,
             values=dict(values or {}),
+            own_loss=own_loss,
+            positions=positions_of(model),
         )
 
     def check(self, layout: Layout) -> None:
@@ -107,6 +129,35 @@ class Padding:
         known = {"input_ids": self.pad_token_id, "decoder_input_ids": self.decoder_pad_token_id}
         return known.get(name)
 
+    def alone(self, example: Example) -> Example:
+        """Return an example, or a batch of one shape, with each column padded to its
+        :func:`bucket`; as it is where a column may have a length for which no padding is known."""
+        layout = Layout()
+        layout.add(example)
+        lengthened = self._lengthened(layout)
+
+        def lengthen(name: str, values: list[Example]) -> object:
+            if name not in lengthened:
+                return values[0]
+            length = values[0].shape[self._dimension(name, values[0].dim())]
+            return self._to(bucket(length, self.positions), name, values, layout)[0]
+
+        return combined([example], lengthen)
+
+    def _lengthened(self, layout: Layout) -> list[str]:
+        """Return the columns that have a length, or none where one of them cannot be padded."""
+        found = []
+        for name, leaf in layout.leaves.items():
+            declared, dimensions = column(name) in {*self.values, *_NESTED}, len(leaf.least)
+            of_whole = column(name) in LABELS and not self.pads_labels
+            if dimensions < 2 or (of_whole and not declared):
+                continue
+            unknown = column(name) in LABELS and self.own_loss
+            if not declared and (dimensions > 2 or unknown or self.fill(name, leaf) is None):
+                return []
+            found.append(name)
+        return found
+
     def together(self, examples: Sequence[Example], layout: Layout) -> Batch:
         """Return one batch of the examples, in order, each leaf padded to its longest."""
 
@@ -123,20 +174,24 @@ class Padding:
         shapes = {value.shape for value in values}
         if len(shapes) == 1:
             return values
-        leaf = layout.leaves[name]
         dimension = self._dimension(name, values[0].dim())
-        fill = self.fill(name, leaf)
         others = {(*shape[:dimension], *shape[dimension + 1 :]) for shape in shapes}
-        if fill is None or len(others) > 1:
-            raise DataError(_cannot_pad(name, leaf, dimension))
+        if self.fill(name, layout.leaves[name]) is None or len(others) > 1:
+            raise DataError(_cannot_pad(name, layout.leaves[name], dimension))
+        return self._to(max(shape[dimension] for shape in shapes), name, values, layout)
+
+    def _to(self, length: int, name: str, values: list[Tensor], layout: Layout) -> list[Tensor]:
+        """Return the values padded to a length."""
+        dimension = self._dimension(name, values[0].dim())
+        fill = self.fill(name, layout.leaves[name])
+        assert fill is not None
         if torch.tensor(fill).to(values[0].dtype) != fill:  # -100 would be true, or byte 156
             values = [value.long() for value in values]
-        longest = max(shape[dimension] for shape in shapes)
         left = self._side(name) == "left"
         after = 2 * (values[0].dim() - 1 - dimension)  # F.pad counts from the last dimension
 
         def around(value: Tensor) -> tuple[int, ...]:
-            more = longest - value.shape[dimension]
+            more = length - value.shape[dimension]
             return (*[0] * after, *((more, 0) if left else (0, more)))
 
         return [F.pad(value, around(value), value=fill) for value in values]

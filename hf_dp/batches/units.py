@@ -233,9 +233,8 @@ class UnitBatches:
 
     def __call__(self, drawn: Sequence[Drawn[Sequence[Example]]]) -> list[Batch]:
         """Return the physical batches: plain ones of units of one row, and :class:`UnitBatch`."""
+        drawn = [Drawn([*map(self.batches.shaped, unit)], key) for unit, key in drawn]
         for unit, _ in drawn:
-            for example in unit:
-                self.batches.layout.check(example)
             self.batches.lengths(unit)  # or raise
         alone = [unit for unit, _ in drawn if not self._fits(unit)]
         return [

@@ -66,7 +66,7 @@ class EngineCheck:
                         self._compare(padded, alone, None)
             # accelerate's autocast is inside the model's forward, where self_check does not see it
             self._compare(padded, alone, AUTOCAST_TOLERANCE if precision.is_rounded else None)
-            # In 16 bits only examples of one length are neighbors.
+            # In 16 bits only examples of one shape are neighbors.
             if self._have_neighbors and not precision.is_short:
                 self._compare_beside(longest, min(alone, key=numbers))
 
@@ -105,7 +105,8 @@ class EngineCheck:
         make = self._synthetic or (lambda: data.synthetic_examples(run.model))
         examples = self._on_main_of_shards(make)
         layout = data.looked_over.layout if self.has_own_examples else None
-        padded, alone = padded_together(examples, run.padding(), layout)
+        by_themselves = self._have_neighbors and run.precision().is_short
+        padded, alone = padded_together(examples, run.padding(), layout, by_themselves)
         return run.placed(padded), [run.placed(example) for example in alone]
 
     def own_examples(self) -> list[Example]:

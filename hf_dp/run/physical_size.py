@@ -66,6 +66,8 @@ def largest_physical_batch(
     """
     _kept_free(run.device)
     example = _made_up_example(run, length)
+    # As long as rows are below float32, where each is padded by itself.
+    pad = run.padding().alone if run.precision().is_short else lambda batch: batch
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
     expected = run.plan.expected_batch_size / run.processes.count
     most = min(math.ceil(expected + 6 * math.sqrt(expected)), run.plan.drawn_from)
@@ -75,7 +77,7 @@ def largest_physical_batch(
         try:
             with untouched_generators(), _unchanged(run.model, optimizer), in_training(run.model):
                 _spare = _kept_free(run.device)
-                batches = [_batch(example, each, length) for each in (1, examples)]
+                batches = [pad(_batch(example, each, length)) for each in (1, examples)]
                 rehearse(batches, None if optimizer.state else optimizer)
             return True
         except Exception as problem:

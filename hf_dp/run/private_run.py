@@ -365,15 +365,17 @@ class PrivateRun:
         Raises: DataError, as :meth:`training_data`; UnsupportedArgumentError, as :meth:`share`.
         """
         data = self.training_data()  # which also sees in what precision the loss computes
+        short, watched = self.precision().is_short, self._watched
+        if short:
+            data.check_padded(self.model, self.losses)
         if isinstance(sampler, BandedSampler):
-            short, watched = self.precision().is_short, self._watched
             loader = lambda own: data.loader(self.share(own), short, watched)  # noqa: E731
             return cast(DataLoader, InTurn(sampler, loader, lambda: self.book.steps_made))
         if self.plan.mechanism.draw.steps_released_together(self.plan) > 1:
             # A whole allocation is recorded before it is drawn.
             begin = lambda: self._gate.pay_ahead(self.plan.step_release())  # noqa: E731
             sampler = replace(sampler, begin=begin)
-        return data.loader(self.share(sampler), self.precision().is_short, self._watched)
+        return data.loader(self.share(sampler), short, watched)
 
     def _watched(self, sampler: Sampler) -> Any:
         """Return a sampler of what goes through the model."""

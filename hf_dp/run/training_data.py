@@ -85,11 +85,10 @@ class TrainingData:
         if needs_labels:
             self._check_labels(targets_of(model))
         layout, training = self.looked_over.layout, model.training
-        longest = _as_long_as_the_longest(self.examples[self.looked_over.longest], layout, model)
         try:
             model.eval()
             with torch.no_grad(), self.examples.randomness.streams(), Watched() as watched:
-                found = losses(longest)
+                found = losses(self._longest(model))
             if not isinstance(found, Tensor) or found.shape != (1,):
                 shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
                 raise UnsupportedLossError(
@@ -106,6 +105,29 @@ class TrainingData:
             model.train(training)
         checked = (*self.limits.below, *self.limits.places, *LABELS)
         refuse_ids_beyond_tables(model, losses, self.examples, layout, checked)
+
+    def check_padded(self, model: nn.Module, losses: Callable[[Batch], Tensor]) -> None:
+        """Raise DataError where the model does not take the longest row padded by itself."""
+        padded, training = self.batches(one_shape=True).shaped(self._longest(model)), model.training
+        try:
+            model.eval()
+            with torch.no_grad(), self.examples.randomness.streams():
+                losses(padded)
+        except Exception as problem:
+            sizes = {n: (*each.shape,) for n, each in leaves(padded) if isinstance(each, Tensor)}
+            raise DataError(
+                "Below float32 each row is padded to one of few lengths, and model and loss fail "
+                f"on the longest row padded so ({type(problem).__name__}: {problem}). Its columns "
+                f"have the sizes {sizes} then. Set the model's config.max_position_embeddings to "
+                "the most tokens that it takes, or train in float32."
+            ) from problem
+        finally:
+            model.train(training)
+
+    def _longest(self, model: nn.Module) -> Example:
+        """Return a made-up example as long as the longest row."""
+        of_rows = self.looked_over
+        return _as_long_as_the_longest(self.examples[of_rows.longest], of_rows.layout, model)
 
     def _check_labels(self, targets: Sequence[str]) -> None:
         found = self.looked_over.layout.leaves
@@ -299,10 +321,14 @@ def _as_long_as_the_longest(
 
 
 def padded_together(
-    examples: list[Example], padding: Padding, of_rows: Layout | None = None
+    examples: list[Example],
+    padding: Padding,
+    of_rows: Layout | None = None,
+    by_themselves: bool = False,
 ) -> tuple[Batch, list[Example]]:
     """Return (one padded batch, the examples one by one) from batches of one, or raise DataError
-    where these have other columns or types than each other or ``of_rows``."""
+    where these have other columns or types than each other or ``of_rows``. In the batch each may
+    be padded ``by_themselves`` first."""
     if not isinstance(examples, list) or len(examples) < 2:
         kind = type(examples).__name__
         found = f"{len(examples)} of them" if isinstance(examples, list) else f"a {kind}"
@@ -329,7 +355,8 @@ def padded_together(
             ) from problem
         alone.append(example)
     padding.check(layout)
-    return padding.together(alone, layout), alone
+    shaped = [*map(padding.alone, alone)] if by_themselves else alone
+    return padding.together(shaped, layout), alone
 
 
 class _LookedUp(Exception):

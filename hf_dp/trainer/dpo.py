@@ -178,7 +178,7 @@ class DPDPOTrainer(trl.PreparedByTRL):
         made.eval_dataset = trl.each_set(made.eval_dataset, with_references)
         args.padding_values = {
             "rejected_input_ids": made.processing_class.pad_token_id,
-            "rejected_labels": IGNORED_LABEL,
+            **dict.fromkeys(("labels", "rejected_labels"), IGNORED_LABEL),
             **args.padding_values,
         }
 

@@ -1,5 +1,7 @@
 """A draw is cut into physical batches: a partition, which one example changes by a batch at most."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import tiny
@@ -8,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BatchEncoding
 
-from hf_dp.batches.loader import physical_batches
-from hf_dp.batches.padding import Padding
+from hf_dp.batches.loader import Drawn, PhysicalBatches, physical_batches, shape_of
+from hf_dp.batches.padding import Padding, bucket
 from hf_dp.batches.structure import Layout, own
 from hf_dp.errors import DataError, InvalidArgumentError
 
@@ -227,3 +229,99 @@ def test_the_padding_of_a_model():
     padding = Padding.of(tiny.model(), words, {"a": 1})
     assert (padding.pad_token_id, padding.side, padding.labels_side) == (3, "left", "left")
     assert padding.values == {"a": 1}
+
+
+# -- padded by itself, a row has one of few lengths, which no other row has a part in --
+
+
+def test_lengths_are_few_and_hardly_longer():
+    assert [bucket(n) for n in (0, 1, 8, 9, 64, 127, 128, 129, 511, 513)] == [
+        0, 8, 8, 16, 64, 128, 128, 144, 512, 576,
+    ]  # fmt: skip
+    for octave in (2**k for k in range(6, 15)):
+        of_octave = {bucket(n) for n in range(octave + 1, 2 * octave + 1)}
+        assert len(of_octave) == 8 and max(of_octave) == 2 * octave
+        assert all(n <= bucket(n) < n * 9 / 8 for n in range(octave + 1, 2 * octave + 1))
+    assert [bucket(n, 20) for n in (3, 17, 20, 21, 30)] == [8, 20, 20, 21, 30]
+
+
+def test_every_column_of_tokens_is_padded_as_far():
+    row = {name: torch.ones(1, 5, dtype=torch.long) for name in FILLS}
+    row |= {"bbox": torch.ones(1, 5, 4), "weights": torch.ones(1, 5), "place": torch.ones(1)}
+    for padding in (RIGHT, LEFT):
+        made = dataclasses.replace(padding, values={"weights": 0.5}).alone(own(row))
+        assert made["bbox"].shape == (1, 8, 4) and made["place"].shape == (1,)
+        assert made["weights"].tolist()[0].count(0.5) == 3
+        for name in FILLS:
+            of_left = padding is LEFT and not name.startswith("decoder")
+            fill = padding.pad_token_type_id if name == "token_type_ids" else FILLS[name]
+            expected = [fill] * 3 + [1] * 5 if of_left else [1] * 5 + [fill] * 3
+            assert made[name].tolist() == [expected], name
+
+
+AS_THEY_ARE = {
+    **{name: REFUSED[name][0] for name in REFUSED},
+    "pictures": {"pixel_values": torch.ones(1, 3, 5, 5)},
+    "an unknown column beside tokens": {**of_length("input_ids", 5), **of_length("tags", 5)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AS_THEY_ARE)
+def test_what_may_have_a_length_of_no_known_padding_stays_as_it_is(name):
+    row = own({**of_length("attention_mask", 5), **AS_THEY_ARE[name]})
+    assert shape_of(RIGHT.alone(row)) == shape_of(row)
+
+
+def test_labels_of_a_whole_row_and_of_a_loss_of_ones_own():
+    row = own({**of_length("input_ids", 5), "labels": torch.ones(1, 3)})
+    several = Padding(pad_token_id=9, pads_labels=False)  # classification by several labels
+    assert dict(shape_of(several.alone(row))) == {"input_ids": (1, 8), "labels": (1, 3)}
+    row = own({**of_length("input_ids", 5), **of_length("labels", 3)})
+    by_user = Padding(pad_token_id=9, own_loss=True)
+    assert shape_of(by_user.alone(row)) == shape_of(row)
+    declared = dataclasses.replace(by_user, values={"labels": -1})
+    assert dict(shape_of(declared.alone(row))) == {"input_ids": (1, 8), "labels": (1, 8)}
+
+
+def cut_alone(lengths, padding=RIGHT, **options):
+    """Shapes of the physical batches of rows of these lengths, and which rows are in each."""
+    rows = [
+        own({**of_length("input_ids", n), "place": torch.tensor([i])})
+        for i, n in enumerate(lengths)
+    ]
+    layout = Layout()
+    for row in rows:
+        layout.add(row)
+    keys = drawn_keys(len(rows))
+    found = PhysicalBatches(padding, layout, one_shape=True, **{"size": 4} | options)(
+        [Drawn(row, key) for row, key in zip(rows, keys)]
+    )
+    return {tuple(batch["place"].tolist()): batch["input_ids"].shape[1] for batch in found}
+
+
+def test_shapes_of_a_draw_are_few_and_a_limit_on_tokens_counts_padding():
+    lengths = list(range(1, 65))
+    assert {*cut_alone(lengths).values()} == {8, 16, 24, 32, 40, 48, 56, 64}
+    for places, width in cut_alone(lengths, max_tokens=96).items():
+        assert len(places) * width <= 96 or len(places) == 1
+    assert {*cut_alone(lengths, size=1).values()} == {*lengths}  # a model may take no padding
+
+
+def of_each(lengths, longest_of_rows=None):
+    """To which width each row is padded; planted: at most to the longest row."""
+    most = None if longest_of_rows is None else max(lengths)
+    found = cut_alone(lengths, dataclasses.replace(RIGHT, positions=most))
+    return {place: width for places, width in found.items() for place in places}
+
+
+@pytest.mark.parametrize("lengths", [(5, 5, 5, 6), (19, 20, 20, 21), (100, 100, 100, 3)])
+def test_no_row_changes_the_padding_of_another(lengths):
+    """Also where the row that leaves was the longest, or the only one of another length."""
+    everyone, without = of_each(lengths), of_each(lengths[:-1])
+    assert {place: everyone[place] for place in without} == without
+
+
+def test_planted_padding_to_the_longest_row_is_seen():
+    lengths = (19, 20, 20, 21)
+    everyone, without = of_each(lengths, True), of_each(lengths[:-1], True)
+    assert {place: everyone[place] for place in without} != without

@@ -52,14 +52,6 @@ def test_the_command_line_wins_and_hyphens_are_accepted(task):
 
 
 @pytest.mark.parametrize(
-    ("bf16", "longest", "multiple"), [(True, 24, 8), (True, 23, None), (False, 24, None)]
-)
-def test_in_bf16_rows_are_padded_to_few_lengths(task, bf16, longest, multiple):
-    made = TEXTS.trainer_of({**task.values, "bf16": bf16, "max_length": longest}, [])
-    assert made.data_collator.pad_to_multiple_of == multiple
-
-
-@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"learning_rat": 1}, "`learning_rat` .did you mean `learning_rate`"),

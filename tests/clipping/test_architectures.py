@@ -7,6 +7,7 @@ spread over the architectures, so that each pair occurs and not each product.
 
 import re
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import models
@@ -36,6 +37,8 @@ from models import (
 )
 from torch import nn
 
+from hf_dp.batches.padding import Padding
+from hf_dp.batches.structure import Layout, own
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.errors import HfDpError, UnsupportedLossError
 from hf_dp.losses import per_example_loss
@@ -93,6 +96,33 @@ def test_long_examples_in_every_form_and_in_float32(name, device, monkeypatch):
     assert norms.dtype == torch.float32
     assert {total.dtype for total in sums.values()} == {torch.float64}
     assert_equal(norms.cpu(), on("cpu", sums), expected, tolerance=1e-4)
+
+
+OF_TOKENS = [name for name in ARCHITECTURES if ARCHITECTURES[name].task != "image"]
+OF_DECODERS = [*(n for n in OF_TOKENS if ARCHITECTURES[n].task == "causal_lm"), "gpt2_classifier"]
+
+
+@pytest.mark.parametrize(
+    ("name", "side"), [*((n, "right") for n in OF_TOKENS), *((n, "left") for n in OF_DECODERS)]
+)
+def test_padded_by_itself_an_example_has_the_same_gradient(name, side):
+    """With masks, token types and positions of its own; the loop sees no padding."""
+    architecture, model, examples = built(name, PADDED)
+    rows = []
+    for example in examples:
+        mask = torch.ones_like(example["input_ids"])
+        rows.append(own({**example, "attention_mask": mask}))
+        if getattr(model.config, "type_vocab_size", 0):
+            rows[-1]["token_type_ids"] = mask - 1
+        if side == "right" and name in OF_DECODERS:
+            rows[-1]["position_ids"] = mask.cumsum(1) - 1
+    padding = Padding.of(model, SimpleNamespace(padding_side=side))
+    made = [padding.alone(row) for row in rows]
+    assert {one["input_ids"].shape for one in made} == {(1, 8)}
+    with architecture.precision():
+        expected = loop(model, examples)
+        batch = padding.together(made, Layout())
+        assert_equal(*clipped(model, batch, expected.clipping_norm), expected)
 
 
 @pytest.mark.parametrize("name", SOME[:2])

@@ -117,6 +117,17 @@ def test_a_length_that_the_model_does_not_take_is_named(tmp_path, on_a_gpu):
         mechanism.find_physical_batch(adam(mechanism), length=99)
 
 
+@pytest.mark.parametrize(("is_short", "length"), [(False, 18), (True, 24)])
+def test_the_step_is_as_long_as_rows_are_padded(tmp_path, on_a_gpu, is_short, length):
+    model, found = tiny.model(), set()
+    if is_short:
+        model.bert.embeddings.word_embeddings.requires_grad_(False).bfloat16()
+    mechanism = mechanism_of(tmp_path, model)
+    mechanism.rehearse = lambda batches, _: found.update(b["input_ids"].shape for b in batches)
+    mechanism.find_physical_batch(adam(mechanism), length=18, most_examples=2)
+    assert found == {(1, length), (2, length)}
+
+
 # -- what it must not see --
 
 

@@ -2,17 +2,16 @@
 
 from functools import partial
 
+import datasets
 import pytest
 import tiny
 import torch
 from accelerate.state import AcceleratorState
 from data_paths import PATHS, trainer_of
 from short_products import precision_restored
-from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding
 
-from hf_dp.batches.loader import shape_of
-from hf_dp.batches.structure import own
-from hf_dp.errors import SelfCheckError, UnsupportedArgumentError
+from hf_dp.batches.padding import Padding, bucket
+from hf_dp.errors import DataError, SelfCheckError, UnsupportedArgumentError
 from hf_dp.run.precision import Precision
 from hf_dp.trainer.trainer import DPTrainer
 
@@ -162,38 +161,64 @@ def batches(trainer):
     return [batch for draw in trainer.run.draws(plan.sampler()) for batch in draw]
 
 
-def mixed(trainer) -> bool:
-    """Whether an example was padded because of another one."""
-    return any(not bool(batch["attention_mask"].all()) for batch in batches(trainer))
+def alone(trainer) -> bool:
+    """Whether each example of a draw, some of which have one length and some another, is padded as
+    far as its own length says."""
+    masks = [batch["attention_mask"] for batch in batches(trainer)]
+    assert len({int(length) for mask in masks for length in mask.sum(1)}) > 1
+    return all(bucket(int(row.sum())) == len(row) for mask in masks for row in mask)
 
 
-def test_bf16_keeps_examples_of_one_length_together_and_float32_sorts_only(tmp_path):
-    assert not mixed(tiny.trainer(tmp_path, bf16=True, max_steps=8))
-    assert mixed(tiny.trainer(tmp_path, max_steps=8))
-
-
-def test_what_a_collator_pads_to_anyway_is_one_length(tmp_path):
-    given = {"data_collator": DataCollatorWithPadding(tiny.tokenizer(), pad_to_multiple_of=4)}
-    found = batches(tiny.trainer(tmp_path, given=given, bf16=True, max_steps=8))
-    assert {batch["input_ids"].shape[1] for batch in found} == {4, 8}
-    for batch in found:
-        lengths = batch["attention_mask"].sum(1)
-        assert bool((-(-lengths // 4) * 4 == batch["input_ids"].shape[1]).all())
-    assert any(len(set(batch["attention_mask"].sum(1).tolist())) > 1 for batch in found)
+def test_bf16_pads_each_example_alone_and_float32_sorts_only(tmp_path):
+    assert alone(tiny.trainer(tmp_path, bf16=True, max_steps=8))
+    assert not alone(tiny.trainer(tmp_path, max_steps=8))
 
 
 def test_texts_that_only_the_collator_tokenizes(tmp_path):
     path = PATHS["texts that the collator tokenizes"]
-    assert not mixed(trainer_of(tmp_path, path, bf16=True, max_steps=8))
-    assert mixed(trainer_of(tmp_path, path, max_steps=8))
+    assert alone(trainer_of(tmp_path, path, bf16=True, max_steps=8))
+    assert not alone(trainer_of(tmp_path, path, max_steps=8))
 
 
-def test_sequence_to_sequence_rows_are_padded_alike_on_both_sides():
-    rows = [
-        {"input_ids": [1] * i, "attention_mask": [1] * i, "labels": [1] * j}
-        for i, j in ((3, 2), (3, 7), (4, 2))
-    ]
-    pad = partial(DataCollatorForSeq2Seq, tiny.tokenizer())
-    alone, eights = pad(), pad(pad_to_multiple_of=8)
-    assert len({shape_of(own(alone([dict(row)]))) for row in rows}) == 3
-    assert len({shape_of(own(eights([dict(row)]))) for row in rows}) == 1
+@pytest.mark.parametrize("size", [1, 8])
+def test_rows_are_padded_as_far_as_positions_reach(tmp_path, size, monkeypatch):
+    """Planted: a configuration that does not say how far. With one example at a time none is."""
+    given = {"model": tiny.model(max_position_embeddings=20), "train_dataset": of_length(18)}
+    made = partial(tiny.trainer, tmp_path, bf16=True, max_steps=1, per_device_train_batch_size=size)
+    trainer = made(given=given)
+    assert {batch["input_ids"].shape[1] for batch in batches(trainer)} == {18 if size == 1 else 20}
+    monkeypatch.setattr("hf_dp.batches.padding.positions_of", lambda model: None)
+    if size == 1:
+        assert batches(made(given=given))
+    else:
+        with pytest.raises(DataError, match=r"'input_ids': \(1, 24\).*max_position_embeddings"):
+            batches(made(given=given))
+
+
+def of_length(tokens):
+    rows = {
+        "input_ids": [[2] * tokens] * 40,
+        "attention_mask": [[1] * tokens] * 40,
+        "labels": [0, 1] * 20,
+    }
+    return datasets.Dataset.from_dict(rows)
+
+
+class CountsPadding(DPTrainer):
+    def compute_per_example_loss(self, model, inputs):
+        inputs = {name: each for name, each in inputs.items() if name != "labels"}
+        return model(**inputs, output_hidden_states=True).hidden_states[-1].mean((1, 2))
+
+    def synthetic_batches(self):
+        tokens = torch.tensor([[2, 5, 6, 7, 3]])
+        row = {"input_ids": tokens, "attention_mask": tokens * 0 + 1, "labels": torch.tensor([0])}
+        return [row, {**row, "input_ids": tokens.flip(1)}]
+
+
+def test_the_self_check_pads_made_up_examples_of_one_length_too(tmp_path, monkeypatch):
+    """Planted: one that does not."""
+    run = tiny.trainer(tmp_path, cls=CountsPadding, bf16=True).run
+    with pytest.raises(SelfCheckError):
+        run.check_engine()
+    monkeypatch.setattr(Padding, "alone", lambda self, example: example)
+    run.check_engine()

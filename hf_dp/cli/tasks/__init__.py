@@ -237,12 +237,6 @@ def prepare(
         args.auto_physical_batch_length = length
 
 
-def multiple_of(args: DPTrainingArguments, length: int) -> int | None:
-    """Return what padded lengths are a multiple of, never longer than ``length``. In 16 bits only
-    examples that are padded alike share a physical batch, so fewer lengths give fewer batches."""
-    return 8 if args.bf16 and length % 8 == 0 else None
-
-
 def describe_sources(trainer: DPTrainer, model_args: StartArguments, data: SourceArguments) -> None:
     """Note, for the card, the training data and the base; and, in the configuration of what is
     trained without privacy, its data, for the cards of private runs that start from it."""

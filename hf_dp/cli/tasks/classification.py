@@ -155,8 +155,7 @@ class Texts(Classifier):
     def collator(self, args: DPTrainingArguments) -> Callable[..., dict[str, Any]]:
         from transformers import DataCollatorWithPadding
 
-        multiple = tasks.multiple_of(args, self.data.max_length)
-        return DataCollatorWithPadding(self.reader, pad_to_multiple_of=multiple)
+        return DataCollatorWithPadding(self.reader)
 
 
 class Images(Classifier):

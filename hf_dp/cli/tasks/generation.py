@@ -84,13 +84,12 @@ class Writing(tasks.PrivateTask):
         if args.is_private and args.privacy_unit != USER and before > len(rows):
             # Several references of a row are examples of their own, so a row is not the unit.
             args.rows_are_chunks = True
-        multiple = tasks.multiple_of(args, data.max_length)
         trainer = DPTrainer(
             model,
             args,
             train_dataset=train_dataset,
             eval_dataset=one_or_all({one.name: one.encoded for one in sets}),
-            data_collator=DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=multiple),
+            data_collator=DataCollatorForSeq2Seq(tokenizer),
             processing_class=tokenizer,
             peft_config=adapter,
         )
