@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
 
 import datasets
 from torch import Tensor
@@ -22,6 +24,7 @@ from hf_dp.errors import DataError
 from hf_dp.noise import SecretRandomness
 
 Collator = Callable[[list[Row]], object]
+T = TypeVar("T")
 
 # Rows fetched at once: switching the generators to the private streams and back takes longer than
 # collating a row.
@@ -51,7 +54,15 @@ class Examples(Dataset[Example]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Example]:
         with self._private():
-            return [self._collated(self._row(i), f"Row {i} of the training set") for i in indices]
+            return [self._example(index) for index in indices]
+
+    def each(self, indices: Sequence[int], look: Callable[[Callable[[], Example]], T]) -> list[T]:
+        """Return what ``look`` makes of reading each of the rows, which may raise DataError."""
+        with self._private():
+            return [look(partial(self._example, index)) for index in indices]
+
+    def _example(self, index: int) -> Example:
+        return self._collated(self._row(index), f"Row {index} of the training set")
 
     def row(self, index: int) -> Row:
         """Return a row of the data set, as the collator gets it."""
@@ -63,10 +74,11 @@ class Examples(Dataset[Example]):
         with self._private():
             return self._collated(row, "A synthetic row")
 
-    def all(self) -> Iterator[Example]:
-        """Yield all examples in order; a few are in memory at a time."""
-        for first in range(0, len(self), _CHUNK):
-            yield from self.__getitems__(range(first, min(first + _CHUNK, len(self))))
+    def all(self, count: int | None = None) -> Iterator[Example]:
+        """Yield all examples in order, or the first ``count``; a few are in memory at a time."""
+        end = len(self) if count is None else count
+        for first in range(0, end, _CHUNK):
+            yield from self.__getitems__(range(first, min(first + _CHUNK, end)))
 
     @contextmanager
     def _private(self) -> Iterator[None]:

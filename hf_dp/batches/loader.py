@@ -24,8 +24,9 @@ import dataclasses
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from multiprocessing.context import BaseContext
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -81,12 +82,17 @@ class PhysicalBatches:
     one_shape: bool = False
 
     def __call__(self, drawn: Sequence[Drawn[Example]]) -> list[Batch]:
-        """Return the physical batches, each with the examples in its first dimension."""
+        """Return the physical batches, each with the examples in its first dimension; those of
+        which some do not count as :class:`Masked`."""
         examples, keys = [self.shaped(one.unit) for one in drawn], [one.key for one in drawn]
-        return [
-            self.padding.together([examples[i] for i in group], self.layout)
-            for group in self.cut(examples, keys)
-        ]
+        reads = [Read(each, not one.missing) for each, one in zip(examples, drawn, strict=True)]
+        return [self.padded([reads[i] for i in group]) for group in self.cut(examples, keys)]
+
+    def padded(self, reads: Sequence[Read]) -> Batch:
+        """Return one physical batch, in order."""
+        batch = self.padding.together([example for example, _ in reads], self.layout)
+        counts = [counts for _, counts in reads]
+        return batch if all(counts) else Masked(batch, torch.tensor(counts))
 
     def shaped(self, example: Example) -> Example:
         """Return an example in its shape. A model that takes one example at a time may be one that
@@ -156,33 +162,63 @@ def physical_batches(
     return groups
 
 
+class Read(NamedTuple):
+    """An example that was drawn; where it does not count, a made-up one at the place of a row that
+    cannot be trained on."""
+
+    example: Example
+    counts: bool = True
+
+
+class Masked(NamedTuple):
+    """A physical batch of b examples, and which of them count, (b,)."""
+
+    inputs: Batch
+    counts: Tensor
+
+
 class Drawn(NamedTuple, Generic[T]):
-    """A drawn unit, with secret bits of its own that decide beside whom it stands."""
+    """A drawn unit, with secret bits of its own that decide beside whom it stands, and the places
+    of those of its rows that do not count."""
 
     unit: T
     key: int
+    missing: frozenset[int] = frozenset()
+
+
+class Look(Protocol):
+    """Reads rows that were drawn, as :class:`hf_dp.batches.when_drawn.WhenDrawn` does."""
+
+    def read(self, examples: Examples, places: Sequence[int]) -> list[Read]: ...
 
 
 class DrawnUnits(Dataset[Drawn[Example]]):
     """What is drawn, each with a key that is fresh in every draw: an example at the place of a row,
-    or a list of examples at those of a user's."""
+    or a list of examples at those of a user's. Args: look: reads rows that were not looked over."""
 
-    def __init__(self, examples: Examples, count: int):
-        self.examples, self._count = examples, count
+    def __init__(self, examples: Examples, count: int, look: Look | None = None):
+        self.examples, self._count, self.look = examples, count, look
 
     def __len__(self) -> int:
         return self._count
 
     def __getitems__(self, places: Sequence[Place]) -> list[Drawn[Example]]:
         rows = [(place,) if isinstance(place, int) else place for place in places]
-        found = iter(self.examples.__getitems__([row for unit in rows for row in unit]))
+        found = iter(self._read([row for unit in rows for row in unit]))
         units = [[next(found) for _ in unit] for unit in rows]
         # Which row is named to the source of the keys matters only in tests.
         keys = [self.examples.randomness.example_seed(unit[0]) for unit in rows]
-        return [
-            Drawn(unit[0] if isinstance(place, int) else unit, key)
-            for place, unit, key in zip(places, units, keys, strict=True)
-        ]
+        drawn = []
+        for place, unit, key in zip(places, units, keys, strict=True):
+            examples = [example for example, _ in unit]
+            missing = frozenset(at for at, read in enumerate(unit) if not read.counts)
+            drawn.append(Drawn(examples[0] if isinstance(place, int) else examples, key, missing))
+        return drawn
+
+    def _read(self, rows: Sequence[int]) -> list[Read]:
+        if self.look is not None:
+            return self.look.read(self.examples, rows)
+        return [Read(example) for example in self.examples.__getitems__(rows)]
 
     def __getitem__(self, place: Place) -> Drawn[Example]:
         return self.__getitems__([place])[0]
@@ -194,10 +230,11 @@ def private_dataloader(
     batches: Callable[[Sequence[Drawn[Example]]], Sequence[object]],
     options: BatchOptions,
     count: int,
+    look: Look | None = None,
 ) -> DataLoader[Drawn[Example]]:
     """Return a loader of physical batches of ``draws`` from ``count`` rows or users."""
     return DataLoader(
-        DrawnUnits(examples, count),
+        DrawnUnits(examples, count, look),
         batch_sampler=draws,  # type: ignore[arg-type]
         collate_fn=batches,
         num_workers=options.num_workers,

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
+import datasets
 from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
@@ -33,32 +35,46 @@ _FEW = 20  # nothing is concluded from fewer rows
 
 @dataclass
 class LookedOver:
-    """What was found: the layout, the index of the row with the most tokens, how many rows have
-    that many, and how many have nothing to predict."""
+    """What was found: the layout, how many rows were looked at, the index of that with the most
+    tokens, how many have that many, and how many have nothing to predict."""
 
     layout: Layout
+    rows: int
     longest: int = 0
     at_full_length: int = 0
     without_target: int = 0
 
-    def look_like_chunks(self, rows: int) -> bool:
-        """Return whether nearly all rows are as long as the longest, as chunks of documents are."""
-        return rows >= _FEW and self.at_full_length >= _CHUNKS_FROM * rows
+    @property
+    def look_like_chunks(self) -> bool:
+        """Whether nearly all rows are as long as the longest, as chunks of documents are."""
+        return self.rows >= _FEW and self.at_full_length >= _CHUNKS_FROM * self.rows
 
 
 def look_over(
-    examples: Examples, padding: Padding, limits: Limits, *, workers: int = 0, quiet: bool = True
+    examples: Examples,
+    padding: Padding,
+    limits: Limits,
+    *,
+    workers: int = 0,
+    quiet: bool = True,
+    first: int | None = None,
 ) -> LookedOver:
-    """Return what a look at each row finds, or raise DataError naming a row that cannot be used."""
-    columns = Columns(examples.dataset, examples.collator, limits)
+    """Return what a look at each row finds, or at the ``first`` ones by place. Raises: DataError,
+    which names a row that cannot be used."""
+    count = len(examples)
+    rows: Any = examples.dataset
+    if first is not None and first < count:
+        count = first
+        rows = rows.select(range(count)) if isinstance(rows, datasets.Dataset) else None
+    columns = Columns(rows, examples.collator, limits)
     if columns.plain:
         with suppress(DataError):  # of a row that the look at each one names
             return _of_columns(columns, examples, padding, limits)
-    found = LookedOver(Layout())
+    found = LookedOver(Layout(), count)
     most = -1
     each = tqdm(
-        _all(examples, workers),
-        total=len(examples),
+        _all(examples, workers, count),
+        total=count,
         desc="Looking over the rows",
         disable=quiet or not Processes.here().is_main,
         leave=False,
@@ -85,7 +101,8 @@ def _of_columns(
 ) -> LookedOver:
     """Return what was found by columns. The layout is that of the shortest and longest rows."""
     tokens = columns.tokens
-    found = LookedOver(Layout(), int(tokens.argmax()), int((tokens == tokens.max()).sum()))
+    most = int((tokens == tokens.max()).sum())
+    found = LookedOver(Layout(), len(tokens), int(tokens.argmax()), most)
     found.without_target = int((~columns.has_target).sum())
     for example in examples.__getitems__(columns.extremes):
         found.layout.add(example)
@@ -94,12 +111,10 @@ def _of_columns(
     return found
 
 
-def _all(examples: Examples, workers: int) -> Iterator[Example]:
+def _all(examples: Examples, workers: int, count: int) -> Iterator[Example]:
     if not workers:
-        return examples.all()
-    return iter(
-        DataLoader(examples, batch_size=None, sampler=range(len(examples)), num_workers=workers)
-    )
+        return examples.all(count)
+    return iter(DataLoader(examples, batch_size=None, sampler=range(count), num_workers=workers))
 
 
 def has_target(example: Example) -> bool:

@@ -107,7 +107,7 @@ class Padding:
         for name, leaf in layout.leaves.items():
             if not leaf.varying:
                 continue
-            dimension = self._dimension(name, len(leaf.least))
+            dimension = self.dimension(name, len(leaf.least))
             if self.fill(name, leaf) is None or leaf.varying != (dimension,):
                 raise DataError(_cannot_pad(name, leaf, dimension))
 
@@ -139,7 +139,7 @@ class Padding:
         def lengthen(name: str, values: list[Example]) -> object:
             if name not in lengthened:
                 return values[0]
-            length = values[0].shape[self._dimension(name, values[0].dim())]
+            length = values[0].shape[self.dimension(name, values[0].dim())]
             return self._to(bucket(length, self.positions), name, values, layout)[0]
 
         return combined([example], lengthen)
@@ -174,7 +174,7 @@ class Padding:
         shapes = {value.shape for value in values}
         if len(shapes) == 1:
             return values
-        dimension = self._dimension(name, values[0].dim())
+        dimension = self.dimension(name, values[0].dim())
         others = {(*shape[:dimension], *shape[dimension + 1 :]) for shape in shapes}
         if self.fill(name, layout.leaves[name]) is None or len(others) > 1:
             raise DataError(_cannot_pad(name, layout.leaves[name], dimension))
@@ -182,7 +182,7 @@ class Padding:
 
     def _to(self, length: int, name: str, values: list[Tensor], layout: Layout) -> list[Tensor]:
         """Return the values padded to a length."""
-        dimension = self._dimension(name, values[0].dim())
+        dimension = self.dimension(name, values[0].dim())
         fill = self.fill(name, layout.leaves[name])
         assert fill is not None
         if torch.tensor(fill).to(values[0].dtype) != fill:  # -100 would be true, or byte 156
@@ -196,7 +196,7 @@ class Padding:
 
         return [F.pad(value, around(value), value=fill) for value in values]
 
-    def _dimension(self, name: str, dimensions: int) -> int:
+    def dimension(self, name: str, dimensions: int) -> int:
         """Return the dimension of a column's length: the last one, or the first one of an example
         for boxes and for a column with a declared value."""
         return 1 if column(name) in {*self.values, *_NESTED} else dimensions - 1

@@ -15,7 +15,7 @@ import datasets
 import numpy as np
 from torch.utils.data import Sampler, Subset
 
-from hf_dp.batches.loader import Drawn, PhysicalBatches, length_of, physical_batches, shape_of
+from hf_dp.batches.loader import Drawn, PhysicalBatches, Read, length_of, physical_batches, shape_of
 from hf_dp.batches.structure import Batch, DataSet, Example, Row, Value
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.plans.samplers import RandomBytes
@@ -233,12 +233,12 @@ class UnitBatches:
 
     def __call__(self, drawn: Sequence[Drawn[Sequence[Example]]]) -> list[Batch]:
         """Return the physical batches: plain ones of units of one row, and :class:`UnitBatch`."""
-        drawn = [Drawn([*map(self.batches.shaped, unit)], key) for unit, key in drawn]
-        for unit, _ in drawn:
-            self.batches.lengths(unit)  # or raise
-        alone = [unit for unit, _ in drawn if not self._fits(unit)]
+        drawn = [one._replace(unit=[*map(self.batches.shaped, one.unit)]) for one in drawn]
+        for one in drawn:
+            self.batches.lengths(one.unit)  # or raise
+        alone = [one for one in drawn if not self._fits(one.unit)]
         return [
-            *(batch for unit in alone for batch in self._parts(unit)),
+            *(batch for one in alone for batch in self._parts(one)),
             *self._together([one for one in drawn if self._fits(one.unit)]),
         ]
 
@@ -249,13 +249,13 @@ class UnitBatches:
         """Cut the rows of one unit, by their place in it: no other unit stands beside them."""
         return self.batches.cut(unit, range(len(unit)))
 
-    def _parts(self, unit: Sequence[Example]) -> Iterator[UnitBatch]:
-        scale, left = self.reduction.scale(len(unit)), len(unit)
-        for group in self._cut(unit):
+    def _parts(self, one: Drawn[Sequence[Example]]) -> Iterator[UnitBatch]:
+        reads, left = _reads(one), len(one.unit)
+        scale = self.reduction.scale(left)
+        for group in self._cut(one.unit):
             left -= len(group)
-            yield UnitBatch(
-                self._padded([unit[place] for place in group]), len(group), scale, left > 0
-            )
+            padded = self.batches.padded([reads[place] for place in group])
+            yield UnitBatch(padded, len(group), scale, left > 0)
 
     def _together(self, drawn: Sequence[Drawn[Sequence[Example]]]) -> Iterator[Batch]:
         by_rows: dict[int, list[Drawn[Sequence[Example]]]] = {}
@@ -270,8 +270,10 @@ class UnitBatches:
                 self.batches.max_tokens,
                 [shape_of(unit[0]) for unit in alike] if self.batches.one_shape else None,
             ):
-                padded = self._padded([example for place in group for example in alike[place]])
+                reads = [read for place in group for read in _reads(by_rows[rows][place])]
+                padded = self.batches.padded(reads)
                 yield padded if rows == 1 else UnitBatch(padded, rows, self.reduction.scale(rows))
 
-    def _padded(self, examples: Sequence[Example]) -> Batch:
-        return self.batches.padding.together(list(examples), self.batches.layout)
+
+def _reads(one: Drawn[Sequence[Example]]) -> list[Read]:
+    return [Read(example, place not in one.missing) for place, example in enumerate(one.unit)]

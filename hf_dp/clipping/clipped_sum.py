@@ -61,7 +61,7 @@ class ClippedSum:
     clipping_norm: float
     sums: RunningSums  # added to in place
     check: Callable[[], None]  # raises if autograd itself wrote a gradient
-    counted: bool = True  # False for made-up examples, none of which is used
+    counted: bool | Tensor = True  # whether units are used, all or each, (units,)
     # The running sums of parameters that are spread over processes:
     shards: ShardedSums = field(default_factory=lambda: ShardedSums(()))
     memory_ratio: float = 1.0  # as given to the engine
@@ -114,7 +114,7 @@ class ClippedSum:
             table.settle(uses)
             weights, norms, sizes, keep = self._weights(table)
             read = int(keep.all())
-        if self.watch is not None and self.counted:
+        if self.watch is not None and self.counted is not False:
             self.watch(sizes, keep)
         by_group = [Weights(values) for values in weights]
         return Decision(norms.square().sum(0).sqrt(), by_group, keep, bool(read))
@@ -128,8 +128,9 @@ class ClippedSum:
         weights = clipping_weights(self.clipping, upper, self.clipping_norm * self.gauge, least)
         weights = weights / self.gauge
         keep = torch.isfinite(upper).all(0)
-        if not self.counted:
-            weights, keep = torch.zeros_like(weights), torch.zeros_like(keep)
+        if self.counted is not True:
+            keep = keep & torch.as_tensor(self.counted, device=keep.device)
+            weights = weights.where(keep, torch.zeros_like(weights))
         return weights, norms, torch.maximum(upper, least), keep
 
     @torch.no_grad()

@@ -205,7 +205,7 @@ class ClippingEngine:
     def backward(
         self,
         losses: Tensor,
-        counted: bool = True,
+        counted: bool | Tensor = True,
         *,
         rows_per_unit: int = 1,
         unit_continues: bool = False,
@@ -219,9 +219,10 @@ class ClippingEngine:
             losses: (b,), each a function of its own example only, unscaled. b = 0 is allowed unless
                 the model is sharded, and adds nothing. For the mean over the rows of a unit, divide
                 each loss by their number.
-            counted: False for made-up examples, with which a process that has no others takes part
-                in what the processes do together. They add exactly nothing, whatever their
-                gradients are.
+            counted: which units count, (b / k,), or whether all do. The others add exactly nothing
+                to sums and counts, whatever their gradients are: made-up ones at the place of rows
+                that cannot be trained on; or all, with which a process that has no others takes
+                part in what the processes do together.
             rows_per_unit: k >= 1; the examples 0 to k - 1 are one unit, the next k another, and so
                 on. k divides b.
             unit_continues: the b examples are of one unit (k = b), and more of its examples follow
@@ -237,12 +238,15 @@ class ClippingEngine:
         """
         self._check_losses(losses)
         self._check_units(len(losses), rows_per_unit, unit_continues)
+        if isinstance(counted, Tensor) and counted.shape != (len(losses) // rows_per_unit,):
+            shape, expected = tuple(counted.shape), "to say of each unit whether it counts"
+            raise _validate.invalid("counted", shape, expected, "Give it one truth value a unit.")
         if self._sharded and len(losses) == 0:
             raise UnsupportedLossError(
                 "engine.backward() got no losses, but this model is sharded and the other "
                 "processes wait for this one. Pass losses of made-up examples with counted=False."
             )
-        if not self._sharded and not counted:  # nothing here waits for this process
+        if not self._sharded and counted is False:  # nothing here waits for this process
             self._tape.forget_forward()
             return losses.detach()[:0]
         if len(losses) == 0:
@@ -269,9 +273,11 @@ class ClippingEngine:
         finally:
             self._tape.forget_forward()
         norms = norms.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
+        if isinstance(counted, Tensor):
+            return norms[counted]
         return norms if counted else norms[:0]
 
-    def _clipped_sum(self, counted: bool, rows_per_unit: int) -> ClippedSum:
+    def _clipped_sum(self, counted: bool | Tensor, rows_per_unit: int) -> ClippedSum:
         """Return what one physical batch adds to the running sums."""
         return ClippedSum(
             self._tape,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from hf_dp._validate import invalid
 from hf_dp.clipping.sharding import is_sharded
 from hf_dp.errors import ConfigError, LedgerError, UnsupportedArgumentError, UnsupportedModelError
 from hf_dp.noise import untouched_generators
@@ -19,6 +20,7 @@ from hf_dp.plans.mechanism import MechanismPlan
 from hf_dp.run.gate import Release
 from hf_dp.run.physical_size import largest_physical_batch
 from hf_dp.run.private_run import PrivateRun
+from hf_dp.statement.facts import ALL
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.tuners.base import Tuner
 
@@ -57,6 +59,7 @@ class Mechanism(ABC):
 
     plan_type: ClassVar[type[MechanismPlan]]
     gradients_are_noised: ClassVar[bool] = True  # so that the norm of one may be logged
+    masks_rows: ClassVar[bool] = False  # whether drawn rows may be bad, and then add 0
     needs_whole_weights: str = ""  # why, where a sharded model cannot be trained
     logs: tuple[str, ...] = ()
     noised: Mapping[str, Tensor] = MappingProxyType({})
@@ -64,6 +67,10 @@ class Mechanism(ABC):
 
     def __init__(self, run: PrivateRun, tuner: Tuner | None = None):
         self.run, self.tuner = run, tuner or Tuner()
+        if run.options.look_over != ALL and not self.masks_rows:
+            name, why = type(self.plan).__name__, "Bad rows are not implemented there. Use it."
+            expected, error = f"to be {ALL!r} with {name}", UnsupportedArgumentError
+            raise invalid("look_over", run.options.look_over, expected, why, error)
 
     @property
     def plan(self) -> Any:

@@ -177,6 +177,7 @@ class PrivateEncoder(DpSgd):
     their own (why: :class:`hf_dp.accounting.SumAndRows`)."""
 
     plan_type = PrivateEncoderPlan
+    masks_rows = False
     needs_whole_weights = "DP-FP with a private encoder trains the last layer on released vectors."
     _last: LastLayer
     _vector_draws: Iterator[Batches] | None = None

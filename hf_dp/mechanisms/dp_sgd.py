@@ -31,6 +31,7 @@ class DpSgd(Mechanism):
     """Per-example gradients clipped by the engine, summed, noised once per logical batch."""
 
     plan_type: ClassVar[type[MechanismPlan]] = DpSgdPlan
+    masks_rows = True
 
     def __init__(self, run: PrivateRun, tuner: Tuner | None = None):
         super().__init__(run, tuner)

@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_dp.batches.loader import BatchOptions
 from hf_dp.plans.dp_sgd import MEMORY_RATIO
+from hf_dp.statement.facts import ALL
 
 # A hf_dp.run.private_run.PrivateRun, for the parts of it that it imports.
 Run = Any
@@ -23,6 +24,9 @@ class RunOptions:
             checkpointing, else book-keeping.
         clipping_memory_ratio: how much memory book-keeping may take for speed, at least 1.
         representation_module: DP-FP's last layer, where it is not found by itself.
+        look_over: which rows are looked at before the first draw: "all" or "when_drawn".
+        longest_row: the most tokens of a row that is looked at when it is drawn; None: all have as
+            many as the first.
         padding_values: fill values, by column, of columns that transformers does not know.
         rows_are_chunks: whether each row is a piece of a longer text.
         adapter_init_data_is_public: whether data that an adapter was initialized from, or that
@@ -35,6 +39,8 @@ class RunOptions:
     clipping_strategy: str | None = None
     clipping_memory_ratio: float = MEMORY_RATIO
     representation_module: str | None = None
+    look_over: str = ALL
+    longest_row: int | None = None
     padding_values: Mapping[str, float] = field(default_factory=dict)
     rows_are_chunks: bool = False
     adapter_init_data_is_public: bool = False

@@ -19,10 +19,12 @@ from transformers.utils import logging
 from hf_dp.accounting import EARLIER, Epsilon, Ledger
 from hf_dp.batches.examples import Collator
 from hf_dp.batches.limits import Limits
+from hf_dp.batches.loader import Masked
 from hf_dp.batches.padding import Padding
 from hf_dp.batches.structure import Batch, DataSet, Example, Rows
 from hf_dp.batches.units import UnitBatch, UnitTable, check_units, rows_to_draw, split_off_units
 from hf_dp.batches.views import refuse_views
+from hf_dp.batches.when_drawn import FirstRows
 from hf_dp.clipping import ClippingEngine, refuse_coupling
 from hf_dp.clipping.sharding import is_sharded
 from hf_dp.distributed.processes import Processes, others_present
@@ -48,7 +50,7 @@ from hf_dp.run.other_training import OtherTraining, note_training, pay_for_step
 from hf_dp.run.precision import Precision, run_facts
 from hf_dp.run.training_data import TrainingData
 from hf_dp.statement.audited import AuditResult
-from hf_dp.statement.facts import EVALUATION_ON_TRAINING_ROWS, Flags, RunFacts
+from hf_dp.statement.facts import EVALUATION_ON_TRAINING_ROWS, WHEN_DRAWN, Flags, RunFacts
 from hf_dp.statement.statement import PrivacyStatement
 
 logger = logging.get_logger(__name__)
@@ -339,8 +341,19 @@ class PrivateRun:
         units = None
         if self.units is not None and users is not None and not users.by_row:
             units = (self.units, users)
+        options, first = self.options, None
+        if options.look_over == WHEN_DRAWN:
+            first = FirstRows(options.longest_row)
         data = TrainingData(
-            dataset, collator, padding, limits, self.randomness, self.options.batches, units, views
+            dataset,
+            collator,
+            padding,
+            limits,
+            self.randomness,
+            options.batches,
+            units,
+            views,
+            first,
         )
         checks.refuse_rows_in_code(data.examples.reached, self.training_rows())
         data.check(self.model, self.losses, needs_labels=not self.has_own_loss)
@@ -348,7 +361,7 @@ class PrivateRun:
         if not self.options.rows_are_chunks and limits.ignorable and users is None:
             data.warn_of_chunks()
         adds_rows = any(each.adds_rows for each in self.inside)
-        if users is None and not adds_rows and self.processes.is_main:
+        if users is None and not adds_rows and first is None and self.processes.is_main:
             most, compared = self.training_rows().repeats()
             if most > 1:
                 logger.warning(of_repeated_rows(self.plan, most, compared))
@@ -484,20 +497,46 @@ class PrivateRun:
         return loss_sum
 
     def _clipped(self, engine: ClippingEngine, batches: Iterable[Batch]) -> Iterator[Tensor]:
-        """Feed each physical batch to the engine, and yield the losses of its units, (units,)."""
+        """Feed each physical batch to the engine, and yield the losses of its units, (units,); NaN
+        for a unit that does not count, since none of its rows does."""
         sum_so_far, rows_so_far = torch.zeros((), device=self.device), 0
+        counted_so_far: list[Tensor | None] = []
         for batch in batches:
             if not isinstance(batch, UnitBatch):
-                losses = self.losses(batch)
-                engine.backward(losses)
-                yield losses.detach()
+                losses, counted = self._counted(batch)
+                engine.backward(losses, True if counted is None else counted)
+                yield _of_counted(losses.detach(), counted)
                 continue
-            losses = self.losses(batch.inputs)
+            losses, rows = self._counted(batch.inputs)
+            counted_so_far.append(None if rows is None else rows.view(-1, batch.rows).any(1))
+            counted = _any(counted_so_far)
             engine.backward(
-                losses * batch.scale, rows_per_unit=batch.rows, unit_continues=batch.continues
+                losses * batch.scale,
+                True if counted is None else counted,
+                rows_per_unit=batch.rows,
+                unit_continues=batch.continues,
             )
             of_units = losses.detach().view(-1, batch.rows).sum(1)
             sum_so_far, rows_so_far = sum_so_far + of_units, rows_so_far + batch.rows
             if not batch.continues:
-                yield sum_so_far / rows_so_far
+                yield _of_counted(sum_so_far / rows_so_far, counted)
                 sum_so_far, rows_so_far = torch.zeros((), device=self.device), 0
+                counted_so_far = []
+
+    def _counted(self, batch: Batch | Masked) -> tuple[Tensor, Tensor | None]:
+        """Return the losses of a physical batch, (b,), 0 without a gradient for examples that do
+        not count, and which do, (b,); None: all."""
+        if not isinstance(batch, Masked):
+            return self.losses(batch), None
+        losses, counts = self.losses(batch.inputs), batch.counts.to(self.device)
+        return losses.where(counts, losses.new_zeros(())), counts
+
+
+def _any(parts: list[Tensor | None]) -> Tensor | None:
+    """Return which units count, of whose parts any does; None: all."""
+    known = [part for part in parts if part is not None]
+    return torch.stack(known).any(0) if len(known) == len(parts) else None
+
+
+def _of_counted(losses: Tensor, counted: Tensor | None) -> Tensor:
+    return losses if counted is None else losses.where(counted, losses.new_tensor(torch.nan))

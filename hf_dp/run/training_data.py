@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.utils import logging
 
+from hf_dp._validate import invalid
 from hf_dp.batches.examples import Collator, Examples, refuse_words_as_label
 from hf_dp.batches.limits import Limits
 from hf_dp.batches.loader import (
@@ -27,14 +28,16 @@ from hf_dp.batches.padding import LABELS, Padding
 from hf_dp.batches.structure import Batch, Example, Layout, Row, Rows, column, combined, leaves, own
 from hf_dp.batches.units import Reduction, UnitBatches, UnitDraws, UnitTable
 from hf_dp.batches.views import ViewDraws, Views
+from hf_dp.batches.when_drawn import FirstRows, WhenDrawn
 from hf_dp.clipping.sharding import is_sharded
-from hf_dp.errors import DataError, HfDpError, UnsupportedLossError
+from hf_dp.errors import DataError, HfDpError, UnsupportedArgumentError, UnsupportedLossError
 from hf_dp.losses import base_model, targets_of
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans.samplers import Sampler as LogicalSampler
 from hf_dp.plans.units import Users
 from hf_dp.run.precision import Watched
 from hf_dp.run.synthetic import made_up_rows, made_up_tokens, synthetic_examples
+from hf_dp.statement.facts import ALL, WHEN_DRAWN
 
 logger = logging.get_logger(__name__)
 
@@ -46,6 +49,8 @@ class TrainingData:
 
     Args: units: whose the rows are, and how many of a user's rows take part; None: each by itself.
         views: as how many random views a drawn row enters a step.
+        first: looks at the first rows, and the others are looked at when they are drawn; None: all
+            are looked at beforehand.
 
     Attributes: computed: types shorter than float32 that a forward was seen to compute in.
     """
@@ -60,8 +65,9 @@ class TrainingData:
         options: BatchOptions,
         units: tuple[UnitTable, Users] | None = None,
         views: int = 1,
+        first: FirstRows | None = None,
     ):
-        self.units, self.views = units, views
+        self.units, self.views, self.first = units, views, first
         self.examples = Examples(dataset, collator, randomness)
         self.padding, self.limits, self.options = padding, limits, options
         self.computed: frozenset[str] = frozenset()
@@ -69,7 +75,8 @@ class TrainingData:
     @cached_property
     def looked_over(self) -> LookedOver:
         """The layout of all examples. Raises: DataError as :func:`look_over`."""
-        return look_over(
+        look = look_over if self.first is None else self.first.look_over
+        return look(
             self.examples,
             self.padding,
             self.limits,
@@ -85,10 +92,18 @@ class TrainingData:
         if needs_labels:
             self._check_labels(targets_of(model))
         layout, training = self.looked_over.layout, model.training
+        longest, shorter = self._longest(model), None
+        if self.first is not None:
+            # A column of a fixed size may have to be as long as the tokens.
+            tokens = layout.leaves["input_ids"].most[-1] if "input_ids" in layout.leaves else 1
+            shorter = self._longest(model, max(1, tokens // 2))
+            self._when_drawn: WhenDrawn = WhenDrawn(layout, self.limits, made_up=longest)
         try:
             model.eval()
             with torch.no_grad(), self.examples.randomness.streams(), Watched() as watched:
-                found = losses(self._longest(model))
+                found = losses(longest)
+                if shorter is not None:
+                    losses(shorter)
             if not isinstance(found, Tensor) or found.shape != (1,):
                 shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
                 raise UnsupportedLossError(
@@ -104,7 +119,17 @@ class TrainingData:
         finally:
             model.train(training)
         checked = (*self.limits.below, *self.limits.places, *LABELS)
-        refuse_ids_beyond_tables(model, losses, self.examples, layout, checked)
+        if self.first is None:
+            refuse_ids_beyond_tables(model, losses, self.examples, layout, checked)
+        elif columns := looked_up(model, layout, checked):
+            raise invalid(
+                "look_over",
+                WHEN_DRAWN,
+                f"to be {ALL!r} for rows with the columns {columns}",
+                "Which whole numbers the model takes there is not known, and one that it does not "
+                "take would end the run at the row that was drawn. Use it, or leave them out.",
+                UnsupportedArgumentError,
+            )
 
     def check_padded(self, model: nn.Module, losses: Callable[[Batch], Tensor]) -> None:
         """Raise DataError where the model does not take the longest row padded by itself."""
@@ -124,10 +149,10 @@ class TrainingData:
         finally:
             model.train(training)
 
-    def _longest(self, model: nn.Module) -> Example:
-        """Return a made-up example as long as the longest row."""
-        of_rows = self.looked_over
-        return _as_long_as_the_longest(self.examples[of_rows.longest], of_rows.layout, model)
+    def _longest(self, model: nn.Module, at_most: int | None = None) -> Example:
+        """Return a made-up example as long as the longest row, or ``at_most``."""
+        row, layout = self.examples[self.looked_over.longest], self.looked_over.layout
+        return _as_long_as_the_longest(row, layout, model, at_most)
 
     def _check_labels(self, targets: Sequence[str]) -> None:
         found = self.looked_over.layout.leaves
@@ -164,7 +189,7 @@ class TrainingData:
 
     def warn_of_no_targets(self) -> None:
         """Warn on the local console when most rows have nothing to learn, so that noise trains."""
-        without, rows = self.looked_over.without_target, len(self.examples)
+        without, rows = self.looked_over.without_target, self.looked_over.rows
         if 2 * without > rows:
             logger.warning(
                 f"In {without:,} of {rows:,} rows every label is -100. These train nothing, and "
@@ -174,7 +199,7 @@ class TrainingData:
 
     def warn_of_chunks(self) -> None:
         """Warn on the local console when the rows look like chunks of longer documents."""
-        if self.looked_over.look_like_chunks(len(self.examples)):
+        if self.looked_over.look_like_chunks:
             logger.warning(
                 "Nearly all rows have the same number of tokens, as chunks of longer documents do. "
                 "If they are chunks, one chunk is protected, and a document of k chunks is "
@@ -206,7 +231,8 @@ class TrainingData:
         if self.views > 1:
             drawn, reduction = ViewDraws(drawn, self.views), Views(self.views, reduction)
         cut = batches if reduction is None else UnitBatches(batches, reduction)
-        return private_dataloader(examples, drawn, cut, options, count)
+        look = None if self.first is None else self._when_drawn
+        return private_dataloader(examples, drawn, cut, options, count, look)
 
     def synthetic_examples(self, model: nn.Module) -> list[Example]:
         """Return made-up examples that passed through the collator like rows, each a batch of one;
@@ -308,8 +334,9 @@ def _as_long_as_the_longest(
             return value
         leaf = layout.leaves[name]
         shape = leaf.most
-        if at_most is not None and leaf.varying:
-            shape = (*shape[:-1], min(shape[-1], at_most))
+        if at_most is not None:
+            pairs = enumerate(leaf.most)
+            shape = tuple(min(n, at_most) if at in leaf.varying else n for at, n in pairs)
         if column(name) == "position_ids":
             return torch.arange(shape[-1]).expand(shape)
         if column(name).endswith("input_ids"):
@@ -359,6 +386,22 @@ def padded_together(
     return padding.together(shaped, layout), alone
 
 
+def looked_up(model: nn.Module, layout: Layout, checked: Collection[str]) -> list[str]:
+    """Return the integer columns without a known range that a model may look up in its tables."""
+    columns = [
+        name
+        for name, leaf in layout.leaves.items()
+        if leaf.is_tensor
+        and leaf.dtype.startswith(("int", "uint"))
+        and not (column(name) in checked or name.endswith("_mask"))
+    ]
+    return columns if _tables(model) else []
+
+
+def _tables(model: nn.Module) -> dict[nn.Embedding, str]:
+    return {m: name for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
+
+
 class _LookedUp(Exception):
     """Ends a forward after its last table."""
 
@@ -378,16 +421,10 @@ def refuse_ids_beyond_tables(
 
     Args: checked: columns whose ranges were checked.
     """
-    columns = [
-        name
-        for name, leaf in layout.leaves.items()
-        if leaf.is_tensor
-        and leaf.dtype.startswith(("int", "uint"))
-        and not (column(name) in checked or name.endswith("_mask"))
-    ]
-    tables = {m: name for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
-    if not columns or not tables:
+    columns = looked_up(model, layout, checked)
+    if not columns:
         return
+    tables = _tables(model)
     training, lookups = model.training, _Lookups(tables, whole=is_sharded(model))
     try:
         model.eval()

@@ -21,6 +21,9 @@ from hf_dp.statement.audited import AuditResult
 
 PUBLIC_ROWS, OTHER_ROWS = "public_rows", "other_rows"
 OTHER_TRAINING = (PUBLIC_ROWS, OTHER_ROWS)  # the latter weakens a claim more
+# Which rows are looked at before the first draw (:mod:`hf_dp.batches.when_drawn`).
+ALL, WHEN_DRAWN = LOOK_OVERS = ("all", "when_drawn")
+FIRST, LONGEST = 10_000, "longest_row"  # of the latter, how many still are; and its argument
 EVALUATION_ON_TRAINING_ROWS = "evaluation_on_training_rows"  # a name among those `released`
 
 

@@ -29,6 +29,7 @@ from hf_dp.run.gguf import gguf_file_of
 from hf_dp.run.ledger_file import LEDGER
 from hf_dp.run.witnesses import read_run, refuse_foreign
 from hf_dp.statement.evidence import FILE_NAME, read
+from hf_dp.statement.facts import WHEN_DRAWN
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.tasks.infilling import LabelWordClassifier
 from hf_dp.trainer.arguments import DPTrainingArguments
@@ -213,7 +214,8 @@ def save_run(
     if run.accelerator is not None:
         weights = run.accelerator.get_state_dict(model) if is_sharded(model) else None
         model = run.accelerator.unwrap_model(model)
-    details = details_of_model(model, run.folder.name, metrics or {}).with_given(**card)
+    settings = of_rows(run.options.look_over)
+    details = details_of_model(model, run.folder.name, metrics or {}, settings).with_given(**card)
     statement = mechanism.statement()
     reader = processing_class or run.processing_class
 
@@ -333,8 +335,14 @@ def _public_settings(args: DPTrainingArguments) -> dict[str, object]:
     ]
     if args.max_tokens_per_physical_batch is not None:
         names.append("max_tokens_per_physical_batch")
-    values = {name: getattr(args, name) for name in names}
+    values = {name: getattr(args, name) for name in names} | of_rows(args.look_over)
     return {name: getattr(value, "value", value) for name, value in values.items()}
+
+
+def of_rows(look_over: str) -> dict[str, object]:
+    """Return what a card's settings say of rows that nobody looked at before they were drawn."""
+    said = f"{WHEN_DRAWN} (a row that could not be trained on added 0, and nobody was told of it)"
+    return {"look_over": said} if look_over == WHEN_DRAWN else {}
 
 
 def usage(model: nn.Module, task_tag: str | None) -> str | None:

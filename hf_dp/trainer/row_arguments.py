@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_dp._arguments import ArgumentGroup, Need, Problems, argument, is_given
 from hf_dp._validate import invalid, real
+from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.plans.dp_sgd import DP_SGD
 from hf_dp.plans.units import (
     EXAMPLE,
@@ -19,7 +20,7 @@ from hf_dp.plans.units import (
     check_name,
 )
 from hf_dp.statement.audited import GRADIENTS, SCORES
-from hf_dp.statement.facts import OTHER_TRAINING
+from hf_dp.statement.facts import ALL, FIRST, LONGEST, LOOK_OVERS, OTHER_TRAINING, WHEN_DRAWN
 
 if TYPE_CHECKING:
     from hf_dp.batches.units import UnitTable
@@ -171,6 +172,20 @@ class RowArguments(ArgumentGroup):
         "length. The columns of transformers are known; others are refused until declared here.",
         _numbers_by_column,
     )
+    look_over: str = argument(
+        ALL,
+        "Which rows are looked at before the first draw: all, or when_drawn: the first "
+        f"{FIRST:,}, and each other row when it is drawn. One that cannot be trained on then adds "
+        "exactly 0, and nothing says so; with all it is named. For more rows than can be read "
+        "beforehand.",
+        LOOK_OVERS,
+    )
+    longest_row: int | None = argument(
+        None,
+        "With look_over=when_drawn, the most tokens of a row, as collated; a longer one adds 0. It "
+        "is public: do not read it off the data. Unset means that all rows have as many as the "
+        "first.",
+    )
     rows_are_chunks: bool = argument(
         False,
         "Whether a row is a piece of a longer text. Then a piece is what is protected, and the "
@@ -185,6 +200,17 @@ class RowArguments(ArgumentGroup):
         False,
         "Whether evaluation sets may hold rows of the training set. Their metrics are then "
         "released without noise, and the card says so.",
+    )
+
+    NEEDS: ClassVar[tuple[Need, ...]] = (
+        Need(LONGEST, "look_over", (WHEN_DRAWN,), "It is known from the look at all rows."),
+        Need(
+            "look_over",
+            "privacy_mode",
+            (DP_SGD,),
+            "DP-FP with rows that are looked at when they are drawn is not implemented.",
+            UnsupportedArgumentError,
+        ),
     )
 
 

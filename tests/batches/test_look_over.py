@@ -219,9 +219,7 @@ def test_the_limits_of_tasks():
 
 def test_planted_look_at_the_first_rows_only_is_seen(tmp_path, monkeypatch):
     original = look_over._all
-    monkeypatch.setattr(
-        look_over, "_all", lambda examples, workers: iter(list(original(examples, workers))[:5])
-    )
+    monkeypatch.setattr(look_over, "_all", lambda *given: iter(list(original(*given))[:5]))
     given = {"train_dataset": rows(("label", 2)), "eval_dataset": None}
     trainer = tiny.trainer(tmp_path, given=given)
     trainer.run.training_data()  # does not raise, as it must in the test above

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_dp.clipping import ClippingEngine
+from hf_dp.clipping.engine import CLIPPINGS, STRATEGIES
 from hf_dp.errors import (
     InvalidArgumentError,
     UnaccountedGradientError,
@@ -120,6 +121,34 @@ def test_an_empty_batch_adds_nothing(after):
             engine.collect()
         assert engine.backward(torch.zeros(0)).shape == (0,)
         assert not any(value.any() for value in engine.collect().values())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("clipping", CLIPPINGS)
+def test_examples_that_do_not_count_add_exactly_nothing(clipping, strategy):
+    """Not even where their gradients are not finite; they have no norm, and are in no count."""
+    rows, counted = x(6), torch.tensor([True, False, True, True, False, False])
+    rows[4] = torch.inf
+    used: list[Tensor] = []
+
+    def sums(rows: Tensor, counted: Any, of: int) -> tuple[Tensor, list[Tensor]]:
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)).double()
+        torch.manual_seed(1)
+        for p in model.parameters():
+            nn.init.normal_(p)
+        with ClippingEngine(model, 0.5, clipping, strategy) as engine:
+            engine.measure(watch=lambda _, keep: used.append(keep))
+            losses = model(rows.double()).squeeze(1)
+            norms = engine.backward(losses, counted, rows_per_unit=of)
+            return norms, list(engine.collect().values())
+
+    norms, found = sums(rows, counted, 1)
+    expected_norms, expected = sums(rows[counted], True, 1)
+    torch.testing.assert_close([norms, *found], [expected_norms, *expected], rtol=1e-12, atol=0)
+    assert used[0].tolist() == counted.tolist()
+    assert not any(each.any() for each in sums(rows, torch.zeros(3, dtype=torch.bool), 2)[1])
+    with pytest.raises(InvalidArgumentError, match="`counted` to say of each unit"):
+        sums(rows, counted, 2)
 
 
 def test_refused_batches_add_nothing():

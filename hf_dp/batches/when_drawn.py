@@ -1,0 +1,138 @@
+"""Rows that are looked at when they are drawn, where a look at all of them would take too long.
+
+A bad row keeps its place: in the draw, in what a truncated draw keeps, in its user, in its physical
+batch. There a made-up row stands for it, which takes part in the forward and adds exactly 0 to each
+part of the step's release. It is not drawn again, and nothing says that it was drawn: neither an
+error nor a warning.
+
+**Why this adds at most C, and moves nobody else.** Draw and truncation know places alone. Whether a
+row is bad is a function of the row, of secret randomness of its own, and of public things: the
+model's ranges, the columns of the first rows by place, and a declared length. The length is
+declared, and not that of the longest row that was seen: if it were, leaving that row out would
+make others bad, and one row would move what they add. (All of the first rows have the same columns,
+so these are the same whichever of them is left out.) So a bad row is a row whose contribution is 0,
+and the sensitivity to one row is that of rows that all are good.
+
+**Of a user** the other rows stay, and the mean counts the bad one with a gradient and a loss of 0.
+What a user adds is a function of that user's rows, and is clipped once, so this is as sound as
+leaving the user out; a user without any good row adds nothing to any part.
+
+The first rows by place (:data:`hf_dp.statement.facts.FIRST` of them) are looked at beforehand, as
+all are otherwise, so that a run with the wrong tokenizer does not train on noise.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from hf_dp.batches.examples import Examples
+from hf_dp.batches.limits import Limits
+from hf_dp.batches.loader import Read
+from hf_dp.batches.look_over import LookedOver, look_over
+from hf_dp.batches.padding import Padding
+from hf_dp.batches.structure import Example, Layout, Leaf, leaves
+from hf_dp.errors import DataError
+from hf_dp.statement.facts import FIRST, LONGEST
+
+
+@dataclass(frozen=True)
+class FirstRows:
+    """Looks at the first rows, and says what all must be like.
+
+    Args: longest: the most numbers of a row in a column that is padded, as collated; None: all rows
+        have as many as the first.
+    """
+
+    longest: int | None = None
+
+    def look_over(
+        self,
+        examples: Examples,
+        padding: Padding,
+        limits: Limits,
+        *,
+        workers: int = 0,
+        quiet: bool = True,
+    ) -> LookedOver:
+        """Return what a look at the first rows finds, with the layout that all rows must have.
+
+        Raises: DataError, which names the row or the column.
+        """
+        found = look_over(examples, padding, limits, workers=workers, quiet=quiet, first=FIRST)
+        known = found.layout.leaves.items()
+        declared = {name: self._declared(name, leaf, padding) for name, leaf in known}
+        return replace(found, layout=Layout(declared))
+
+    def _declared(self, name: str, leaf: Leaf, padding: Padding) -> Leaf:
+        dimension = padding.dimension(name, len(leaf.least))
+        if not leaf.is_tensor or dimension < 1 or padding.fill(name, leaf) is None:
+            return leaf
+        low, high = leaf.least[dimension], leaf.most[dimension]
+        if self.longest is None and low == high:
+            return leaf
+        if self.longest is None or high > self.longest:
+            raise DataError(
+                f"Among the first {FIRST:,} rows, `{name}` has {low} to {high} numbers as "
+                f"collated, and {LONGEST} is {self.longest}. Set it to the most that a row of "
+                "yours may have, a number that you know without looking at the rows."
+            )
+        sizes = [list(leaf.least), list(leaf.most)]
+        sizes[0][dimension], sizes[1][dimension] = 1, self.longest
+        return replace(leaf, least=tuple(sizes[0]), most=tuple(sizes[1]))
+
+
+@dataclass(frozen=True)
+class WhenDrawn:
+    """Reads rows that were drawn, and looks at each.
+
+    Args: layout: what all rows must have. limits: the values that they may hold. made_up: what
+        stands for a row that is bad.
+    """
+
+    layout: Layout
+    limits: Limits
+    made_up: Example
+
+    def read(self, examples: Examples, places: Sequence[int]) -> list[Read]:
+        """Return the examples of rows that were drawn, in their order. Nothing raises."""
+        with unheard():
+            return examples.each(places, self._one)
+
+    def _one(self, read: Callable[[], Example]) -> Read:
+        try:
+            example = read()
+            self.layout.check(example)
+            self._check_sizes(example)
+            self.limits.check(example)
+        except Exception:  # of whatever kind: to stop would tell that the row was drawn
+            return Read(self.made_up, False)
+        return Read(example, True)
+
+    def _check_sizes(self, example: Example) -> None:
+        for name, value in leaves(example):
+            leaf = self.layout.leaves[name]
+            if isinstance(value, Tensor) and not all(
+                low <= size <= high for low, size, high in zip(leaf.least, value.shape, leaf.most)
+            ):
+                raise DataError(f"`{name}` has the shape {tuple(value.shape)}.")
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Let nothing be logged, warned of or printed meanwhile: a row is in sight that was drawn."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            with redirect_stderr(io.StringIO()):
+                yield
+    finally:
+        logging.disable(before)
