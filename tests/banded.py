@@ -4,7 +4,7 @@ import numpy as np
 from scipy import stats
 from scipy.linalg import toeplitz
 
-from hf_dp.plans.bands import square_root_column
+from hf_dp.plans.bands import member, square_root_column
 
 REJECT = 1e-8
 BANDS = 3
@@ -17,6 +17,15 @@ LIMIT = 7.0
 def matrix(column, steps: int) -> np.ndarray:
     """C, (T, T), of its first column."""
     return toeplitz(np.resize([*column, *[0.0] * steps], steps), np.zeros(steps))
+
+
+def classes(count: int, bands: int) -> np.ndarray:
+    """The class of each place, (b ceil(N / b),)."""
+    blocks = np.arange(-(-count // bands))
+    found = np.full(len(blocks) * bands, -1)
+    for k in range(bands):
+        found[member(blocks, k, bands)] = k
+    return found
 
 
 def covariance(blocks) -> np.ndarray:

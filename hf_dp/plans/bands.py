@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,7 +22,7 @@ from hf_dp.accounting.knows import BANDED, TRUNCATED_BANDED, Asked
 from hf_dp.errors import ConfigError, UnsupportedArgumentError
 from hf_dp.plans.draws import Draw, Poisson, Schedule, TruncatedPoisson, register_draw
 from hf_dp.plans.mechanism import Words
-from hf_dp.plans.samplers import PoissonSampler, Share
+from hf_dp.plans.samplers import PoissonSampler
 
 BANDS, AUTO = "bands", "auto"
 
@@ -77,26 +77,25 @@ def noise_of_steps(column: Sequence[float], steps: int) -> np.ndarray:
 # -- the draw --
 
 
-def classes(num_examples: int, bands: int) -> np.ndarray:
-    """Return the class, below b, of each place, (b ceil(N / b),): a function of place and b alone.
+def member(block: np.ndarray, of_class: int, bands: int) -> np.ndarray:
+    """Return the place, among b consecutive ones, of the class, below b, in each of these blocks: a
+    function of block, class and b alone.
 
     Each b consecutive places are in b different classes, in the order of SplitMix64's outputs
-    (Steele, Lea, Flood 2014, seed 0): also where rows are sorted by label, or a process has every
-    W-th place, each class has its part. Places from N on, without an example, make all equal.
+    (Steele, Lea, Flood 2014, seed 0): also where rows are sorted by label each class has its part.
+    Places from N on, without an example, make all classes equal.
     """
-    blocks = -(-num_examples // bands)
-    mixed = np.arange(1, blocks * bands + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    first = block * bands
+    own = _mixed(first + of_class)
+    before = (_mixed(first + other) < own for other in range(bands))  # no two outputs are equal
+    return first + sum(before, np.zeros_like(block))
+
+
+def _mixed(place: np.ndarray) -> np.ndarray:
+    mixed = (place + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    return mixed.reshape(blocks, bands).argsort(axis=1, kind="stable").ravel()
-
-
-@dataclass(frozen=True)
-class Among(Share):
-    places: np.ndarray = field(kw_only=True)
-
-    def of(self, num_examples: int) -> np.ndarray:
-        return self.places
+    return mixed
 
 
 @dataclass(frozen=True)
@@ -108,14 +107,13 @@ class BandedSampler(PoissonSampler):
     first: int = 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        of_place = classes(self.num_examples, self.bands)
-        own = self.share.of(len(of_place))
-        shares = (Among(places=own[of_place[own] == each]) for each in range(self.bands))
-        turn = [replace(self, share=share) for share in shares]
+        blocks = -(-self.num_examples // self.bands)
         for step in range(self.first, self.first + self.steps):
+            places = member(self.joining(blocks), step % self.bands, self.bands)
+            own = places[places % self.share.count == self.share.rank]
             # A place without an example is drawn, and can be cut off, as any other.
-            drawn = PoissonSampler.draw(turn[step % self.bands])
-            yield [index for index in drawn if index < self.num_examples]
+            drawn = self.cut(own)
+            yield drawn[drawn < self.num_examples].tolist()
 
     def draw(self) -> list[int]:
         raise ConfigError("Expected a step to draw for. Iterate over the sampler.")

@@ -172,14 +172,14 @@ def bits(*values: int) -> Callable[[int], bytes]:
 
 
 @pytest.mark.parametrize(
-    ("rate", "threshold"), [(0.5, 2**63), (0.25, 2**62), (2**-64, 1), (1 - 2**-53, 2**64 - 2**11)]
+    ("rate", "threshold"), [(0.5, 2**63), (0.25, 2**62), (1 - 2**-53, 2**64 - 2**11)]
 )
 def test_an_example_joins_exactly_below_the_threshold(rate, threshold):
     source = bits(threshold - 1, threshold, 0, 2**64 - 1)
     assert PoissonSampler(4, rate, 1, random_bytes=source).draw() == [0, 2]
 
 
-@pytest.mark.parametrize("rate", [0.1, 1 / 3, 0.015204, 1e-9])
+@pytest.mark.parametrize("rate", [0.1, 1 / 3, 1 / 16])  # lower ones: test_trials.py
 def test_the_probability_is_exact_to_the_last_bit(rate):
     threshold = round(rate * 2**64)
     assert abs(threshold / 2**64 - rate) <= 2**-65
@@ -189,7 +189,7 @@ def test_the_probability_is_exact_to_the_last_bit(rate):
 
 def test_all_and_nobody_are_draws_and_indices_increase():
     assert list(PoissonSampler(5, 1.0, 3)) == [[0, 1, 2, 3, 4]] * 3
-    assert list(PoissonSampler(3, 2.0**-64, 4, random_bytes=bits(9, 9, 9))) == [[]] * 4
+    assert list(PoissonSampler(3, 2.0**-64, 4)) == [[]] * 4
     assert len(PoissonSampler(3, 0.5, 4)) == 4
     draw = PoissonSampler(1000, 0.5, 1).draw()
     assert draw == sorted(set(draw)) and all(isinstance(i, int) and 0 <= i < 1000 for i in draw)

@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 import users
-from banded import BANDS, COLUMN, is_banded, matrix
+from banded import BANDS, COLUMN, classes, is_banded, matrix
 from processes import results
 
 from hf_dp import DPTrainer, FrostConfig, RgpConfig
@@ -22,7 +22,7 @@ from hf_dp.errors import InvalidArgumentError, LedgerError, StepError, Unsupport
 from hf_dp.losses import per_example_loss
 from hf_dp.mechanisms import mechanism_for
 from hf_dp.mechanisms.dp_sgd import DpSgd
-from hf_dp.plans.bands import Among, InTurn, classes
+from hf_dp.plans.bands import InTurn, member
 from hf_dp.run.gate import Observer
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.trainer.weighing import workload_of
@@ -149,7 +149,8 @@ def test_planted_draws_that_begin_with_class_0_after_a_resume_are_refused(tmp_pa
 
 
 def test_planted_draws_of_another_class_are_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_dp.plans.bands.classes", lambda *given: (classes(*given) + 1) % BANDS)
+    other = lambda block, k, b: member(block, (k + 1) % b, b)  # noqa: E731
+    monkeypatch.setattr("hf_dp.plans.bands.member", other)
     assert not are_of_their_classes(of_four(tmp_path).noted)
 
 
@@ -231,8 +232,8 @@ def test_a_row_moves_what_is_noised_by_its_norm(tmp_path, monkeypatch):
         assert np.linalg.norm(differences[took_part[0]]) > 0.95  # it is clipped
         assert not moves_too_far(differences)
         assert moves_too_far(differences, np.multiply(COLUMN, 1.1))  # planted
-    # Planted: draws of all classes, in which a row's steps are not 3 apart.
-    monkeypatch.setattr(Among, "of", lambda self, num_examples: np.arange(num_examples))
+    # Planted: draws of rows 2, 5, ..., 17, ... whatever their class: steps are not 3 apart.
+    monkeypatch.setattr("hf_dp.plans.bands.member", lambda block, k, b: b * block + 2)
     planted = tmp_path / "planted"
     assert moves_too_far(summed(planted, -1) - summed(planted, 17))
 
