@@ -16,7 +16,7 @@ from hf_dp.batches import when_drawn
 from hf_dp.batches.loader import Masked, PhysicalBatches
 from hf_dp.batches.when_drawn import FirstRows
 from hf_dp.errors import DataError, InvalidArgumentError, UnsupportedArgumentError
-from hf_dp.plans.samplers import Share
+from hf_dp.plans.samplers import PoissonSampler
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -171,8 +171,8 @@ def test_draw_truncation_and_physical_batches_are_those_of_a_good_row(tmp_path):
 
 
 def dropped_before_truncation(patch):
-    honest = Share.of
-    patch.setattr(Share, "of", lambda self, count: (all_ := honest(self, count))[all_ != 7])
+    honest = PoissonSampler.joining
+    patch.setattr(PoissonSampler, "joining", lambda *args: (drawn := honest(*args))[drawn != 7])
 
 
 def left_out_of_its_batch(patch):
