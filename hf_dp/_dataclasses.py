@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self, TypeVar
@@ -10,6 +11,7 @@ from typing import Any, ClassVar, Self, TypeVar
 from hf_dp.errors import ConfigError, HfDpError, LedgerError
 
 T = TypeVar("T")
+_types_of = functools.cache(typing.get_type_hints)  # which reads each annotation's text anew
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
@@ -85,7 +87,7 @@ def read(cls: type[T], values: object, error: type[HfDpError] = ConfigError) -> 
             f"{cls.__name__} cannot be read: it lacks or adds fields (unknown {unknown}, missing "
             f"{missing}). It was edited, or written by another version of hf_dp."
         )
-    types = typing.get_type_hints(cls)
+    types = _types_of(cls)
     return cls(**{name: _read_field(types[name], value, error) for name, value in given.items()})
 
 

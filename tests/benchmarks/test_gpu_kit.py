@@ -6,28 +6,41 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 MISSING = "datasets evaluate dp_accounting prv_accountant sentence_transformers trl opacus".split()
-WITHOUT = f"import sys, runpy; sys.modules.update(dict.fromkeys({MISSING}))\n"
+PROGRAM = f"""
+import sys
+sys.modules.update(dict.fromkeys({MISSING}))
+out, *collected = sys.argv[1:]
+sys.path.insert(0, "recipes/gpu")
+import measure, pytest
+measure.SMALL[0] = ("tiny", 4, 10**6, False)
+measure.main([out, "--small", "--rounds", "3"])
+measure.main([out + "l", "--small", "--seconds", "-1"])
+sys.exit(pytest.main(collected))
+"""
 
 
-def without_the_rest(program: str) -> str:
-    command = [sys.executable, "-c", WITHOUT + program]
+def tests_for_gpus() -> list[str]:
+    (line,) = re.findall(r"GPU_TESTS = ((?:.*\\\n)*.*)", (ROOT / "Makefile").read_text())
+    return line.replace("\\\n", " ").split()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> tuple[str, Path]:
+    """What one process without the rest prints and writes: it measures, and finds the tests."""
+    out = tmp_path_factory.mktemp("gpu") / "new" / "gpu.json"
+    options = ["-q", "--collect-only", "-m", "gpu", "-p", "no:cacheprovider", *tests_for_gpus()]
+    command = [sys.executable, "-c", PROGRAM, str(out), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return done.stdout, out
 
 
-def test_each_mode_of_each_case_is_printed_and_written_and_one_that_fails_costs_no_other(tmp_path):
-    out = tmp_path / "new" / "gpu.json"
-    program = f"""
-sys.path.insert(0, "recipes/gpu")
-import measure
-measure.SMALL[0] = ("tiny", 4, 10**6, False)
-measure.main([{str(out)!r}, "--small", "--rounds", "3"])
-measure.main([{str(out)!r} + "l", "--small", "--seconds", "-1"])
-"""
-    printed = without_the_rest(program)
+def test_each_mode_of_each_case_is_printed_and_written_and_one_that_fails_costs_no_other(made):
+    printed, out = made
     first, second = json.loads(out.read_text())
     assert first["case"].startswith("tiny, ") and "positions" in first["refused"]
     modes = second["modes"]
@@ -39,9 +52,5 @@ measure.main([{str(out)!r} + "l", "--small", "--seconds", "-1"])
     assert printed.count("no time left") == 2
 
 
-def test_the_tests_for_gpus_are_found_without_the_rest():
-    (line,) = re.findall(r"GPU_TESTS = ((?:.*\\\n)*.*)", (ROOT / "Makefile").read_text())
-    files = line.replace("\\\n", " ").split()
-    options = ["-q", "--collect-only", "-m", "gpu", "-p", "no:cacheprovider"]
-    found = without_the_rest(f"import pytest; sys.exit(pytest.main({[*options, *files]}))")
-    assert all(f"{name}::" in found for name in files)
+def test_the_tests_for_gpus_are_found_without_the_rest(made):
+    assert all(f"{name}::" in made[0] for name in tests_for_gpus())
