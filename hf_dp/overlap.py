@@ -169,7 +169,9 @@ def _unpad(chunk: Columns) -> None:
 
 def columns_of(part: DataSet) -> dict[str, int]:
     """Return the kinds of a data set's columns, as a few rows show them; none without rows."""
-    first, again = (next(_chunks(part, _FIRST), {}) for _ in range(2))
+    first = next(_chunks(part, _FIRST), {})
+    stored = isinstance(part, datasets.Dataset)  # (before its transform: each reading is the same)
+    again = first if stored else next(_chunks(part, _FIRST), {})
     steady = {n: list(map(encode, v)) == list(map(encode, again[n])) for n, v in first.items()}
     return {n: max(map(_kind, v)) if steady[n] else UNSTEADY for n, v in first.items()}
 
