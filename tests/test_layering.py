@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -48,8 +49,10 @@ def names_imported(source: str, module: str, is_package: bool) -> Iterator[str]:
             yield from (".".join([*base, alias.name]) for alias in node.names)
 
 
-def imported_by(module: str, path: Path) -> Iterator[str]:
-    return names_imported(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
+@cache
+def imported_by(module: str, path: Path) -> tuple[str, ...]:
+    source = path.read_text(encoding="utf-8")
+    return tuple(names_imported(source, module, path.name == "__init__.py"))
 
 
 def violations(package: Path) -> list[str]:

@@ -122,7 +122,7 @@ def test_models_that_are_refused(task):
 
 ADAPTERS = {
     "lora": {"peft_type": "lora", "r": 2, "target_modules": ["q_proj", "fc1"]},
-    "frost": {"peft_type": "frost", "selection_sample_rate": 0.2},
+    "frost": {"peft_type": "frost", "selection_sample_rate": 0.2, "selection_noise_multiplier": 1.0},
 }
 
 
@@ -131,7 +131,8 @@ def test_under_an_adapter_the_new_head_trains_and_is_saved_and_loads(task, name)
     fresh = trainer(task).model.state_dict()
     start = next(v for k, v in fresh.items() if "classifier" in k and k.endswith(".weight"))
     assert start.shape[0] == 3  # the base has two classes
-    trained = accuracy(task.run(peft=ADAPTERS[name]))
+    given = {"target_epsilon": None, "noise_multiplier": 1.0}  # nothing is searched for
+    trained = accuracy(task.run(peft=ADAPTERS[name], **given))
     saved = load_file(task.out / "adapter_model.safetensors")
     (head,) = (v for k, v in saved.items() if "classifier" in k and k.endswith(".weight"))
     assert (head - start).abs().max() > 1e-3

@@ -138,7 +138,7 @@ def test_training_learns_without_much_noise(tmp_path):
     # label = does the row contain the word with id 4; learnable in a few steps
     marked = tiny.dataset().map(lambda row: {"label": int(4 in row["input_ids"])})
     options = {
-        "noise_multiplier": 0.05, "accountant": "rdp", "max_steps": 40, "expected_batch_size": 40, "learning_rate": 3e-3,
+        "noise_multiplier": 0.05, "accountant": "rdp", "max_steps": 20, "expected_batch_size": 40, "learning_rate": 6e-3,
         "per_device_train_batch_size": 40, "per_example_max_grad_norm": 1.0, "logging_strategy": "no",
         "evaluate_on_training_rows": True,
     }  # fmt: skip
