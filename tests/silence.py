@@ -15,8 +15,8 @@ from scipy import stats
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hf_dp.distributed.draws import SharedDraws
 from hf_dp.noise import SecretRandomness
-from hf_dp.run.private_run import PrivateRun
 from hf_dp.trainer.trainer import DPTrainer
 
 TOKENS = len(tiny.WORDS) + 4
@@ -128,15 +128,9 @@ def assert_standard_normal(moved: Tensor) -> None:
 
 
 def plant_a_unit_that_all_processes_draw(patch: pytest.MonkeyPatch) -> None:
-    share = PrivateRun.share
-
-    def overlapping(self: PrivateRun, sampler: Any) -> Any:
-        mine = share(self, sampler)
-        draw = type(mine).draw
-        patch.setattr(type(mine), "draw", lambda each: sorted({0, *draw(each)}))
-        return mine
-
-    patch.setattr(PrivateRun, "share", overlapping)
+    honest = SharedDraws.__iter__
+    overlapping = lambda self: (sorted({0, *drawn}) for drawn in honest(self))  # noqa: E731
+    patch.setattr(SharedDraws, "__iter__", overlapping)
 
 
 def trained(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:

@@ -35,10 +35,10 @@ from hf_dp.batches.examples import Examples
 from hf_dp.batches.padding import Padding
 from hf_dp.batches.structure import Batch, Example, Layout, leaves
 from hf_dp.errors import DataError
-from hf_dp.plans.samplers import Sampler as LogicalSampler
+from hf_dp.plans.samplers import Draws, Sampler
 
 KEY_BITS = 64  # of a drawn key
-Watch = Callable[[LogicalSampler], Iterable[list[int]]]
+Watch = Callable[[Sampler], Draws]
 T = TypeVar("T")
 Place = int | tuple[int, ...]  # of a row, or of all rows of a drawn user
 

@@ -18,8 +18,7 @@ from torch.utils.data import Sampler, Subset
 from hf_dp.batches.loader import Drawn, PhysicalBatches, Read, length_of, physical_batches, shape_of
 from hf_dp.batches.structure import Batch, DataSet, Example, Row, Value
 from hf_dp.errors import ConfigError, DataError
-from hf_dp.plans.samplers import RandomBytes
-from hf_dp.plans.samplers import Sampler as LogicalSampler
+from hf_dp.plans.samplers import Draws, RandomBytes
 from hf_dp.plans.units import Users
 
 Rows = tuple[int, ...]  # indices of the rows of one drawn unit
@@ -41,20 +40,20 @@ class UnitTable:
                 "privacy_unit_column."
             )
         self._unit_of = unit_of.tobytes()
-        order = np.argsort(unit_of, kind="stable")
-        self._rows = np.split(order, np.flatnonzero(np.diff(unit_of[order])) + 1)
+        self._rows = np.argsort(unit_of, kind="stable")  # those of unit k from _first[k] on
+        self._first = np.append(0, np.bincount(unit_of).cumsum())
         self._names = frozenset(map(str, numbers))
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._first) - 1
 
     def rows(self, unit: int) -> np.ndarray:
         """Return the indices of a unit's rows, in increasing order."""
-        return self._rows[unit]
+        return self._rows[self._first[unit] : self._first[unit + 1]]
 
     def sizes(self) -> np.ndarray:
         """Return the number of rows of each unit. Not private."""
-        return np.array([len(rows) for rows in self._rows])
+        return np.diff(self._first)
 
     def capped(self, most: int) -> np.ndarray:
         """Return the indices of at most ``most`` rows of each unit, in increasing order.
@@ -62,7 +61,9 @@ class UnitTable:
         Which of a unit's n rows these are is a fixed, scattered choice from n, the same in every
         process and after a resume. It depends on no other unit; it need not be secret.
         """
-        return np.sort(np.concatenate([_scattered(rows, most) for rows in self._rows]))
+        return np.sort(
+            np.concatenate([_scattered(self.rows(unit), most) for unit in range(len(self))])
+        )
 
     def digest(self, key: str = "") -> str:
         """Return a digest of which rows belong together, whatever their users' names; one that is
@@ -78,7 +79,7 @@ class UnitTable:
 
         What is chosen depends on this unit's own rows and on fresh randomness alone.
         """
-        rows = self._rows[unit]
+        rows = self.rows(unit)
         if len(rows) > most:
             # As in PoissonSampler: the order of independent random keys is uniformly random.
             keys = np.frombuffer(random_bytes(8 * len(rows)), dtype=np.uint64)
@@ -197,20 +198,21 @@ class UnitBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitDraws(Sampler[list[Rows]]):
-    """The rows of drawn units: batches of units, each a tuple of those of its rows that the
-    sampler's source of randomness chooses, afresh in each draw."""
+    """The rows of drawn units: batches of units, each a tuple of those of its rows that the source
+    of randomness chooses, afresh in each draw."""
 
-    sampler: LogicalSampler
+    draws: Draws
     table: UnitTable
     users: Users
+    random_bytes: RandomBytes
 
     def __iter__(self) -> Iterator[list[Rows]]:
-        most, secret = self.users.max_rows, self.sampler.random_bytes
-        for drawn in self.sampler:
+        most, secret = self.users.max_rows, self.random_bytes
+        for drawn in self.draws:
             yield [self.table.chosen(unit, most, secret) for unit in drawn]
 
     def __len__(self) -> int:
-        return len(self.sampler)
+        return len(self.draws)
 
 
 class Reduction(Protocol):

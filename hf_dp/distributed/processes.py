@@ -21,6 +21,7 @@ from hf_dp.errors import DistributedError
 Result = TypeVar("Result")
 
 _DIGEST = 16  # bytes
+_KNOWN = "_known_to_all_processes"  # of an error
 # One group for each default group: a message must not wait for a device, nor pair with a sum.
 _GROUPS: dict[dist.ProcessGroup | None, dist.ProcessGroup] = {}
 
@@ -86,9 +87,11 @@ class Processes:
         return [result] if self.alone else self._everyones(result)
 
     def tell(self, error: BaseException) -> None:
-        """Let the others raise in their next :meth:`together` or :meth:`agree`."""
-        if self.alone:
+        """Let the others raise in their next :meth:`together` or :meth:`agree`, once: an error that
+        was told, or that all have heard of, is told to nobody again, who would not listen."""
+        if self.alone or getattr(error, _KNOWN, False):
             return
+        setattr(error, _KNOWN, True)
         try:
             self._gathered(b"\1" + bytes(_DIGEST))
             self._everyones(f"{type(error).__name__}: {error}"[:2000])
@@ -111,13 +114,13 @@ class Processes:
         failed = [rank for rank, each in enumerate(found) if each[0]]
         if failed:
             texts = self._everyones("")
-            raise DistributedError(
+            raise _known(
                 f"Rank {failed[0]} of {self.count} failed, so this one (rank {self.rank}) stops "
                 f"too: {texts[failed[0]]}"
             )
         other = [rank for rank, each in enumerate(found) if each != found[0]]
         if other:
-            raise DistributedError(
+            raise _known(
                 f"Ranks {other} of {self.count} disagree with rank 0 about what happens next "
                 f"(rank {self.rank}: {said}). Nothing more is released. Start all processes "
                 "together, with the same code, arguments and data."
@@ -201,6 +204,13 @@ class Processes:
             with others_present():
                 _GROUPS[world] = dist.new_group(backend="gloo")
         return _GROUPS[world]
+
+
+def _known(message: str) -> DistributedError:
+    """Return the error of a process that has heard what all hear."""
+    error = DistributedError(message)
+    setattr(error, _KNOWN, True)
+    return error
 
 
 @contextmanager

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset
-from torch.utils.data import Sampler as BatchSampler
 
 from hf_dp._validate import invalid
 from hf_dp.accounting.one_run import best_number_of_guesses
@@ -33,7 +32,7 @@ from hf_dp.errors import AuditError, ConfigError, DataError, UnsupportedArgument
 from hf_dp.features.base import Inside, Seen, register
 from hf_dp.noise import untouched_generators
 from hf_dp.overlap import TrainingRows
-from hf_dp.plans.samplers import Sampler as LogicalSampler
+from hf_dp.plans.samplers import Draws
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.run.synthetic import made_up_rows, synthetic_examples
 from hf_dp.statement.audited import DIRECTIONS, GRADIENTS, LOSSES, AuditResult
@@ -79,7 +78,7 @@ class Canaries(Inside):
         if not run.processes.alone:
             raise UnsupportedArgumentError(
                 f"Expected `audit_canaries` to be unset with {run.processes.count} processes, got "
-                f"{self.count}: each draws from rows of its own. Audit in one process."
+                f"{self.count}: each would toss coins of its own. Audit in one process."
             )
         if self.scores == DIRECTIONS and not tuner.gradients_are_noised_sums:
             raise invalid(
@@ -109,9 +108,9 @@ class Canaries(Inside):
 
     # -- what takes part --
 
-    def drawn(self, sampler: LogicalSampler) -> BatchSampler[list[int]]:
-        """Return the sampler's draws without what does not go through the model."""
-        return _Draws(self, sampler)
+    def drawn(self, draws: Draws) -> Draws:
+        """Return the draws without what does not go through the model."""
+        return _Draws(self, draws)
 
     def split(self, drawn: list[int]) -> list[int]:
         """Return what of a draw goes through the model; note the canaries that are drawn."""
@@ -244,17 +243,17 @@ class Canaries(Inside):
         return found
 
 
-class _Draws(BatchSampler[list[int]]):
-    def __init__(self, audit: Canaries, sampler: LogicalSampler):
-        self.audit, self.sampler = audit, sampler
+class _Draws:
+    def __init__(self, audit: Canaries, draws: Draws):
+        self.audit, self.draws = audit, draws
 
     def __iter__(self) -> Iterator[list[int]]:
         self.audit.waiting.clear()  # what was drawn ahead
-        for drawn in self.sampler:
+        for drawn in self.draws:
             yield self.audit.split(drawn)
 
     def __len__(self) -> int:
-        return len(self.sampler)
+        return len(self.draws)
 
 
 def guess(

@@ -82,8 +82,8 @@ def member(block: np.ndarray, of_class: int, bands: int) -> np.ndarray:
     function of block, class and b alone.
 
     Each b consecutive places are in b different classes, in the order of SplitMix64's outputs
-    (Steele, Lea, Flood 2014, seed 0): also where rows are sorted by label each class has its part.
-    Places from N on, without an example, make all classes equal.
+    (Steele, Lea, Flood 2014, seed 0): also where rows are sorted by label, or a process has every
+    W-th place, each class has its part. Places from N on, without an example, make all equal.
     """
     first = block * bands
     own = _mixed(first + of_class)
@@ -109,10 +109,8 @@ class BandedSampler(PoissonSampler):
     def __iter__(self) -> Iterator[list[int]]:
         blocks = -(-self.num_examples // self.bands)
         for step in range(self.first, self.first + self.steps):
-            places = member(self.joining(blocks), step % self.bands, self.bands)
-            own = places[places % self.share.count == self.share.rank]
             # A place without an example is drawn, and can be cut off, as any other.
-            drawn = self.cut(own)
+            drawn = self.cut(member(self.joining(blocks), step % self.bands, self.bands))
             yield drawn[drawn < self.num_examples].tolist()
 
     def draw(self) -> list[int]:

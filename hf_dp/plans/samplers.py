@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -18,35 +19,15 @@ from hf_dp.accounting import (
     TruncatedPoissonSampledGaussian,
     UserRowsGaussian,
 )
-from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.plans.trials import RandomBytes, successes
 
 
-@dataclass(frozen=True)
-class Share:
-    """The examples of one of ``count`` processes: ``rank``, ``rank + count``, and so on.
+class Draws(Protocol):
+    """Draws, one after the other: of a sampler, or of what stands between it and the model."""
 
-    It is fixed, so that every example belongs to one process for the whole run.
-    """
+    def __iter__(self) -> Iterator[list[int]]: ...
 
-    rank: int = 0
-    count: int = 1
-
-    def of(self, num_examples: int) -> np.ndarray:
-        """Return the indices, in increasing order."""
-        return np.arange(self.rank, num_examples, self.count)
-
-    def size(self, num_examples: int) -> int:
-        """Return how many they are."""
-        return len(range(self.rank, num_examples, self.count))
-
-    def places(self, own: np.ndarray) -> np.ndarray:
-        """Return the indices of those with the numbers ``own`` among them."""
-        return self.rank + self.count * own
-
-
-def _nothing() -> None:
-    """Do nothing."""
+    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -58,15 +39,10 @@ class Sampler(ABC):
     Args:
         random_bytes: the source of randomness, ``n -> n bytes``: the operating system's. Another is
             for tests only: a predictable sampler voids the amplification that is counted on.
-        share: which examples this sampler draws from; other processes draw from the others.
-        begin: called as an iteration begins, before anything of it is known, by a sampler whose
-            steps are released together.
     """
 
     num_examples: int
     random_bytes: RandomBytes = field(default=os.urandom, repr=False, compare=False, kw_only=True)
-    share: Share = field(default=Share(), kw_only=True)
-    begin: Callable[[], None] = field(default=_nothing, repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
         _validate.integer("num_examples", self.num_examples, 1)
@@ -113,9 +89,7 @@ class PoissonSampler(BernoulliSampler):
 
     Its probability is exactly ``round(q * 2**64) / 2**64`` (:mod:`hf_dp.plans.trials`), within
     2**-65 of q, which the accountant is told: a relative error of 2**-65 / q, below 3e-11 at
-    q = 1e-9, and none from q = 2**-12 on. A draw costs as much as it has examples. The draws of all
-    shares together are one Poisson draw from all N examples, because each example is drawn
-    independently of all others.
+    q = 1e-9, and none from q = 2**-12 on. A draw costs as much as it has examples.
 
     Args:
         max_batch_size: the largest number of examples in a draw; a larger draw is reduced to a
@@ -132,19 +106,10 @@ class PoissonSampler(BernoulliSampler):
         _validate.integer("rows_of_a_user", self.rows_of_a_user, 1)
         if self.max_batch_size is not None:
             _validate.integer("max_batch_size", self.max_batch_size, 1)
-            if self.share.count > 1:
-                limit, error = self.max_batch_size, UnsupportedArgumentError
-                expected = f"to be None with {self.share.count} processes"
-                why = (
-                    "No process knows the whole draw. Leave `max_logical_batch_size` out, or "
-                    "launch one process."
-                )
-                raise _validate.invalid("max_batch_size", limit, expected, why, error)
 
     def draw(self) -> list[int]:
         """Draw the indices of one logical batch, in increasing order."""
-        of_share = self.share.size(self.num_examples)
-        return self.cut(self.share.places(self.joining(of_share))).tolist()
+        return self.cut(self.joining(self.num_examples)).tolist()
 
     def joining(self, trials: int) -> np.ndarray:
         """Draw which of so many join."""
@@ -180,8 +145,8 @@ class AllocationSampler(Sampler):
         _validate.integer("steps", self.steps, 2)
 
     def allocate(self) -> np.ndarray:
-        """Draw the step, from 0 to ``steps`` - 1, of each example of the share."""
-        return uniform_below(self.steps, len(self.share.of(self.num_examples)), self.random_bytes)
+        """Draw the step, from 0 to ``steps`` - 1, of each example."""
+        return uniform_below(self.steps, self.num_examples, self.random_bytes)
 
     def event(self, noise_multiplier: float, steps: int = 1) -> Event:
         """Return the event of ``steps`` logical batches, the last allocation counted in full."""
@@ -189,12 +154,11 @@ class AllocationSampler(Sampler):
         return RandomAllocationGaussian(noise_multiplier, self.steps, allocations * self.steps)
 
     def __iter__(self) -> Iterator[list[int]]:
-        self.begin()
-        examples, steps = self.share.of(self.num_examples), self.allocate()
+        steps = self.allocate()
         order = np.argsort(steps, kind="stable")  # within a step, examples stay in order
         ends = np.searchsorted(steps[order], np.arange(self.steps + 1))
         for first, last in zip(ends[:-1], ends[1:], strict=True):
-            yield examples[order[first:last]].tolist()
+            yield order[first:last].tolist()
 
     def __len__(self) -> int:
         return self.steps
@@ -236,12 +200,10 @@ class MicroBatchSampler(BernoulliSampler):
 
     def micro_batches(self) -> list[list[int]]:
         """Draw M lists of indices, each in increasing order and possibly empty."""
-        size = self.share.size(self.num_examples)
-        trials = size * self.num_micro_batches
+        trials = self.num_examples * self.num_micro_batches
         drawn = successes(trials, self.sample_rate, self.random_bytes)
-        which, own = np.divmod(drawn, max(1, size))
+        which, places = np.divmod(drawn, self.num_examples)
         ends = np.searchsorted(which, np.arange(self.num_micro_batches + 1))
-        places = self.share.places(own)
         return [places[a:b].tolist() for a, b in zip(ends[:-1], ends[1:], strict=True)]
 
     def draw(self) -> list[int]:

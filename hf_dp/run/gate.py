@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from hf_dp.distributed.processes import Processes, add_up_with_noise
 from hf_dp.errors import LedgerError
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans.mechanism import PlannedRelease
-from hf_dp.plans.samplers import Sampler
+from hf_dp.plans.samplers import Draws
 from hf_dp.run.ledger import RunLedger
 
 
@@ -32,9 +31,9 @@ class Observer:
 
     adds_rows = False
 
-    def drawn(self, sampler: Sampler) -> Any:
-        """Return a sampler of what goes through the model, of that which is drawn."""
-        return sampler
+    def drawn(self, draws: Draws) -> Draws:
+        """Return what goes through the model, of that which is drawn."""
+        return draws
 
     def clipped(self, sums: dict[str, Tensor]) -> None:
         """See a step's clipped sums before their noise, by parameter, in units of its gauge."""

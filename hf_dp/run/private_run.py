@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +26,7 @@ from hf_dp.batches.views import refuse_views
 from hf_dp.batches.when_drawn import FirstRows
 from hf_dp.clipping import ClippingEngine, refuse_coupling
 from hf_dp.clipping.sharding import is_sharded
+from hf_dp.distributed.draws import SharedDraws
 from hf_dp.distributed.processes import Processes, others_present
 from hf_dp.errors import ConfigError, DataError, LedgerError, UnsupportedArgumentError
 from hf_dp.losses import each_row_read_as_alone, per_example_loss
@@ -36,7 +36,7 @@ from hf_dp.planning import of_repeated_rows
 from hf_dp.plans.bands import BandedSampler, InTurn, OfStep, square_root_column
 from hf_dp.plans.mechanism import PlannedRelease
 from hf_dp.plans.privacy import PrivacyPlan
-from hf_dp.plans.samplers import Sampler, Share
+from hf_dp.plans.samplers import Draws, Sampler
 from hf_dp.run import checks
 from hf_dp.run.banded_noise import BandedNoise
 from hf_dp.run.clock import Clock
@@ -244,7 +244,6 @@ class PrivateRun:
             checks.refuse_data_in_adapters(self.model, self.selections)
         self.other.refuse()
         checks.check_launch(self.processes, self.accelerator)
-        self.share(self.plan.sampler())  # refuses what several processes cannot draw
         checks.meet(self)
         self.book.open()
         if (units := self.units) is not None:
@@ -373,35 +372,30 @@ class PrivateRun:
         return Padding.of(self.model, tokenizer, self.options.padding_values, self.has_own_loss)
 
     def draws(self, sampler: Sampler) -> DataLoader:
-        """Return the sampler's draws from the training set, each a list of padded physical batches.
+        """Return the sampler's draws from the training set, each a list of padded physical batches
+        of this process's examples.
 
-        Raises: DataError, as :meth:`training_data`; UnsupportedArgumentError, as :meth:`share`.
+        Raises: DataError, as :meth:`training_data`.
         """
         data = self.training_data()  # which also sees in what precision the loss computes
-        short, watched = self.precision().is_short, self._watched
+        short = self.precision().is_short
         if short:
             data.check_padded(self.model, self.losses)
+        loader = lambda own: data.loader(own, short, self._watched)  # noqa: E731
         if isinstance(sampler, BandedSampler):
-            loader = lambda own: data.loader(self.share(own), short, watched)  # noqa: E731
             return cast(DataLoader, InTurn(sampler, loader, lambda: self.book.steps_made))
+        return loader(sampler)
+
+    def _watched(self, sampler: Sampler) -> Draws:
+        """Return what goes through the model here, of what is drawn for all processes."""
+        begin: Callable[[], None] | None = None
         if self.plan.mechanism.draw.steps_released_together(self.plan) > 1:
             # A whole allocation is recorded before it is drawn.
             begin = lambda: self._gate.pay_ahead(self.plan.step_release())  # noqa: E731
-            sampler = replace(sampler, begin=begin)
-        return data.loader(self.share(sampler), short, watched)
-
-    def _watched(self, sampler: Sampler) -> Any:
-        """Return a sampler of what goes through the model."""
+        draws: Draws = SharedDraws(sampler, self.processes, begin)
         for each in self.inside:
-            sampler = each.drawn(sampler)
-        return sampler
-
-    def share(self, sampler: Sampler) -> Sampler:
-        """Return a sampler of this process's examples; all processes' draws are one together.
-
-        Raises: UnsupportedArgumentError for a sampler whose draw cannot be divided.
-        """
-        return replace(sampler, share=Share(self.processes.rank, self.processes.count))
+            draws = each.drawn(draws)
+        return draws
 
     # -- losses and their clipped sums --
 

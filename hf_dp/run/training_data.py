@@ -33,7 +33,7 @@ from hf_dp.clipping.sharding import is_sharded
 from hf_dp.errors import DataError, HfDpError, UnsupportedArgumentError, UnsupportedLossError
 from hf_dp.losses import base_model, targets_of
 from hf_dp.noise import SecretRandomness
-from hf_dp.plans.samplers import Sampler as LogicalSampler
+from hf_dp.plans.samplers import Sampler
 from hf_dp.plans.units import Users
 from hf_dp.run.precision import Watched
 from hf_dp.run.synthetic import made_up_rows, made_up_tokens, synthetic_examples
@@ -215,19 +215,18 @@ class TrainingData:
         )
 
     def loader(
-        self, sampler: LogicalSampler, one_shape: bool, watched: Watch | None = None
+        self, sampler: Sampler, one_shape: bool, watched: Watch
     ) -> DataLoader[Drawn[Example]]:
         """Return a loader over the sampler's draws, from the run's secret source, as lists of
-        padded physical batches. ``watched`` makes of draws of rows what goes through the model."""
+        padded physical batches. ``watched`` makes of a sampler what goes through the model here."""
         examples, batches, options = self.examples, self.batches(one_shape), self.options
-        sampler = replace(sampler, random_bytes=examples.randomness.random_bytes)
-        drawn: Iterable[Sequence[Place]]
+        secret, count = examples.randomness.random_bytes, len(examples)
+        draws = watched(replace(sampler, random_bytes=secret))
+        drawn: Iterable[Sequence[Place]] = draws
         reduction: Reduction | None = None
-        if self.units is None:
-            drawn, count = sampler if watched is None else watched(sampler), len(examples)
-        else:
+        if self.units is not None:
             table, reduction = self.units
-            drawn, count = UnitDraws(sampler, table, reduction), len(table)
+            drawn, count = UnitDraws(draws, table, reduction, secret), len(table)
         if self.views > 1:
             drawn, reduction = ViewDraws(drawn, self.views), Views(self.views, reduction)
         cut = batches if reduction is None else UnitBatches(batches, reduction)

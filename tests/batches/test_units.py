@@ -14,7 +14,7 @@ from hf_dp.batches.padding import Padding
 from hf_dp.batches.structure import Layout
 from hf_dp.batches.units import UnitBatch, UnitBatches, UnitDraws, UnitTable, split_off_units
 from hf_dp.errors import DataError
-from hf_dp.plans.samplers import PoissonSampler, Share
+from hf_dp.plans.samplers import PoissonSampler
 from hf_dp.plans.units import Users
 
 USERS = Users("who", max_rows=3)
@@ -74,7 +74,7 @@ def test_a_part_of_a_units_rows_is_chosen_uniformly():
 def test_users_are_drawn_alike_however_many_rows_they_have():
     values = ["a"] * 50 + ["b"] * 5 + ["c", "d"]
     table = UnitTable(values, "who")
-    draws = [*UnitDraws(PoissonSampler(len(table), 0.3, 4000), table, USERS)]
+    draws = [*UnitDraws(PoissonSampler(len(table), 0.3, 4000), table, USERS, os.urandom)]
     counts = Counter(values[rows[0]] for draw in draws for rows in draw)
     for user in "abcd":
         assert stats.binomtest(counts[user], 4000, 0.3).pvalue > 1e-8
@@ -85,8 +85,8 @@ def test_processes_share_users_and_never_split_one():
     table = UnitTable(["a", "b", "a", "c", "b", "d", "e"], "who")
     drawn = []
     for rank in range(2):
-        sampler = PoissonSampler(len(table), 1.0, 1, share=Share(rank, 2))
-        (draw,) = UnitDraws(sampler, table, USERS)
+        own = [unit for unit in range(len(table)) if unit % 2 == rank]  # as SharedDraws gives them
+        (draw,) = UnitDraws([own], table, USERS, os.urandom)
         drawn += draw
     assert sorted(drawn) == sorted(tuple(table.rows(unit).tolist()) for unit in range(len(table)))
 

@@ -137,3 +137,33 @@ def test_a_lost_process_ends_the_others_with_a_clear_error():
     main, _ = outcomes(2, act)
     assert "Another process of this run is gone" in main.result
     assert "resume from the last checkpoint" in main.result
+
+
+def test_an_error_is_told_once_however_many_stand_around():
+    """One fails inside ``telling``, where another is already in a message that follows; or in one
+    that all are in. Then all go on."""
+
+    def nested(rank: int, on_the_way: bool) -> str:
+        here = Processes.here()
+
+        def fail():
+            if here.rank == rank:
+                raise LedgerError("the disk is full")
+
+        def act():
+            with here.telling():
+                if on_the_way:
+                    fail()
+                here.on_main(fail)
+
+        return _error(act)
+
+    def all_of_them():
+        found = [nested(0, False), nested(0, True), nested(1, True)]
+        return found, Processes.here().together(lambda: "goes on")
+
+    (main, went_on), (other, too) = on_processes(2, all_of_them)
+    heard = "DistributedError: Rank {} of 2 failed"
+    assert [each[:12] for each in (*main[:2], other[2])] == ["LedgerError:"] * 3
+    assert main[2].startswith(heard.format(1)) and other[0].startswith(heard.format(0))
+    assert other[1].startswith(heard.format(0)) and went_on == too == "goes on"

@@ -14,13 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import silence
 import tiny
 import torch
 from processes import Outcome, outcomes, results
-from scipy import stats
 from silence import MODELS, assert_standard_normal, distance, moved_by_noise, trained, weights
 from torch.utils.data import ConcatDataset, Subset
 from transformers import Trainer, TrainerCallback
@@ -29,7 +27,7 @@ from hf_dp.accounting import PoissonSampledGaussian
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import HfDpError
 from hf_dp.noise import SecretRandomness
-from hf_dp.plans.samplers import AllocationSampler, PoissonSampler, Share
+from hf_dp.plans.samplers import AllocationSampler
 from hf_dp.run import checks, other_training
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.private_run import PrivateRun
@@ -95,40 +93,7 @@ def test_planted_example_that_two_processes_draw_is_seen(tmp_path, monkeypatch):
     assert distance(found[0], expected, "bert") > 1e-3
 
 
-# -- the draws --
-
-
-def drawn(rate: float, steps: int, shift: float = 0.0) -> list[list[int]]:
-    """This process's draws, as a run makes them. Args: shift: of rank 1's rate, planted."""
-    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return list(PoissonSampler(40, rate + shift * rank, steps, share=Share(rank, count)))
-
-
-def assert_is_a_poisson_draw(by_rank: list[list[list[int]]], rate: float) -> None:
-    """Every example is in each draw independently with the same probability."""
-    steps = len(by_rank[0])
-    joined = np.zeros((steps, 40))
-    for draws in by_rank:
-        for step, draw in enumerate(draws):
-            assert not joined[step, draw].any()  # nobody is drawn by two
-            joined[step, draw] = 1
-    for count in joined.sum(0):
-        assert stats.binomtest(int(count), steps, rate).pvalue > 1e-9
-    sizes = joined.sum(1)
-    counts = np.bincount(sizes.astype(int), minlength=41)
-    expected = stats.binom.pmf(np.arange(41), 40, rate) * steps
-    usable = expected > 5
-    tested = [*counts[usable], counts[~usable].sum()], [*expected[usable], expected[~usable].sum()]
-    assert stats.chisquare(*tested).pvalue > 1e-9
-
-
-def test_the_draws_of_all_processes_are_one_poisson_draw():
-    assert_is_a_poisson_draw(results(3, lambda: drawn(0.2, 4000)), 0.2)
-
-
-def test_planted_other_rate_of_one_process_is_seen():
-    with pytest.raises(AssertionError):
-        assert_is_a_poisson_draw(results(2, lambda: drawn(0.2, 4000, shift=0.03)), 0.2)
+# -- the draws: test_shared_draws.py --
 
 
 def test_a_process_without_examples_of_its_own_takes_part(tmp_path):
@@ -428,11 +393,6 @@ def test_the_order_inside_joined_parts_is_compared():
     orders = [list(range(40)), list(range(39, -1, -1))]
     mixed = [ConcatDataset([Subset(halves, order)]) for order in orders]
     assert checks.digest_of_rows(mixed[0]) != checks.digest_of_rows(mixed[1])
-
-
-def test_a_limit_of_the_whole_draw_is_refused():
-    with pytest.raises(HfDpError, match="`max_batch_size` to be None with 2 processes"):
-        PoissonSampler(40, 0.2, 4, max_batch_size=12, share=Share(0, 2))
 
 
 # -- what goes wrong later --

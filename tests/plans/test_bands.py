@@ -26,7 +26,6 @@ from hf_dp.errors import (
 from hf_dp.plans import PrivacyPlan, bands
 from hf_dp.plans.bands import BandedSampler, square_root_column
 from hf_dp.plans.dp_sgd import DpSgdPlan
-from hf_dp.plans.samplers import Share
 from hf_dp.trainer.weighing import weigh
 
 REJECT = 1e-9
@@ -132,12 +131,8 @@ def test_a_draw_is_of_its_steps_class_at_its_rate(monkeypatch):
     assert not are_draws_of_their_classes(sampler(first=4), 4)
 
 
-def test_draws_are_shared_cut_and_those_of_a_step():
-    parts = []
-    for rank in range(2):
-        draws = [*sampler(rate=1.0, steps=3, share=Share(rank, 2))]
-        parts.append({place for draw in draws for place in draw})
-    assert parts == [{*range(0, 31, 2)}, {*range(1, 31, 2)}]
+def test_draws_are_cut_and_those_of_a_step():
+    assert sorted(sum(sampler(rate=1.0, steps=3), [])) == [*range(31)]
     cut = [*sampler(rate=0.5, max_batch_size=4)]
     assert max(map(len, cut)) == 4
     assert all(classes(31, 3)[place] == n % 3 for n, draw in enumerate(cut) for place in draw)

@@ -10,7 +10,6 @@ deviations are 5.2 of the true ones. The planted samplers fail by tens of orders
 import os
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,13 +24,7 @@ from hf_dp.accounting import (
     epsilon,
 )
 from hf_dp.errors import InvalidArgumentError
-from hf_dp.plans.samplers import (
-    AllocationSampler,
-    MicroBatchSampler,
-    PoissonSampler,
-    Share,
-    uniform_below,
-)
+from hf_dp.plans.samplers import AllocationSampler, MicroBatchSampler, PoissonSampler, uniform_below
 
 REJECT = 1e-9
 Draw = Callable[[], list[int]]
@@ -318,20 +311,6 @@ def shuffled() -> list[list[int]]:
 def test_a_wrong_allocation_is_caught(planted, seen):
     found = allocation_p_values(planted)
     assert min(p for what, p in found.items() if what.startswith(seen)) < REJECT
-
-
-def test_shares_together_are_one_allocation_and_each_begins_before_it_is_drawn():
-    order: list[str] = []
-
-    def source(count: int) -> bytes:
-        order.append("drawn")
-        return os.urandom(count)
-
-    sampler = AllocationSampler(50, 4, random_bytes=source, begin=lambda: order.append("begun"))
-    batches = [list(replace(sampler, share=Share(rank, 3))) for rank in range(3)]
-    assert all(len(each) == 4 for each in batches)
-    assert sorted(index for each in batches for batch in each for index in batch) == list(range(50))
-    assert order == ["begun", "drawn"] * 3
 
 
 def test_bits_beyond_the_last_multiple_are_drawn_again():

@@ -1,5 +1,7 @@
 """Random allocation in whole runs: what is drawn, recorded, resumed and said."""
 
+from dataclasses import replace
+
 import faults
 import loops
 import pytest
@@ -9,6 +11,7 @@ from watch import watch
 
 from hf_dp.accounting import RandomAllocationGaussian, epsilon
 from hf_dp.cards.verify import verify
+from hf_dp.distributed.draws import SharedDraws
 from hf_dp.errors import AuditError, BudgetExceededError, InvalidArgumentError, LedgerError
 from hf_dp.plans import DpSgdPlan, RandomAllocation
 from hf_dp.plans.privacy import PrivacyPlan
@@ -92,15 +95,13 @@ def test_a_second_call_of_train_begins_anew(tmp_path):
 
 def test_an_unrecorded_allocation_is_noticed(tmp_path, monkeypatch):
     """A planted bug: the second allocation is drawn without being recorded."""
-    honest, begun = AllocationSampler.__iter__, []
+    honest, begun = SharedDraws.__iter__, []
 
     def forgetful(self):
         begun.append(1)
-        if len(begun) > 1:
-            object.__setattr__(self, "begin", lambda: None)
-        return honest(self)
+        return honest(self if len(begun) == 1 else replace(self, begin=None))
 
-    monkeypatch.setattr(AllocationSampler, "__iter__", forgetful)
+    monkeypatch.setattr(SharedDraws, "__iter__", forgetful)
     with pytest.raises(LedgerError, match="recorded allocation"):
         tiny.trainer(tmp_path, **ALLOCATED, max_steps=4).train()
 

@@ -224,8 +224,8 @@ def test_neither_a_step_nor_fetching_draws_from_the_public_generators(trainer, t
 def sampler_is_poisson(trainer) -> bool:
     """The loader draws by a PoissonSampler with the plan's rate, and draw sizes vary as Binomial(N,
     q) does."""
-    sampler = trainer.get_train_dataloader().batch_sampler
-    sizes = [len(draw) for _ in range(300) for draw in sampler]
+    draws = trainer.get_train_dataloader().batch_sampler
+    sampler, sizes = draws.sampler, [len(draw) for _ in range(300) for draw in draws]
     # Around 40 * 0.2 * 0.8 = 6.4, with a standard deviation of 0.26 in 1,200 draws.
     spread = sum((s - 8) ** 2 for s in sizes) / len(sizes)
     return type(sampler) is PoissonSampler and sampler.sample_rate == 0.2 and 4.5 < spread < 9
