@@ -122,7 +122,11 @@ def test_models_that_are_refused(task):
 
 ADAPTERS = {
     "lora": {"peft_type": "lora", "r": 2, "target_modules": ["q_proj", "fc1"]},
-    "frost": {"peft_type": "frost", "selection_sample_rate": 0.2, "selection_noise_multiplier": 1.0},
+    "frost": {
+        "peft_type": "frost",
+        "selection_sample_rate": 0.2,
+        "selection_noise_multiplier": 1.0,
+    },
 }
 
 
