@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hf_dp.publishing.hub import publish as publish
     from hf_dp.run.private_run import PrivateRun as PrivateRun
     from hf_dp.statement.statement import PrivacyStatement as PrivacyStatement
+    from hf_dp.streams.shards import shard as shard
     from hf_dp.trainer.arguments import DPTrainingArguments as DPTrainingArguments
     from hf_dp.trainer.publishing import save_run as save_run
     from hf_dp.trainer.seq2seq import DPSeq2SeqTrainer as DPSeq2SeqTrainer

@@ -311,7 +311,10 @@ class TrainingRows(_Training):
         return self._read[asked]
 
     def _compare(self, evaluation: DataSet) -> Overlap:
-        """Compare by index in one object, by each column alone, by all texts, by everything."""
+        """Compare by index in one object, by each column alone, by all texts, by everything. Rows
+        that are only iterated are not read for it."""
+        if isinstance(self.dataset, IterableDataset):
+            return Overlap(0, comparable=False)
         known: list[DataSet] = []
         mine, its = _places(self.dataset, known), _places(evaluation, known)
         if (same := np.flatnonzero(np.isin(its, mine))).size:

@@ -17,7 +17,7 @@ LAYERS = {
     "accounting": 1,
     "plans": 2, "planning": 2,
     "clipping": 3, "distributed": 3, "noise": 3, "losses": 3, "statement": 3,
-    "batches": 4, "overlap": 4, "run": 4, "tasks": 4,
+    "batches": 4, "overlap": 4, "run": 4, "streams": 4, "tasks": 4,
     "mechanisms": 5, "tuners": 5,
     "features": 6,
     "cards": 7, "publishing": 7, "trainer": 7,

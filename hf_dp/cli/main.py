@@ -21,6 +21,7 @@ COMMANDS = {
     "eval": "compute metrics of a model on evaluation rows, trained or zero-shot",
     "generate": "let a private model write synthetic rows; its epsilon stands in the file",
     "sweep": "train over a grid of settings and seeds, and state what the runs cost together",
+    "shard": "sort more rows than memory holds by their steps, for a run that streams them",
     "suggest": "suggest batch size, steps, learning rate and what to train, each with its reason",
     "plan": "estimate what a run or a recipe will cost, before anything is spent",
     "account": "compute epsilon of a run, or the noise that a target needs (no torch)",

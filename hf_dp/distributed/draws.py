@@ -33,8 +33,7 @@ class SharedDraws:
         if self.begin is not None:
             self.begin()
         draws, rank, count = iter(self.sampler), self.processes.rank, self.processes.count
-        for _ in range(len(self)):
-            drawn = self.processes.on_main(lambda: next(draws))
+        while (drawn := self.processes.on_main(lambda: next(draws, None))) is not None:
             yield [index for index in drawn if index % count == rank]
 
     def __len__(self) -> int:

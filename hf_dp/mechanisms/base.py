@@ -207,12 +207,13 @@ class Mechanism(ABC):
             self.tuner.start(run)
             self.start()
             self.prepare()
-            run.book.start(run.plan.steps, self.tuner.releases_to_come())
+            run.start(run.plan.steps, self.tuner.releases_to_come())
             endless = self._endless()
             for step in range(run.plan.steps):
                 if run.plan.releases_each_step and run.book.exhausted:
                     break
-                batches = next(endless)
+                if (batches := next(endless, None)) is None:  # of a stream, all steps were read
+                    break
                 run.model.train()
                 self.tuner.before_step(run, step)
                 run.begin_step()
@@ -222,8 +223,12 @@ class Mechanism(ABC):
             run.stop()
 
     def _endless(self) -> Iterator[Batches]:
-        while True:
-            yield from self.loader()
+        found = True
+        while found:
+            found = False
+            for batches in self.loader():
+                found = True
+                yield batches
 
 
 _MECHANISMS: dict[type[MechanismPlan], type[Mechanism]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,6 +38,7 @@ from hf_dp.plans.bands import BandedSampler, InTurn, OfStep, square_root_column
 from hf_dp.plans.mechanism import PlannedRelease
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.samplers import Draws, Sampler
+from hf_dp.plans.units import EXAMPLE, USER
 from hf_dp.run import checks
 from hf_dp.run.banded_noise import BandedNoise
 from hf_dp.run.clock import Clock
@@ -52,6 +54,7 @@ from hf_dp.run.training_data import TrainingData
 from hf_dp.statement.audited import AuditResult
 from hf_dp.statement.facts import EVALUATION_ON_TRAINING_ROWS, WHEN_DRAWN, Flags, RunFacts
 from hf_dp.statement.statement import PrivacyStatement
+from hf_dp.streams.reading import OF_SHARDS, Reading, Stream, check_for_stream, sampler_of
 
 logger = logging.get_logger(__name__)
 
@@ -85,6 +88,7 @@ class PrivateRun:
         inside: who sees what is not noised. audit: what an audit among them found.
         selections: which this run made, and its ledger counts.
         other: what else trained the weights.
+        reading: of rows that are sharded, what was read.
 
     Raises: LedgerError, InvalidArgumentError for ``earlier_runs`` that do not fit.
     """
@@ -109,6 +113,11 @@ class PrivateRun:
         training_rows: TrainingRows | None = None,
         units: UnitTable | None = None,
     ):
+        stream = train_dataset if isinstance(train_dataset, Stream) else None
+        if stream is not None:
+            unit, views = USER if plan.users else EXAMPLE, plan.mechanism.views_per_example
+            look_over = (options or RunOptions()).look_over
+            check_for_stream(privacy_unit=unit, views_per_example=views, look_over=look_over)
         if plan.users is not None and units is None:
             units, train_dataset = split_off_units(train_dataset, plan.users.column)
             train_dataset = rows_to_draw(train_dataset, units, plan.users)
@@ -144,6 +153,7 @@ class PrivateRun:
             earlier_runs, plan.num_examples, plan.privacy_unit, plan.neighboring_relation, units
         )
         self.book = RunLedger(output_dir, plan, earlier=earlier, processes=self.processes)
+        self.reading = None if stream is None else Reading(stream, self.book)
         chunks = self.options.rows_are_chunks
         self.book.weaken(Flags(released=tuple(released), rows_are_chunks=chunks))
         self.other = OtherTraining(self)
@@ -244,12 +254,24 @@ class PrivateRun:
             checks.refuse_data_in_adapters(self.model, self.selections)
         self.other.refuse()
         checks.check_launch(self.processes, self.accelerator)
+        self._of_rows(self.plan.sampler())  # refuses a plan that does not fit a stream
         checks.meet(self)
         self.book.open()
+        if self.reading is not None:
+            self.reading.check()
         if (units := self.units) is not None:
             book, begun = self.book, self.ledger.steps() > self.ledger.steps(EARLIER)
             self.processes.on_main(lambda: same_users(book.folder, book.run_id, units, begun))
         self.book.record_earlier()
+
+    def start(self, planned_steps: int, planned_releases: int = 0) -> None:
+        """Begin or continue training steps, as :meth:`hf_dp.run.ledger.RunLedger.start`; those of a
+        stream that are paid for are to come, whatever else is."""
+        reading = self.reading
+        if reading is None:
+            return self.book.start(planned_steps, planned_releases)
+        self.book.start(reading.to_pay(planned_steps), planned_releases)
+        self.book.paid = reading.paid
 
     def stop(self) -> None:
         """Let another process go on with this run."""
@@ -271,7 +293,8 @@ class PrivateRun:
 
     def facts(self, trained: str) -> RunFacts:
         """Return what the ledger does not know of the run."""
-        return run_facts(self.device, self.precision(), self.book.weaknesses, trained, self.audit)
+        found = run_facts(self.device, self.precision(), self.book.weaknesses, trained, self.audit)
+        return found if self.reading is None else replace(found, sampling_generator=OF_SHARDS)
 
     def check_evaluation(self, evaluation: DataSet) -> None:
         """Note that rows are evaluated on, whose metrics are not noised.
@@ -308,6 +331,9 @@ class PrivateRun:
         if units is not None and users is not None and not users.by_row:
             planned = units.num_rows
         replaced = units is not None and self.train_dataset is not self._rows_of_units
+        stream = None if self.reading is None else self.reading.stream
+        if stream is not None or isinstance(self.train_dataset, Stream):
+            replaced |= self.train_dataset is not stream
         if self._data_of is not None and len(self.ledger):
             replaced |= self.train_dataset is not self._data_of[0]
         if replaced or rows != planned:
@@ -381,6 +407,7 @@ class PrivateRun:
         short = self.precision().is_short
         if short:
             data.check_padded(self.model, self.losses)
+        sampler = self._of_rows(sampler)
         loader = lambda own: data.loader(own, short, self._watched)  # noqa: E731
         if isinstance(sampler, BandedSampler):
             return cast(DataLoader, InTurn(sampler, loader, lambda: self.book.steps_made))
@@ -390,12 +417,21 @@ class PrivateRun:
         """Return what goes through the model here, of what is drawn for all processes."""
         begin: Callable[[], None] | None = None
         if self.plan.mechanism.draw.steps_released_together(self.plan) > 1:
-            # A whole allocation is recorded before it is drawn.
-            begin = lambda: self._gate.pay_ahead(self.plan.step_release())  # noqa: E731
+            begin = self._pay_ahead
         draws: Draws = SharedDraws(sampler, self.processes, begin)
         for each in self.inside:
             draws = each.drawn(draws)
         return draws
+
+    def _pay_ahead(self) -> None:
+        """Record a whole allocation, before it is drawn; not one that a stream goes on with."""
+        if self.reading is None or self.reading.begins:
+            self._gate.pay_ahead(self.plan.step_release())
+
+    def _of_rows(self, sampler: Sampler) -> Sampler:
+        """Return a sampler, or what reads sharded rows for it."""
+        reading = self.reading
+        return sampler if reading is None else sampler_of(sampler, reading, self.processes.count)
 
     # -- losses and their clipped sums --
 

@@ -247,6 +247,6 @@ def _evaluation(facts: RunFacts) -> str:
         return text
     return (
         f"{text}. Whether any do was not checked for every evaluation set of {where[0]}: a set "
-        "that has no column in common with the training rows, or was used before hf_dp compared "
-        "them, was not compared with them"
+        "that has no column in common with the training rows, stands beside rows that come as a "
+        "stream, or was used before hf_dp compared them, was not compared with them"
     )

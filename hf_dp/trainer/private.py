@@ -33,6 +33,7 @@ from hf_dp.run.private_run import PrivateRun
 from hf_dp.run.witnesses import refuse_foreign
 from hf_dp.statement.facts import EVALUATION_ON_TRAINING_ROWS, Flags
 from hf_dp.statement.statement import PrivacyStatement
+from hf_dp.streams.reading import NEEDED, Stream, check_for_stream
 from hf_dp.trainer import publishing
 from hf_dp.trainer.arguments import DPTrainingArguments, options_of
 from hf_dp.trainer.given import Given, Rows
@@ -69,6 +70,9 @@ class PrivateTraining(Training):
         """Check what the trainer was given, and plan the run. Returns: the model."""
         self._given, args = given, self.args
         given.check_private(args)
+        if isinstance(given.train_dataset, Stream):
+            check_for_stream(**{name: getattr(args, name) for name in NEEDED})
+            args.ignore_data_skip = True  # it goes on after the last step that was read
         self._rows = rows = Rows.of(args, given.train_dataset, given.eval_dataset)
         given.train_dataset = rows.data
         given.model = model = loaded(given.model)
@@ -182,7 +186,7 @@ class PrivateTraining(Training):
         self._weaken()
         run.facts(self.tuner.describe(trainer.model))
         to_come = self.tuner.releases_to_come()
-        run.book.start(max_steps - trainer.state.global_step, to_come)
+        run.start(max_steps - trainer.state.global_step, to_come)
         parameters = trainer.model.parameters()
         self._seen.trained = sum(p.numel() for p in parameters if p.requires_grad)
         self._seen.pretraining_sources = publishing.pretraining_sources(trainer.model)

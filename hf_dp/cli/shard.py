@@ -1,0 +1,55 @@
+"""``hf-dp shard``: sort rows by the steps that they take part in, for a run that streams them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hf_dp.cli.options import Parser
+
+EXAMPLES = """examples:
+  hf-dp shard a.parquet b.parquet --expected_batch_size 4096 --num_train_epochs 2 -o shards
+  hf-dp shard stanfordnlp/sst2 --split train --expected_batch_size 1024 -o shards
+
+then, in Python:
+  DPTrainer(..., train_dataset=hf_dp.streams.load("shards"))  # look_over="when_drawn",
+  # sampling="random_allocation", and the same expected_batch_size and num_train_epochs
+"""
+
+
+def build_parser() -> Parser:
+    """Return the parser."""
+    parser = Parser(
+        "hf-dp shard",
+        description="Sort rows by the step of an epoch that each takes part in, by a secret key, "
+        "with bounded memory. One run can read the folder, as its train_dataset. It is as secret "
+        "as the rows. A task that was killed goes on when it is run again.",
+        epilog=EXAMPLES,
+    )
+    option = parser.option
+    option("data", "Parquet files, JSON lines (.jsonl), or one name on the Hub", "DATA", nargs="+")
+    option("--split", "of a data set of the Hub (default: train)", default="train")
+    of_run = "as the run will be given it"
+    option("--expected-batch-size", of_run, "B", type=float, required=True)
+    option("--num-train-epochs", f"{of_run} (default: 1)", "E", type=int, default=1)
+    parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="new folder")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Shard, and print what was made."""
+    args = build_parser().parse_args(list(argv))
+    from hf_dp.streams.shards import Plan, shard
+
+    data = args.data
+    if len(data) == 1 and not Path(data[0]).exists():
+        import datasets
+
+        data = datasets.load_dataset(data[0], split=args.split)
+    size, epochs = args.expected_batch_size, args.num_train_epochs
+    plan = Plan.read(shard(data, args.output, expected_batch_size=size, epochs=epochs))
+    print(
+        f"{args.output}: {plan.rows:,} rows, {plan.steps:,} steps an epoch (expected batch "
+        f"{plan.rows / plan.steps:g}), {len(plan.keys)} epochs. {plan.secret}"
+    )
+    return 0

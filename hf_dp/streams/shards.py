@@ -1,0 +1,420 @@
+"""Sort rows by the step that they take part in, out of core, for an epoch of random allocation.
+
+**Whose step is whose.** A row's step is a keyed pseudo-random function of its *place* alone, the
+number of the row in its files, below the number of steps. The function is BLAKE2b, keyed with 256
+bits of the operating system for each epoch; of its 64-bit words, those above the largest multiple
+of the number of steps are drawn again. So, for a random function, each row's step is exactly
+uniform and independent of all others': the allocation of
+:class:`hf_dp.plans.samplers.AllocationSampler`. Contents are not looked at, since equal rows would
+share a step. And a task that is killed and run again repeats it: with a fresh draw, a row could
+stand in two steps, or in none.
+
+**What is written.** A folder with what :func:`hf_dp.streams.reading.load` reads:
+
+* ``plan.json``: the numbers, a random id, and the keys;
+* ``first.arrow``: the first rows by place, to look at before the first draw;
+* ``epoch-0``, ...: ``rows.arrow``, the rows in the order of their steps, ``ends.npy``, where each
+  step ends, and ``manifest.json``, sealed with the epoch's key.
+
+**The folder is as secret as the rows.** Where steps end, and sizes and times of files, tell how
+large each step's draw is, which epsilon assumes to be secret.
+
+The sort holds a bounded part of the rows at a time: rows are put into files by ranges of steps,
+again and again, until those of a range fit, or are of one step. It is all done in a folder beside
+the final one, which gets its name at the end: nothing half written is ever read.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import chain
+from pathlib import Path
+from typing import TypeAlias
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.json
+import pyarrow.parquet
+from filelock import FileLock, Timeout
+
+from hf_dp._validate import integer, invalid
+from hf_dp.errors import DataError
+from hf_dp.plans.draws import RandomAllocation
+from hf_dp.statement.durable import loads, replace_file, sync_folder, sync_tree
+from hf_dp.statement.facts import FIRST
+
+PLAN, MANIFEST, FIRST_ROWS, ROWS, ENDS = (
+    "plan.json", "manifest.json", "first.arrow", "rows.arrow", "ends.npy",
+)  # fmt: skip
+_SECRET = (
+    "This folder is as secret as the rows: its keys, and where steps end, tell who takes part in "
+    "which step. Do not publish it, and delete it after the run."
+)
+_STEP = "__step_of_hf_dp"
+_WORDS = 8  # of 64 bits, in a digest
+_LIMIT, _TABLE, _FILES, _AT_ONCE = 2**27, 2**23, 64, 1000  # bytes, bytes, open files, rows
+
+Data: TypeAlias = datasets.Dataset | Sequence[str | os.PathLike[str]]
+
+
+def shard(
+    data: Data, folder: str | os.PathLike[str], *, expected_batch_size: float, epochs: int = 1
+) -> Path:
+    """Sort rows by the steps of ``epochs`` random allocations, into a new folder.
+
+    A task that was killed goes on when it is run again with the same data; epochs that were
+    finished are not sorted again.
+
+    Args:
+        data: Parquet files, JSON lines, or a data set without a transform. Its order counts.
+        expected_batch_size: as :class:`DPTrainingArguments` will be given it.
+
+    Raises: InvalidArgumentError, DataError.
+    """
+    folder, source = Path(folder), Source(data)
+    integer("epochs", epochs, 1)
+    if folder.exists():
+        next_move = "Choose another, or delete it if no run has read it."
+        raise invalid("folder", str(folder), "to be new", next_move)
+    steps = RandomAllocation().steps_per_epoch(len(source), expected_batch_size)
+    made = folder.with_name(f".{folder.name}.sharding")
+    made.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = FileLock(made.with_name(f"{made.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise DataError(f"Another process is sharding into {str(folder)!r}. Let it end.") from None
+    with lock:
+        plan = _planned(made, Plan.new(len(source), steps, epochs, source.fingerprint))
+        if not (made / FIRST_ROWS).exists():
+            _write(made / FIRST_ROWS, source.schema, source.first(FIRST))
+        for epoch in range(epochs):
+            if not (made / name_of(epoch)).exists():
+                _one_epoch(made, plan, epoch, source)
+        os.rename(made, folder)
+        sync_folder(folder.parent)
+    Path(lock.lock_file).unlink(missing_ok=True)
+    return folder
+
+
+# -- what is planned --
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The numbers of a folder of shards, and the secret keys, one an epoch, in hexadecimal.
+
+    Args: source: what the data was, as far as files and data sets tell without being read.
+    """
+
+    id: str
+    rows: int
+    steps: int
+    keys: tuple[str, ...]
+    source: str
+    secret: str = _SECRET
+
+    @classmethod
+    def new(cls, rows: int, steps: int, epochs: int, source: str) -> Plan:
+        """Return one with fresh keys."""
+        keys = tuple(os.urandom(32).hex() for _ in range(epochs))
+        return cls(secrets.token_hex(16), rows, steps, keys, source)
+
+    @classmethod
+    def read(cls, folder: Path) -> Plan:
+        """Return that of a folder. Raises: DataError."""
+        try:
+            values = loads((folder / PLAN).read_text(encoding="utf-8"))
+            return cls(**{**values, "keys": tuple(values["keys"])})
+        except FileNotFoundError:
+            raise DataError(
+                f"{str(folder)!r} has no {PLAN}. Give the folder that `hf-dp shard` has made."
+            ) from None
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise damaged(folder / PLAN, str(error)) from error
+
+    def key(self, epoch: int) -> bytes:
+        """Return the key of an epoch."""
+        return bytes.fromhex(self.keys[epoch])
+
+    def numbers(self, epoch: int) -> dict[str, object]:
+        """Return what may leave the folder: no counts, no digest without a key."""
+        return {"id": self.id, "rows": self.rows, "steps": self.steps, "epoch": epoch}
+
+
+def _planned(folder: Path, plan: Plan) -> Plan:
+    """Return the plan of a task that was begun here, or begin this one."""
+    if not (folder / PLAN).exists():
+        replace_file(folder / PLAN, [json.dumps(vars(plan)).encode()])
+        return plan
+    begun = Plan.read(folder)
+    for name in ("rows", "steps", "source"):
+        if getattr(begun, name) != getattr(plan, name):
+            raise DataError(
+                f"{str(folder)!r} is of a task that was killed, whose {name} was "
+                f"{getattr(begun, name)!r} and not {getattr(plan, name)!r}. Run it with the same "
+                "data and arguments, or delete that folder to begin anew."
+            )
+    if len(begun.keys) != len(plan.keys):
+        raise DataError(
+            f"{str(folder)!r} is of a task that was killed, of {len(begun.keys)} epochs and not "
+            f"{len(plan.keys)}. Run it with as many, or delete that folder to begin anew."
+        )
+    return begun
+
+
+def name_of(epoch: int) -> str:
+    """Return the name of an epoch's folder."""
+    return f"epoch-{epoch}"
+
+
+def damaged(path: Path, why: str) -> DataError:
+    """Return the error for a file of a folder of shards that is not as it was written."""
+    return DataError(
+        f"{str(path)!r} is not as `hf-dp shard` has written it ({why}). Shard the rows again, into "
+        "a new folder."
+    )
+
+
+# -- which step a row takes part in --
+
+
+def steps_of(key: bytes, first: int, count: int, steps: int) -> np.ndarray:
+    """Return the steps, below ``steps``, of ``count`` rows from the place ``first`` on."""
+    begin, end = first // _WORDS, -(-(first + count) // _WORDS)
+    digests = b"".join(_digest(key, block) for block in range(begin, end))
+    words = np.frombuffer(digests, "<u8")[first - begin * _WORDS :][:count].copy()
+    most = 2**64 - 2**64 % steps
+    for at in np.flatnonzero(words > np.uint64(most - 1)).tolist():
+        (block, place), attempt = divmod(first + at, _WORDS), 0
+        while words[at] > np.uint64(most - 1):
+            attempt += 1
+            words[at] = np.frombuffer(_digest(key, block, attempt), "<u8")[place]
+    return (words % np.uint64(steps)).astype(np.int64)
+
+
+def _digest(key: bytes, block: int, attempt: int = 0) -> bytes:
+    said = block.to_bytes(8, "little") + attempt.to_bytes(8, "little")
+    return blake2b(said, key=key, person=b"hf_dp: row, step").digest()
+
+
+def seal(key: bytes, manifest: Mapping[str, object]) -> str:
+    """Return the keyed digest of a manifest."""
+    said = json.dumps({k: v for k, v in manifest.items() if k != "seal"}, sort_keys=True)
+    return hmac.digest(key, f"manifest {said}".encode(), "sha256").hex()
+
+
+# -- where rows come from --
+
+
+class Source:
+    """Rows that are read in order, as often as wanted, by tables of a few MiB."""
+
+    _rows: datasets.Dataset | None = None
+
+    def __init__(self, data: Data):
+        if isinstance(data, datasets.Dataset):
+            if data.format["type"] == "custom":
+                raise DataError(
+                    "The data set has a transform, which a folder of shards does not have. Take it "
+                    "off (dataset.with_format(None)), and give it to the data collator."
+                )
+            self._rows, self.schema = data, data.features.arrow_schema
+            self._count, self.fingerprint = len(data), f"data set {data._fingerprint}"
+            return
+        self._paths = [Path(each) for each in ([data] if isinstance(data, str) else data)]
+        if not self._paths:
+            raise invalid("data", [], "to name at least one file")
+        for path in self._paths:
+            if path.suffix not in (".parquet", ".jsonl", ".json") or not path.is_file():
+                next_move = "Convert others by datasets.load_dataset, and give the data set."
+                raise invalid("data", str(path), "to be a .parquet or .jsonl file", next_move)
+        said = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self._paths]
+        self.fingerprint = f"files {json.dumps(said)}"
+        if (first := next(self._batches(), None)) is None:
+            raise DataError("Expected rows to shard, and the files have none.")
+        self.schema = first.schema
+        if _STEP in self.schema.names:
+            raise invalid("data", _STEP, "to have no column of this name", "Rename it.")
+        self._count = sum(map(self._length, self._paths))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def _length(self, path: Path) -> int:
+        if path.suffix == ".parquet":
+            return int(pa.parquet.ParquetFile(path).metadata.num_rows)
+        return sum(len(batch) for batch in _json_lines(path))
+
+    def _batches(self) -> Iterator[pa.Table | pa.RecordBatch]:
+        if self._rows is not None:
+            yield from self._rows.with_format("arrow").iter(_AT_ONCE)
+            return
+        for path in self._paths:
+            if path.suffix == ".parquet":
+                yield from pa.parquet.ParquetFile(path).iter_batches(_AT_ONCE)
+            else:
+                yield from _json_lines(path)
+
+    def tables(self) -> Iterator[pa.Table]:
+        """Yield all rows, in order. Raises: DataError where files have other columns."""
+        held: list[pa.Table] = []
+        for batch in self._batches():
+            table = pa.table(_columns(batch))
+            try:
+                held.append(table.select(self.schema.names).cast(self.schema))
+            except (KeyError, ValueError, pa.ArrowInvalid, pa.ArrowNotImplementedError) as problem:
+                raise DataError(
+                    f"Rows of the data have other columns than the first ({problem}). Give all "
+                    "files the same columns and types."
+                ) from problem
+            if sum(each.nbytes for each in held) >= _TABLE:
+                yield pa.concat_tables(held).combine_chunks()
+                held = []
+        if held:
+            yield pa.concat_tables(held).combine_chunks()
+
+    def first(self, count: int) -> Iterator[pa.Table]:
+        """Yield the first rows."""
+        for table in self.tables():
+            yield table.slice(0, count)
+            count -= len(table)
+            if count <= 0:
+                return
+
+
+def _columns(batch: pa.Table | pa.RecordBatch) -> dict[str, object]:
+    return {name: batch.column(name) for name in batch.schema.names}
+
+
+def _json_lines(path: Path) -> Iterator[pa.RecordBatch]:
+    try:
+        yield from pa.json.open_json(path)
+    except pa.ArrowInvalid as problem:
+        raise DataError(
+            f"{str(path)!r} cannot be read as JSON lines ({problem}). Write one object a line, of "
+            "the same columns and types everywhere."
+        ) from problem
+
+
+# -- the sort --
+
+
+def _one_epoch(folder: Path, plan: Plan, epoch: int, source: Source) -> None:
+    """Write the folder of one epoch, which gets its name at the end."""
+    part = folder / "writing"
+    shutil.rmtree(part, ignore_errors=True)
+    (part / "sort").mkdir(parents=True)
+    counts = np.zeros(plan.steps, np.int64)
+
+    def noted(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+        for table in tables:
+            steps = table[_STEP].to_numpy()
+            counts[:] += np.bincount(steps, minlength=plan.steps)
+            yield table.drop_columns([_STEP])
+
+    with_steps = _with_steps(source.tables(), plan, epoch)
+    by_step = by_steps(with_steps, 0, plan.steps, part / "sort")
+    _write(part / ROWS, source.schema, noted(by_step))
+    shutil.rmtree(part / "sort")
+    if counts.sum() != plan.rows:
+        raise DataError(
+            f"The data had {plan.rows:,} rows, and has {counts.sum():,} now. Let nothing else "
+            "write to it meanwhile."
+        )
+    np.save(part / ENDS, counts.cumsum())
+    sizes = {name: (part / name).stat().st_size for name in (ROWS, ENDS)}
+    manifest = {**plan.numbers(epoch), "sizes": sizes, "secret": _SECRET}
+    manifest["seal"] = seal(plan.key(epoch), manifest)
+    (part / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    sync_tree(part)
+    os.rename(part, folder / name_of(epoch))
+    sync_folder(folder)
+
+
+def _with_steps(tables: Iterable[pa.Table], plan: Plan, epoch: int) -> Iterator[pa.Table]:
+    place = 0
+    for table in tables:
+        steps = steps_of(plan.key(epoch), place, len(table), plan.steps)
+        yield table.append_column(_STEP, pa.array(steps))
+        place += len(table)
+
+
+def by_steps(tables: Iterable[pa.Table], low: int, high: int, folder: Path) -> Iterator[pa.Table]:
+    """Yield rows of the steps from ``low`` to below ``high`` in the order of these, and those of
+    one step in their own. About :data:`_LIMIT` bytes of rows are held.
+
+    Args: folder: for files of parts that are too large; empty again at the end.
+    """
+    if high - low == 1:
+        yield from tables
+        return
+    held, size, rest = list[pa.Table](), 0, iter(tables)
+    for table in rest:
+        held.append(table)
+        size += table.nbytes
+        if size > _LIMIT:
+            break
+    else:
+        if held:
+            table = pa.concat_tables(held)
+            yield table.take(np.argsort(table[_STEP].to_numpy(), kind="stable"))
+        return
+    bounds = np.linspace(low, high, min(_FILES, high - low) + 1).astype(np.int64)
+    paths = _put_into_files(chain(held, rest), bounds, folder)
+    del held
+    for number, path in enumerate(paths):
+        inside = folder / f"in-{number}"
+        inside.mkdir()
+        yield from by_steps(_read(path), int(bounds[number]), int(bounds[number + 1]), inside)
+        inside.rmdir()
+        path.unlink()
+
+
+def _put_into_files(tables: Iterator[pa.Table], bounds: np.ndarray, folder: Path) -> list[Path]:
+    """Put rows into files by the range of their step, in order."""
+    paths = [folder / f"{number}.arrow" for number in range(len(bounds) - 1)]
+    with ExitStack() as stack:
+        writers: list[pa.RecordBatchWriter] = []
+        for table in tables:
+            if not writers:
+                opened = [pa.ipc.new_stream(str(path), table.schema) for path in paths]
+                writers = [stack.enter_context(each) for each in opened]
+            which = np.searchsorted(bounds, table[_STEP].to_numpy(), side="right") - 1
+            table = table.take(np.argsort(which, kind="stable"))
+            ends = np.bincount(which, minlength=len(paths)).cumsum()
+            for writer, begin, end in zip(writers, [0, *ends[:-1]], ends, strict=True):
+                writer.write_table(table.slice(begin, end - begin))
+    return paths
+
+
+def _read(path: Path) -> Iterator[pa.Table]:
+    with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as batches:
+        held: list[pa.RecordBatch] = []
+        for batch in batches:
+            held.append(batch)
+            if sum(each.nbytes for each in held) >= _TABLE:
+                yield pa.Table.from_batches(held)
+                held = []
+        if held:
+            yield pa.Table.from_batches(held)
+
+
+def _write(path: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
+    """Write a file that appears whole or not at all."""
+    making = path.with_name(f"{path.name}.making")
+    with pa.OSFile(str(making), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+        for table in tables:
+            writer.write_table(table)
+    with open(making, "rb") as stream:
+        os.fsync(stream.fileno())
+    os.rename(making, path)
