@@ -87,7 +87,7 @@ def read(cls: type[T], values: object, error: type[HfDpError] = ConfigError) -> 
             f"{cls.__name__} cannot be read: it lacks or adds fields (unknown {unknown}, missing "
             f"{missing}). It was edited, or written by another version of hf_dp."
         )
-    types = _types_of(cls)
+    types = _types_of(cls)  # type: ignore[arg-type]  # a type has a hash
     return cls(**{name: _read_field(types[name], value, error) for name, value in given.items()})
 
 
