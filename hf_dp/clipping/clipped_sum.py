@@ -83,11 +83,17 @@ class ClippedSum:
         activations."""
         return (self.memory_ratio - 1) * (self.model_bytes + activations)
 
-    def backward(self, losses: Tensor, sink: Sink, retain_graph: bool = False) -> None:
-        """Run one backward pass from all losses; hand each use of a parameter to ``sink``. The
-        losses are those of different examples, so their unweighted sum keeps the examples'
-        gradients apart."""
-        with self.tape.capturing(len(losses), sink, self.rows_per_unit):
+    def backward(
+        self,
+        losses: Tensor,
+        sink: Sink,
+        retain_graph: bool = False,
+        reserve: Callable[[nn.Parameter], object] | None = None,
+    ) -> None:
+        """Run one backward pass from all losses; hand each use of a parameter to ``sink``, with
+        ``reserve`` as :meth:`Tape.capturing` does. The losses are those of different examples, so
+        their unweighted sum keeps the examples' gradients apart."""
+        with self.tape.capturing(len(losses), sink, self.rows_per_unit, reserve):
             torch.autograd.backward(losses, torch.ones_like(losses), retain_graph=retain_graph)
             with self.tape.originals(), torch.no_grad(), full_precision():
                 for differentiate in self.tape.after.values():
@@ -99,7 +105,11 @@ class ClippedSum:
         if self.given is not None:
             return self.given
         uses: Captured = {}
-        self.backward(losses, lambda parameter, use: _hold(uses, parameter, use))
+
+        def reserve(parameter: nn.Parameter) -> None:
+            uses.setdefault(parameter, [])  # the order of uses is that of the backward pass
+
+        self.backward(losses, lambda *use: _hold(uses, *use), reserve=reserve)
         return uses
 
     @torch.no_grad()

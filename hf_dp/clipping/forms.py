@@ -16,21 +16,31 @@ memory for time: :func:`make_explicit` spends what a budget allows, where it sav
 its memory. Gram matrices need no budget. In float32 they are used where
 ``T <= m n / (m + n) <= (m + n) / 4``, so ``T^2`` is at most a quarter of what the factors take.
 
-Small explicit gradients (biases, norms) lie side by side in one matrix (:func:`bundled`). A
-transformer has more vectors than matrices, and each vector needs its own few operations on a few
-thousand numbers: on short batches, starting those operations took longer than the arithmetic.
+Small explicit gradients (biases, norms, adapters) are formed together (:class:`Together`) and lie
+side by side in one matrix (:func:`bundled`). A transformer has more vectors than matrices, and each
+vector needs its own few operations on a few thousand numbers: on short batches, starting those
+operations took longer than the arithmetic.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Container,
+    Hashable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from hf_dp.clipping.gradients import Dense, OuterProducts, PerExampleGradient, Weights
+from hf_dp.clipping.gradients import Dense, OuterProducts, PerExampleGradient, Unformed, Weights
 from hf_dp.clipping.rounding import accumulation_dtype, full_precision, outer_sums, zero_sum
 
 Uses = Mapping[nn.Parameter, Sequence[PerExampleGradient]]
@@ -66,9 +76,15 @@ def compact(uses: Sequence[PerExampleGradient], shape: torch.Size) -> list[PerEx
     """Return the gradients of one parameter's uses, explicit where that takes less memory. A
     parameter used once is decided as soon as it is seen, by the same function."""
     outer = _outer(uses)
-    if outer and _weight(outer).smaller:
+    if is_smaller_explicit(uses):
         return made_explicit(uses, shape)
     return [*outer, *(use for use in uses if not isinstance(use, OuterProducts))]
+
+
+def is_smaller_explicit(uses: Sequence[PerExampleGradient]) -> bool:
+    """Return whether there are outer products that take less memory explicitly."""
+    outer = _outer(uses)
+    return bool(outer) and _weight(outer).smaller
 
 
 def make_explicit(
@@ -76,8 +92,84 @@ def make_explicit(
 ) -> None:
     """Form gradients explicitly where that saves time, in place, as far as memory allows. Explicit
     gradients may take ``spare`` bytes beyond the factors that they replace."""
+    together = Together(lambda parameter: None)
     for parameter in worth_it(uses, spare):
-        uses[parameter] = made_explicit(uses[parameter], parameter.shape)
+        use, *others = uses[parameter]
+        if others or not isinstance(use, OuterProducts):
+            uses[parameter] = made_explicit(uses[parameter], parameter.shape)
+        else:
+            give = partial(uses[parameter].__setitem__, 0)
+            together.add(parameter, unformed(use, parameter.shape), give)
+    together.form()
+
+
+def unformed(use: OuterProducts, shape: torch.Size) -> Unformed:
+    """Return the explicit gradient of outer products, not formed yet."""
+    return Unformed(_explicit, (use.left, use.right), (shape,), len(use.left) * shape.numel())
+
+
+def _explicit(left: Tensor, right: Tensor, shape: torch.Size) -> Dense:
+    (explicit,) = made_explicit([OuterProducts(left, right)], shape)
+    assert isinstance(explicit, Dense)
+    return explicit
+
+
+# Numbers in a tensor, and in all that wait for one operation. Larger ones would take more time to
+# copy than the operations do.
+_SMALL, _WAITING = {"cpu": 2**14, "cuda": 2**18}, {"cpu": 2**18, "cuda": 2**23}
+
+Give = Callable[[Dense], object]
+
+
+class Together:
+    """Forms gradients of uses that met tensors of equal shapes by the operations of one use: those
+    tensors stand one after the other in the first dimension. Each example's gradient is formed of
+    its own rows alone, so what stands beside them does not matter. What waits is bounded, so that
+    hardly more memory is held.
+
+    Args: reserve: is told at once whose gradients wait.
+    """
+
+    def __init__(self, reserve: Callable[[nn.Parameter], object]) -> None:
+        self._reserve = reserve
+        self._waiting: dict[Hashable, list[tuple[Unformed, Give]]] = {}
+
+    def add(self, parameter: nn.Parameter, use: Unformed, give: Give) -> None:
+        """Give the gradients of a use to ``give``: now, or before :meth:`form` returns."""
+        numbers = [each.numel() for each in use.tensors]
+        kind, alike = use.tensors[0].device.type, all(e.is_contiguous() for e in use.tensors)
+        most = _WAITING.get(kind, 2**18) // max(1, sum(numbers) + use.numbers)
+        if not alike or max(numbers) > _SMALL.get(kind, 2**14) or most < 2:
+            give(use.formed())
+            return
+        self._reserve(parameter)
+        shapes = [(each.shape, each.dtype, each.device) for each in use.tensors]
+        waiting = self._waiting.setdefault((use.form, use.given, *shapes), [])
+        waiting.append((use, give))
+        if len(waiting) == most:
+            _form(waiting)
+            waiting.clear()
+
+    @torch.no_grad()
+    def form(self) -> None:
+        """Form what waits."""
+        for waiting in self._waiting.values():
+            _form(waiting)
+        self._waiting.clear()
+
+
+def _form(waiting: Sequence[tuple[Unformed, Give]]) -> None:
+    if len(waiting) < 2:
+        for use, give in waiting:
+            give(use.formed())
+        return
+    first, count = waiting[0][0], len(waiting)
+    columns = zip(*(use.tensors for use, _ in waiting), strict=True)
+    formed = first.form(*map(torch.cat, columns), *first.given)
+    of_terms = formed.of_terms
+    sizes = [None] * count if of_terms is None else of_terms.chunk(count)
+    for (_, give), each, size in zip(waiting, formed.gradients.chunk(count), sizes, strict=True):
+        give(Dense(each, owned=True, of_terms=size))
 
 
 def worth_it(uses: Uses, spare: float) -> list[nn.Parameter]:

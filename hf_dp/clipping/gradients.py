@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -140,9 +140,30 @@ def positions(tensor: Tensor, feature_dims: int = 1) -> Tensor:
     )
 
 
-def summed(terms: Tensor, dtype: torch.dtype, dim: int = 1) -> Dense:
-    """Return per-example gradients that are sums of ``terms`` (b, ...) over one dimension. The
-    terms may cancel, and the order in which they are added depends on padding."""
+@dataclass(frozen=True)
+class Unformed:
+    """Gradients that are not formed yet: ``form(*tensors, *given)``. It must treat each example,
+    a row of every tensor (b, ...), by itself. So those of several uses of parameters are formed at
+    once, one use after the other in the first dimension."""
+
+    form: Callable[..., Dense]
+    tensors: tuple[Tensor, ...]
+    given: tuple[Hashable, ...] = ()
+    numbers: int = 0  # in the gradients, where these may be larger than the tensors
+
+    def formed(self) -> Dense:
+        """Return the gradients."""
+        return self.form(*self.tensors, *self.given)
+
+
+def summed(terms: Tensor, dtype: torch.dtype, dim: int = 1) -> Unformed:
+    """Return per-example gradients that are sums of ``terms`` (b, ...) over one dimension."""
+    return Unformed(sum_of, (terms,), (dtype, dim))
+
+
+def sum_of(terms: Tensor, dtype: torch.dtype, dim: int = 1) -> Dense:
+    """Return sums of ``terms`` (b, ...) over one dimension. The terms may cancel, and the order in
+    which they are added depends on padding."""
     total = terms.sum(dim, dtype=dtype)
     if terms.shape[dim] == 1:
         return Dense(total)

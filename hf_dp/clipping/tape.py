@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from hf_dp.clipping.forms import compact
-from hf_dp.clipping.gradients import Dense, PerExampleGradient
+from hf_dp.clipping.forms import Together, compact, is_smaller_explicit, unformed
+from hf_dp.clipping.gradients import Dense, OuterProducts, PerExampleGradient, Unformed
 from hf_dp.clipping.rounding import accumulation_dtype
 from hf_dp.clipping.scales import Scale
 from hf_dp.errors import UnaccountedGradientError, UnsupportedModelError
@@ -58,16 +59,30 @@ class Tape:
         self.scales: Mapping[nn.Parameter, Scale] = {}
         self._open_for: int | None = None
         self._sink: Sink | None = None
+        self._together: Together | None = None
+        self._uses: Counter[nn.Parameter] = Counter()  # in the forward of this backward pass
 
     @contextmanager
-    def capturing(self, examples: int, sink: Sink, rows_per_unit: int = 1) -> Iterator[None]:
-        """Hand what a backward pass over ``examples`` per-example losses meets inside to a sink."""
+    def capturing(
+        self,
+        examples: int,
+        sink: Sink,
+        rows_per_unit: int = 1,
+        reserve: Callable[[nn.Parameter], object] | None = None,
+    ) -> Iterator[None]:
+        """Hand what a backward pass over ``examples`` per-example losses meets inside to a sink.
+        With ``reserve``, which is told at once whose a use is, small ones may come later, of
+        parameters that the forward used once."""
         self._open_for, self._sink, self.after = examples, sink, {}
-        self.rows_per_unit = rows_per_unit
+        self.rows_per_unit, self._uses = rows_per_unit, self.forward_uses()
+        self._together = None if reserve is None else Together(reserve)
         try:
             yield
+            if self._together is not None:
+                self._together.form()
         finally:
             self._open_for, self._sink, self.after = None, None, {}
+            self._together = None
 
     @contextmanager
     def originals(self) -> Iterator[None]:
@@ -167,7 +182,11 @@ class Tape:
         return f"{type(module).__name__} `{name}`" if name else type(module).__name__
 
     def capture(
-        self, module: nn.Module, name: str, use: PerExampleGradient | Tensor, by_unit: bool = False
+        self,
+        module: nn.Module,
+        name: str,
+        use: PerExampleGradient | Unformed | Tensor,
+        by_unit: bool = False,
     ) -> None:
         """Hand over what one use by ``module`` gave its parameter of this name: one gradient an
         example, or (``by_unit``) one a unit already. A tensor is the per-example gradient itself,
@@ -182,6 +201,12 @@ class Tape:
             )
         if isinstance(use, Tensor):
             use = Dense(use)
+        together = self._together if self._uses[parameter] == 1 else None
+        if isinstance(use, Unformed):
+            if together is not None:
+                together.add(parameter, use, partial(self.capture, module, name))
+                return
+            use = use.formed()
         if isinstance(use, Dense):
             gradients = use.gradients.to(accumulation_dtype(use.gradients.dtype))
             use = Dense(gradients, use.owned, use.of_terms)
@@ -198,6 +223,10 @@ class Tape:
         if (scale := self.scales.get(parameter)) is not None:
             use = scale.of(use)
         assert self._sink is not None
+        if together is not None and isinstance(use, OuterProducts) and is_smaller_explicit([use]):
+            give = partial(self._sink, parameter)
+            together.add(parameter, unformed(use, parameter.shape), give)
+            return
         for each in compact([use], parameter.shape):
             self._sink(parameter, each)
 

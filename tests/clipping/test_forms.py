@@ -7,7 +7,8 @@ from torch import nn
 
 from hf_dp.clipping import ClippingEngine, forms
 from hf_dp.clipping.forms import Bundle, RunningSums, held_bytes, make_explicit, worth_it
-from hf_dp.clipping.gradients import Dense, Lookups, OuterProducts, Weights
+from hf_dp.clipping.gradients import Dense, Lookups, OuterProducts, Unformed, Weights, summed
+from hf_dp.clipping.rules.norms import _of_scale, _of_weight
 from hf_dp.errors import InvalidArgumentError
 
 
@@ -205,3 +206,87 @@ def test_a_bundle_is_of_limited_size_and_sums_are_the_same(monkeypatch):
             sums.add_bundle(bundle, Weights(torch.tensor([1.0, 0.5, 0.0])))
         found[most] = [sums[p] for p in parameters]
     torch.testing.assert_close(*found.values())
+
+
+# -- what is formed together is what each would be alone --
+
+
+def waiting_uses(count: int, examples: int = 3, positions: int = 5) -> list[Unformed]:
+    """Some of each kind: sums, layer and root-mean-square norms, adapters; also not finite."""
+
+    def of(*shape: int) -> torch.Tensor:
+        return torch.randn(examples, positions, *shape)
+
+    found = []
+    for number in range(count):
+        found += [summed(of(8), torch.float32), summed(of(6), torch.float32)]
+        found.append(Unformed(_of_weight, (of(8), of(1), of(1), of(8)), (1,)))
+        found.append(Unformed(_of_scale, (of(8), of(8)), (1e-6, torch.float32, number % 2 > 0)))
+        found.append(forms.unformed(OuterProducts(of(2), of(8)), torch.Size((2, 8))))
+    found[0].tensors[0][1, 2, 3] = torch.nan
+    return found
+
+
+def formed_together(uses: list[Unformed]) -> list[Dense]:
+    owners, found = [weight(1, 1) for _ in uses], {}
+    together = forms.Together(lambda owner: found.setdefault(owner, None))
+    for owner, use in zip(owners, uses, strict=True):
+        together.add(owner, use, lambda one, owner=owner: found.__setitem__(owner, one))
+    together.form()
+    assert [*map(id, found)] == [*map(id, owners)]  # in the order in which they came
+    return list(found.values())
+
+
+def equal_bits(one: Dense, other: Dense) -> bool:
+    pairs = zip((one.gradients, one.size()), (other.gradients, other.size()), strict=True)
+    return all(mine.numpy().tobytes() == its.numpy().tobytes() for mine, its in pairs)
+
+
+@pytest.mark.parametrize("most", [None, 50, 400])
+def test_together_each_gradient_is_the_same_in_every_bit(most, monkeypatch):
+    """However many wait for each other; what a row that is not finite makes stays in its row."""
+    torch.manual_seed(0)
+    if most is not None:
+        monkeypatch.setitem(forms._WAITING, "cpu", most)
+    uses = waiting_uses(4)
+    assert all(map(equal_bits, formed_together(uses), [use.formed() for use in uses]))
+
+
+def test_planted_form_that_mixes_rows_is_seen():
+    def mixes(terms: torch.Tensor) -> Dense:
+        return Dense(terms.sum(1) - terms.mean())
+
+    uses = [Unformed(mixes, (torch.randn(3, 5, 8),)) for _ in range(4)]
+    assert not any(map(equal_bits, formed_together(uses), [use.formed() for use in uses]))
+
+
+def test_what_waits_is_small_and_of_bounded_number(monkeypatch):
+    monkeypatch.setitem(forms._WAITING, "cpu", 1000)
+    monkeypatch.setitem(forms._SMALL, "cpu", 200)
+    together, given = forms.Together(lambda owner: None), []
+    for count in range(1, 101):
+        together.add(weight(1, 1), summed(torch.randn(3, 5, 8), torch.float32), given.append)
+        assert 0 <= (count - len(given)) * 120 < 1000
+    others = (torch.randn(3, 10, 8), torch.randn(3, 8, 5).mT)  # too large; other than a copy of it
+    for place, terms in enumerate(others, len(given) + 1):
+        together.add(weight(1, 1), summed(terms, torch.float32), given.append)
+        assert len(given) == place
+    together.form()
+    assert len(given) == 102
+
+
+def test_a_parameter_used_twice_does_not_wait():
+    """The order of its uses, by which their sum is rounded, is that of the backward pass."""
+    shared = nn.LayerNorm(4)
+    model = nn.Sequential(nn.Linear(4, 4), shared, nn.Linear(4, 4), shared, nn.Linear(4, 1))
+    waited, add = [], forms.Together.add
+
+    def noted(self, parameter, use, give):
+        waited.append(parameter)
+        add(self, parameter, use, give)
+
+    with pytest.MonkeyPatch.context() as patch, ClippingEngine(model, 1.0) as engine:
+        patch.setattr(forms.Together, "add", noted)
+        engine.backward(model(torch.randn(3, 5, 4)).mean((1, 2)))
+    assert {*map(id, waited)} >= {id(model[0].bias), id(model[2].bias)}
+    assert not {*map(id, waited)} & {*map(id, shared.parameters())}

@@ -30,7 +30,7 @@ from hf_dp.clipping.gradients import (
     OuterProducts,
     PerExampleGradient,
     Weights,
-    summed,
+    sum_of,
 )
 from hf_dp.clipping.norms import inner_product
 from hf_dp.clipping.rounding import LastOf, gram_blocks, outer_norms
@@ -482,8 +482,8 @@ def test_padding_does_not_change_a_slack(form):
         made = {
             "factors": lambda: OuterProducts(padded, torch.ones(2, 7 + padding, 3)),
             "lookups": lambda: Lookups(tokens, padded),
-            "summed": lambda: summed(padded, torch.float32),
-            "summed last": lambda: summed(padded.mT, torch.float32, 2),
+            "summed": lambda: sum_of(padded, torch.float32),
+            "summed last": lambda: sum_of(padded.mT, torch.float32, 2),
         }
         return made[form]().slack()
 

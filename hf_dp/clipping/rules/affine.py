@@ -30,7 +30,14 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
-from hf_dp.clipping.gradients import Lookups, OuterProducts, PerExampleGradient, positions, summed
+from hf_dp.clipping.gradients import (
+    Lookups,
+    OuterProducts,
+    PerExampleGradient,
+    Unformed,
+    positions,
+    summed,
+)
 from hf_dp.clipping.rounding import accumulation_dtype, matmul_dtype
 from hf_dp.clipping.rules.rule import RULES, Found, Kept, Use, owns_weight, register_rule
 from hf_dp.clipping.tape import Context, Tape
@@ -50,7 +57,7 @@ def _run_affine(use: Use, x: Tensor) -> tuple[Tensor, Kept]:
 
 @register_rule(nn.Linear, Conv1D, run=_run_affine, serves=owns_weight, is_fresh=True)
 def _affine(use: Use, kept: Kept, grad: Tensor) -> Found:
-    found: dict[str, PerExampleGradient] = {}
+    found: dict[str, PerExampleGradient | Unformed] = {}
     grads = positions(grad)
     if kept[0] is not None:
         inputs = positions(kept[0])

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_dp.clipping.gradients import positions, summed
+from hf_dp.clipping.gradients import Dense, Unformed, positions, sum_of, summed
 from hf_dp.clipping.rounding import accumulation_dtype
 from hf_dp.clipping.rules.rule import Found, Kept, Use, owns_weight, register_rule
 from hf_dp.clipping.sharding import plain_class
@@ -39,17 +39,24 @@ def _run_layer_norm(use: Use, x: Tensor) -> tuple[Tensor, Kept]:
 
 @register_rule(nn.LayerNorm, run=_run_layer_norm, serves=owns_weight, is_fresh=True)
 def _layer_norm(use: Use, kept: Sequence[Tensor], grad: Tensor) -> Found:
-    dims, dtype = len(use.module.normalized_shape), accumulation_dtype(grad.dtype)
-    terms = {}
+    dims = len(use.module.normalized_shape)
+    found = {}
     if "weight" in use.own:
-        x, mean, rstd = kept
-        terms["weight"] = (x.to(dtype) - mean).mul_(rstd).mul_(grad)
+        found["weight"] = Unformed(_of_weight, (*kept, grad), (dims,))
     if "bias" in use.own:
-        terms["bias"] = grad
-    found = {name: summed(positions(each, dims), dtype) for name, each in terms.items()}
-    for each in found.values() if dims > 1 else ():
-        each.gradients = each.gradients.view(-1, *grad.shape[-dims:])
+        found["bias"] = Unformed(_of_positions, (grad,), (dims, accumulation_dtype(grad.dtype)))
     return found
+
+
+def _of_weight(x: Tensor, mean: Tensor, rstd: Tensor, grad: Tensor, dims: int) -> Dense:
+    dtype = accumulation_dtype(grad.dtype)
+    return _of_positions((x.to(dtype) - mean).mul_(rstd).mul_(grad), dims, dtype)
+
+
+def _of_positions(terms: Tensor, dims: int, dtype: torch.dtype) -> Dense:
+    total = sum_of(positions(terms, dims), dtype)
+    total.gradients = total.gradients.view(-1, *terms.shape[-dims:])
+    return total
 
 
 @register_rule(
@@ -65,16 +72,18 @@ def _rms_norm(use: Use, kept: Sequence[Tensor], grad: Tensor) -> Found:
     eps = getattr(module, "variance_epsilon", None)
     eps = getattr(module, "eps", None) if eps is None else eps
     eps = torch.finfo(x.dtype).eps if eps is None else eps  # nn.RMSNorm's default
-    dtype = accumulation_dtype(grad.dtype)
-    x = positions(x)
     # x_hat as the forward rounds it: transformers' classes compute in float32, for any dtype.
-    if plain_class(module) is nn.RMSNorm:
-        x_hat = x.to(dtype) * torch.rsqrt(x.to(dtype).pow(2).mean(-1, keepdim=True) + eps)
-    else:
-        scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
-        x_hat = x * scale if _keeps_dtype(type(module)) else (x.float() * scale).to(x.dtype)
-    products = x_hat.to(dtype).mul_(positions(grad))
-    return {"weight": summed(products, products.dtype)}
+    stock = plain_class(module) is nn.RMSNorm
+    within = accumulation_dtype(grad.dtype) if stock else torch.float32
+    short = not stock and not _keeps_dtype(type(module))
+    return {"weight": Unformed(_of_scale, (positions(x), positions(grad)), (eps, within, short))}
+
+
+def _of_scale(x: Tensor, grad: Tensor, eps: float, within: torch.dtype, short: bool) -> Dense:
+    scale = torch.rsqrt(x.to(within).pow(2).mean(-1, keepdim=True) + eps)
+    dtype = accumulation_dtype(grad.dtype)
+    x_hat = (x.to(within) * scale).to(x.dtype) if short else x * scale
+    return sum_of(x_hat.to(dtype).mul_(grad), dtype)
 
 
 @register_rule(nn.GroupNorm, serves=owns_weight, flattens=False, is_fresh=True)

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp._validate import invalid
-from hf_dp.clipping.gradients import PerExampleGradient
+from hf_dp.clipping.gradients import PerExampleGradient, Unformed
 from hf_dp.clipping.sharding import passed_on
 from hf_dp.clipping.tape import Tape, seen_in_backward
 from hf_dp.errors import UnsupportedModelError
 
 Kept = tuple[Tensor | None, ...]
-Found = Mapping[str, Tensor | PerExampleGradient]
+Found = Mapping[str, Tensor | PerExampleGradient | Unformed]
 
 
 @dataclass(frozen=True)
