@@ -79,12 +79,9 @@ def _link(details: CardDetails) -> str:
 
 
 _METHODS = {
-    "rgp": "RGP, rank 8",
-    "lora": "LoRA (r = 8; query and value)",
-    "full": "full",
-    "random": "random matrices, a quarter",
-    "frost": "DP-FROST, a quarter",
-}
+    "rgp": "RGP, rank 8", "lora": "LoRA (r = 8; query and value)", "full": "full",
+    "random": "random matrices, a quarter", "frost": "DP-FROST, a quarter",
+}  # fmt: skip
 
 
 def grid() -> str:

@@ -101,10 +101,8 @@ _GPT2 = {
 }  # fmt: skip
 
 _GEMMA = DECODER | {
-    "head_dim": 8,
-    "sliding_window": 4,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
+    "head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
 _BART = {
     "vocab_size": VOCABULARY, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
     "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "scale_embedding": True,
@@ -124,12 +122,8 @@ _VIT = {
     "intermediate_size": 24, "mlp_ratio": 2, "num_labels": LABELS,
 }  # fmt: skip
 _CONVNEXT = {
-    "image_size": 8,
-    "patch_size": 2,
-    "hidden_sizes": [8, 12],
-    "depths": [1, 1],
-    "num_stages": 2,
-}
+    "image_size": 8, "patch_size": 2, "hidden_sizes": [8, 12], "depths": [1, 1], "num_stages": 2,
+}  # fmt: skip
 
 bert = builder(hf.BertForSequenceClassification, hf.BertConfig, **ENCODER)
 # Tied decoder weight *and* bias: the bias belongs to two modules, one of them without a rule.

@@ -25,14 +25,9 @@ from hf_dp.accounting.rdp import ORDERS, RANGE
 
 # (noise multiplier, sample rate); the last leaves out orders whose series do not converge
 CURVES = [
-    (1.0, 0.01),
-    (0.3, 1e-5),
-    (0.3, 0.999),
-    (100.0, 0.3),
-    (RANGE.min_noise_multiplier, 0.5),
-    (RANGE.max_noise_multiplier, RANGE.min_sample_rate),
-    (30.0, 0.5),
-]
+    (1.0, 0.01), (0.3, 1e-5), (0.3, 0.999), (100.0, 0.3), (RANGE.min_noise_multiplier, 0.5),
+    (RANGE.max_noise_multiplier, RANGE.min_sample_rate), (30.0, 0.5),
+]  # fmt: skip
 
 
 def difference_of_moments(sigma: float, rate: float) -> float:

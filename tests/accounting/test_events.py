@@ -171,14 +171,11 @@ def test_parts_and_steps_of_a_sum_and_a_loss(event):
 
 
 NOISELESS = [
-    RecordRelease(0.0),
-    SampledRecordRelease(0.0, 0.1, 1),
-    SumAndRows(1.0, 0.0, 0.1, 1),
-    UserRowsGaussian(0.0, 0.1, 1, 5),
-    RandomAllocationGaussian(0.0, 5, 5),
+    RecordRelease(0.0), SampledRecordRelease(0.0, 0.1, 1), SumAndRows(1.0, 0.0, 0.1, 1),
+    UserRowsGaussian(0.0, 0.1, 1, 5), RandomAllocationGaussian(0.0, 5, 5),
     PoissonSampledGaussian(0.0, 0.1, 3, **LOSS),
     PoissonSampledGaussian(1.0, 0.1, 3, beside={"loss": 0.0}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("event", NOISELESS, ids=lambda event: type(event).__name__)

@@ -27,12 +27,9 @@ from hf_dp.errors import AuditError
 from hf_dp.features.canaries import Canaries, guess
 
 COMMON: dict[str, Any] = {
-    "target_delta": 1e-6,
-    "logging_strategy": "no",
-    "save_strategy": "no",
-    "disable_tqdm": True,
+    "target_delta": 1e-6, "logging_strategy": "no", "save_strategy": "no", "disable_tqdm": True,
     "report_to": "none",
-}
+}  # fmt: skip
 
 
 @contextmanager

@@ -146,13 +146,8 @@ def test_of_a_user_the_other_rows_stay_and_the_mean_counts_the_bad_one(size, red
 
 def draws(folder, bad=None):
     """The places and the sizes of the physical batches of 30 truncated draws."""
-    options = {
-        "max_logical_batch_size": 6,
-        "expected_batch_size": 6,
-        "max_steps": 30,
-        "accountant": "pld",
-    }
-    made = trainer(folder, bad, per_device_train_batch_size=4, **options)
+    options = {"max_logical_batch_size": 6, "expected_batch_size": 6, "max_steps": 30}
+    made = trainer(folder, bad, per_device_train_batch_size=4, accountant="pld", **options)
     reads = made.run.draws(made.run.plan.sampler())
     found = []
     for places in reads.batch_sampler:

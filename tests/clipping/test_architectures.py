@@ -327,12 +327,8 @@ def test_deberta_with_relative_attention(trains, shared):
 
 
 def relative_deberta(**options: Any) -> Any:
-    options = {
-        "position_buckets": 2,
-        "norm_rel_ebd": "layer_norm",
-        "position_biased_input": False,
-    } | options
-    return models.deberta_v2(relative_attention=True, **options)
+    given = {"position_buckets": 2, "norm_rel_ebd": "layer_norm", "position_biased_input": False}
+    return models.deberta_v2(relative_attention=True, **given | options)
 
 
 HALVED = {

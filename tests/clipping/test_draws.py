@@ -100,18 +100,6 @@ class Draws(nn.Module):
         return self.inner(x) * self.draw(x)
 
 
-def by_python(x):
-    return 1.0 if random.random() < 0.5 else 0.0
-
-
-def by_numpy(x):
-    return 1.0 if np.random.rand() < 0.5 else 0.0
-
-
-def sometimes(x):
-    return torch.rand(len(x), 1) if len(x) < 4 else 1.0
-
-
 SHARED = {
     "one mask": (lambda x: nn.functional.dropout(torch.ones(4), 0.5), "dropout: 4 numbers"),
     "one mask, from a tensor's method": (lambda x: torch.empty(4).bernoulli_(0.5), "bernoulli: 4"),
@@ -127,9 +115,12 @@ SHARED = {
         ).mean(),
         "attention: 8 numbers",
     ),
-    "Python's": (by_python, "Python's `random` or by NumPy"),
-    "NumPy's": (by_numpy, "Python's `random` or by NumPy"),
-    "not always": (sometimes, "1 times for 3 examples, and 0 times for 6"),
+    "Python's": (lambda x: float(random.random() < 0.5), "Python's `random` or by NumPy"),
+    "NumPy's": (lambda x: float(np.random.rand() < 0.5), "Python's `random` or by NumPy"),
+    "not always": (
+        lambda x: torch.rand(len(x), 1) if len(x) < 4 else 1.0,
+        "1 times for 3 examples, and 0 times for 6",
+    ),
 }
 OWN = {
     "a mask each": lambda x: nn.functional.dropout(x, 0.5),

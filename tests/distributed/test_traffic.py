@@ -157,12 +157,9 @@ def expected(way: str, sizes: dict[str, int], processes: int) -> tuple[Traffic, 
     # Before it is scattered, all learn which of the larger sums somebody used: two integers each.
     told = 8 * sizes["parameters"] * BATCHES
     traffic = Traffic(
-        scattered=4 * s * BATCHES,
-        gathered=gathers * BATCHES,
-        reduced=8 * (p - s) + told,
-        calls=calls * BATCHES,
-        reductions=min(1, p - s) + min(1, s) * BATCHES,
-    )
+        scattered=4 * s * BATCHES, gathered=gathers * BATCHES, reduced=8 * (p - s) + told,
+        calls=calls * BATCHES, reductions=min(1, p - s) + min(1, s) * BATCHES,
+    )  # fmt: skip
     exchanged = 4 * min(s, sizes["largest"]) * (2 + 1 / processes)
     share = p / processes
     own = {"parameters": 4 * share, "gradients": 4 * share, "optimizer": 8 * share}

@@ -66,20 +66,14 @@ class FeatureMean(Mechanism):
 def test_it_runs_and_everything_knows_it(tmp_path):
     rows = tiny.dataset().rename_column("label", "labels")
     plan = PrivacyPlan.solve(
-        num_examples=len(rows),
-        expected_batch_size=len(rows),
-        mechanism=FeatureMeanPlan(1.0),
-        max_steps=3,
-        target_epsilon=2.0,
-    )
+        num_examples=len(rows), expected_batch_size=len(rows), mechanism=FeatureMeanPlan(1.0),
+        max_steps=3, target_epsilon=2.0,
+    )  # fmt: skip
     model = tiny.model()
     run = PrivateRun(
-        model,
-        plan,
-        tmp_path,
-        train_dataset=rows,
+        model, plan, tmp_path, train_dataset=rows,
         data_collator=DataCollatorWithPadding(tiny.tokenizer()),
-    )
+    )  # fmt: skip
     mechanism = mechanism_for(run)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for batches in mechanism.logical_batches():

@@ -534,29 +534,21 @@ def test_pictures_are_compared_by_file_or_by_pixels(tmp_path):
 
 
 ARRAYS = [
-    pa.array([1, None, -3, 2**62]),
-    pa.array([1, 2**63 + 1, None], pa.uint64()),
-    pa.array([True, None, False]),
-    pa.array([0.1, None, -0.0, 2.0]),
-    pa.array([np.float16(0.5), None], pa.float16()),
-    pa.array(["a", None, "", "äöü", "abc"]),
-    pa.array(["a", None, "bc"], pa.string_view()),
-    pa.array([b"a", None, b"\0"]),
-    pa.array(["a", "b", None, "a"]).dictionary_encode(),
-    pa.array([None, None]),
-    pa.array([[1, 2], None, [], [3], [4, 5, 6]]),
-    pa.array([[1, None], [2, 3], [], None]),
+    pa.array([1, None, -3, 2**62]), pa.array([1, 2**63 + 1, None], pa.uint64()),
+    pa.array([True, None, False]), pa.array([0.1, None, -0.0, 2.0]),
+    pa.array([np.float16(0.5), None], pa.float16()), pa.array(["a", None, "", "äöü", "abc"]),
+    pa.array(["a", None, "bc"], pa.string_view()), pa.array([b"a", None, b"\0"]),
+    pa.array(["a", "b", None, "a"]).dictionary_encode(), pa.array([None, None]),
+    pa.array([[1, 2], None, [], [3], [4, 5, 6]]), pa.array([[1, None], [2, 3], [], None]),
     pa.array([[1, 2], [2**63]], pa.list_(pa.uint64())),
-    pa.array([[1, 2], None, [3, 4]], pa.list_(pa.int32(), 2)),
-    pa.array([[0.1, 2.0], [], [3.5]]),
-    pa.array([[True], [False, True]]),
-    pa.array([["a", None], [], None, ["b", "cd"]]),
+    pa.array([[1, 2], None, [3, 4]], pa.list_(pa.int32(), 2)), pa.array([[0.1, 2.0], [], [3.5]]),
+    pa.array([[True], [False, True]]), pa.array([["a", None], [], None, ["b", "cd"]]),
     pa.array([[[1, 2], []], None, [], [[3], None]]),
     pa.array([{"a": 1, "b": "x"}, None, {"a": None, "b": "y"}, {"a": 2, "b": None}]),
     pa.array([{"bytes": b"abc", "path": "x"}, {"bytes": None, "path": "nowhere"}, None]),
     pa.array([0, None, 86400], pa.timestamp("s")),
     pa.array([[1, 2]], pa.list_(pa.decimal128(5, 2))),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("array", ARRAYS, ids=lambda array: str(array.type)[:40])

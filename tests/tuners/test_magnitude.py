@@ -97,12 +97,8 @@ def setting(name):
     model = architecture.build()
     examples = architecture.examples(model, LENGTHS)
     return (
-        architecture,
-        model,
-        partitions(model),
-        examples,
-        gradients(architecture, model, examples),
-    )
+        architecture, model, partitions(model), examples, gradients(architecture, model, examples),
+    )  # fmt: skip
 
 
 # All kinds on one model, and each other model with the paper's choice and with one that looks twice.
