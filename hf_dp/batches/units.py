@@ -41,7 +41,7 @@ class UnitTable:
             )
         self._unit_of = unit_of.tobytes()
         self._rows = np.argsort(unit_of, kind="stable")  # those of unit k from _first[k] on
-        self._first = np.append(0, np.bincount(unit_of).cumsum())
+        self._first = np.concatenate([[0], np.bincount(unit_of).cumsum()])
         self._names = frozenset(map(str, numbers))
 
     def __len__(self) -> int:

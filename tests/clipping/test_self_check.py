@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_dp.clipping import norms, rules, self_check
 from hf_dp.clipping.engine import ClippingEngine
-from hf_dp.clipping.gradients import Dense, Weights
+from hf_dp.clipping.gradients import Dense, Unformed, Weights
 from hf_dp.errors import SelfCheckError, UnaccountedGradientError, UnsupportedModelError
 from hf_dp.losses import per_example_loss
 
@@ -114,8 +114,10 @@ def test_each_wrong_rule_is_refused(name, factor, monkeypatch):
     right = rules.RULES[RULES[name]]
 
     def wrong(use, kept, grad):
-        found = right.gradients(use, kept, grad)
-        for gradient in found.values():
+        found = dict(right.gradients(use, kept, grad))
+        for name, gradient in found.items():
+            if isinstance(gradient, Unformed):
+                found[name] = gradient = gradient.formed()
             for field in ("left", "grads", "gradients"):
                 if hasattr(gradient, field):
                     setattr(gradient, field, getattr(gradient, field) * factor)
