@@ -44,6 +44,10 @@ class DataError(HfDpError, ValueError):
     """A data set, file or collator cannot be used for private training."""
 
 
+class SharedStateError(DataError):
+    """A row changed what later rows are read with."""
+
+
 class MetricUnavailableError(HfDpError, RuntimeError):
     """A metric cannot be computed here; the message says what is missing."""
 

@@ -26,7 +26,7 @@ from datasets import Dataset as Table
 from tokenizers import Tokenizer
 from torch.utils.data import Dataset
 
-from hf_dp.errors import DataError
+from hf_dp.errors import DataError, SharedStateError
 from hf_dp.noise import GENERATORS, seed_in_place
 
 logger = hf.utils.logging.get_logger(__name__)
@@ -139,8 +139,10 @@ class Isolated(pickle.Pickler):
                         _put(space, name, was)
             for back in undo:
                 back()
-        if any(len(each) != size for each, size in zip(self._tokenizers, sizes)):
-            raise DataError("It adds tokens to a tokenizer, which later rows see. Add them before.")
+            # Not put back. Also where the row fails otherwise: the tokens stay.
+            if any(len(each) != size for each, size in zip(self._tokenizers, sizes)):
+                why = "It adds tokens to a tokenizer, which later rows see. Add them before."
+                raise SharedStateError(why)
         for each, late, known in zip(objects, self._late, self._set):
             for name, value in vars(each).items():
                 if isinstance(value, _MODEL) and name not in known:  # loaded when first needed

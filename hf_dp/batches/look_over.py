@@ -46,7 +46,7 @@ class LookedOver:
 
     @property
     def look_like_chunks(self) -> bool:
-        """Whether nearly all rows are as long as the longest, as chunks of documents are."""
+        """Return whether nearly all rows are as long as the longest, as chunks are."""
         return self.rows >= _FEW and self.at_full_length >= _CHUNKS_FROM * self.rows
 
 

@@ -13,6 +13,10 @@ make others bad, and one row would move what they add. (All of the first rows ha
 so these are the same whichever of them is left out.) So a bad row is a row whose contribution is 0,
 and the sensitivity to one row is that of rows that all are good.
 
+**What is not a row's own error ends the run**: memory or files that ran out, a disk that fails,
+tokens that were added to a tokenizer. It may come of rows before, or reach rows after. If such a
+row added 0 and the run went on, one row could move what others add.
+
 **Of a user** the other rows stay, and the mean counts the bad one with a gradient and a loss of 0.
 What a user adds is a function of that user's rows, and is clipped once, so this is as sound as
 leaving the user out; a user without any good row adds nothing to any part.
@@ -25,10 +29,12 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
+from errno import EDQUOT, EIO, EMFILE, ENFILE, ENOMEM, ENOSPC
 
 from torch import Tensor
 
@@ -38,7 +44,7 @@ from hf_dp.batches.loader import Read
 from hf_dp.batches.look_over import LookedOver, look_over
 from hf_dp.batches.padding import Padding
 from hf_dp.batches.structure import Example, Layout, Leaf, leaves
-from hf_dp.errors import DataError
+from hf_dp.errors import DataError, SharedStateError
 from hf_dp.statement.facts import FIRST, LONGEST
 
 
@@ -101,7 +107,10 @@ class WhenDrawn:
     made_up: Example
 
     def read(self, examples: Examples, places: Sequence[int]) -> list[Read]:
-        """Return the examples of rows that were drawn, in their order. Nothing raises."""
+        """Return the examples of rows that were drawn, in their order.
+
+        Raises: DataError, which names no row, for what is not a row's own error.
+        """
         with unheard():
             return examples.each(places, self._one)
 
@@ -111,8 +120,13 @@ class WhenDrawn:
             self.layout.check(example)
             self._check_sizes(example)
             self.limits.check(example)
-        except Exception:  # of whatever kind: to stop would tell that the row was drawn
-            return Read(self.made_up, False)
+        except Exception as problem:  # of whatever kind: to stop would tell that it was drawn
+            if (cause := _not_of_the_row(problem)) is None:
+                return Read(self.made_up, False)
+            raise DataError(
+                f"A drawn row could not be read, and the cause may lie outside it ({cause}). Which "
+                "row it was is not said. Mend it, and resume."
+            ) from None
         return Read(example, True)
 
     def _check_sizes(self, example: Example) -> None:
@@ -122,6 +136,23 @@ class WhenDrawn:
                 low <= size <= high for low, size, high in zip(leaf.least, value.shape, leaf.most)
             ):
                 raise DataError(f"`{name}` has the shape {tuple(value.shape)}.")
+
+
+# Memory, open files, room on a disk, a disk.
+_OF_THE_MACHINE = (ENOMEM, EMFILE, ENFILE, ENOSPC, EDQUOT, EIO)
+
+
+def _not_of_the_row(problem: BaseException | None) -> str | None:
+    """Return what, among the causes of an error, other rows or the machine may have a part in."""
+    while problem is not None:
+        if isinstance(problem, SharedStateError):
+            return str(problem)
+        if isinstance(problem, MemoryError):
+            return "memory ran out"
+        if isinstance(problem, OSError) and problem.errno in _OF_THE_MACHINE:
+            return os.strerror(problem.errno)
+        problem = problem.__cause__ or problem.__context__
+    return None
 
 
 @contextmanager

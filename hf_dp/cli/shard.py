@@ -39,15 +39,14 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str]) -> int:
     """Shard, and print what was made."""
     args = build_parser().parse_args(list(argv))
-    from hf_dp.streams.shards import Plan, shard
+    from hf_dp.streams.shards import FILES, Plan, shard
+    from hf_dp.tasks.sources import load_hub
 
     data = args.data
-    if len(data) == 1 and not Path(data[0]).exists():
-        import datasets
-
-        data = datasets.load_dataset(data[0], split=args.split)
+    if len(data) == 1 and Path(data[0]).suffix not in FILES and not Path(data[0]).is_file():
+        data = load_hub(data[0], None, args.split)
     size, epochs = args.expected_batch_size, args.num_train_epochs
-    plan = Plan.read(shard(data, args.output, expected_batch_size=size, epochs=epochs))
+    plan = Plan.read(shard(data, args.output, expected_batch_size=size, num_train_epochs=epochs))
     print(
         f"{args.output}: {plan.rows:,} rows, {plan.steps:,} steps an epoch (expected batch "
         f"{plan.rows / plan.steps:g}), {len(plan.keys)} epochs. {plan.secret}"

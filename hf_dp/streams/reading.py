@@ -132,7 +132,8 @@ class Stream(IterableDataset[Row]):
 
     @property
     def reader(self) -> str | None:
-        """Which run has begun to read the folder. Raises: DataError where that cannot be read."""
+        """Return which run has begun to read the folder. Raises: DataError where that cannot be
+        read."""
         try:
             return str(loads((self.folder / READER).read_text(encoding="utf-8"))["run_id"])
         except FileNotFoundError:
@@ -163,7 +164,7 @@ class Book(Protocol):
 
 
 class Reading:
-    """What a run has read of a stream."""
+    """Tells what a run has read of a stream, and records it."""
 
     def __init__(self, stream: Stream, book: Book):
         self.stream, self._book = stream, book
@@ -182,14 +183,15 @@ class Reading:
 
     @property
     def unfinished(self) -> int | None:
-        """The first epoch of which steps are to come. Raises: LedgerError, as :meth:`check`."""
+        """Return the first epoch of which steps are to come, None after the last. Raises:
+        LedgerError, as :meth:`check`."""
         self.check()
         steps = self.stream.plan.steps
         return next((e for e in range(self.stream.epochs) if self.made(e) < steps), None)
 
     @property
     def begins(self) -> bool:
-        """Whether the next step is the first of an epoch that the ledger does not hold."""
+        """Return whether the next step is the first of an epoch that the ledger does not hold."""
         return self.unfinished is not None and self.paid == 0
 
     def made(self, epoch: int) -> int:
@@ -199,8 +201,9 @@ class Reading:
 
     @property
     def paid(self) -> int:
-        """How many steps are to come of epochs that were begun, and so are in the ledger. One that
-        a kill left paid and not begun is paid again: what the ledger holds may be of other rows.
+        """Return how many steps are to come of epochs that were begun, and so are in the ledger.
+        One that a kill left paid and not begun is paid again: what the ledger holds may be of other
+        rows.
 
         Raises: LedgerError where the ledger holds fewer.
         """

@@ -32,7 +32,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
@@ -49,12 +49,14 @@ from filelock import FileLock, Timeout
 from hf_dp._validate import integer, invalid
 from hf_dp.errors import DataError
 from hf_dp.plans.draws import RandomAllocation
+from hf_dp.run.checkpoint import named_disk_errors
 from hf_dp.statement.durable import loads, replace_file, sync_folder, sync_tree
 from hf_dp.statement.facts import FIRST
 
 PLAN, MANIFEST, FIRST_ROWS, ROWS, ENDS = (
     "plan.json", "manifest.json", "first.arrow", "rows.arrow", "ends.npy",
 )  # fmt: skip
+FILES = (".parquet", ".jsonl", ".json")  # that are read; the latter two hold an object a line
 _SECRET = (
     "This folder is as secret as the rows: its keys, and where steps end, tell who takes part in "
     "which step. Do not publish it, and delete it after the run."
@@ -67,25 +69,37 @@ Data: TypeAlias = datasets.Dataset | Sequence[str | os.PathLike[str]]
 
 
 def shard(
-    data: Data, folder: str | os.PathLike[str], *, expected_batch_size: float, epochs: int = 1
+    data: Data,
+    folder: str | os.PathLike[str],
+    *,
+    expected_batch_size: float,
+    num_train_epochs: int = 1,
 ) -> Path:
-    """Sort rows by the steps of ``epochs`` random allocations, into a new folder.
+    """Sort rows by the steps of ``num_train_epochs`` random allocations, into a new folder.
 
     A task that was killed goes on when it is run again with the same data; epochs that were
     finished are not sorted again.
 
     Args:
         data: Parquet files, JSON lines, or a data set without a transform. Its order counts.
-        expected_batch_size: as :class:`DPTrainingArguments` will be given it.
+        expected_batch_size, num_train_epochs: as :class:`DPTrainingArguments` will be given them.
 
-    Raises: InvalidArgumentError, DataError.
+    Raises: InvalidArgumentError; DataError for rows that cannot be read; OutputError for a folder
+        that cannot be written to.
     """
     folder, source = Path(folder), Source(data)
-    integer("epochs", epochs, 1)
+    integer("num_train_epochs", num_train_epochs, 1)
     if folder.exists():
         next_move = "Choose another, or delete it if no run has read it."
         raise invalid("folder", str(folder), "to be new", next_move)
     steps = RandomAllocation().steps_per_epoch(len(source), expected_batch_size)
+    plan = Plan.new(len(source), steps, num_train_epochs, source.fingerprint)
+    with named_disk_errors("The shards", folder, "Then run the same again: it goes on."):
+        _shard(source, plan, folder)
+    return folder
+
+
+def _shard(source: Source, plan: Plan, folder: Path) -> None:
     made = folder.with_name(f".{folder.name}.sharding")
     made.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = FileLock(made.with_name(f"{made.name}.lock"))
@@ -94,16 +108,15 @@ def shard(
     except Timeout:
         raise DataError(f"Another process is sharding into {str(folder)!r}. Let it end.") from None
     with lock:
-        plan = _planned(made, Plan.new(len(source), steps, epochs, source.fingerprint))
+        plan = _planned(made, plan)
         if not (made / FIRST_ROWS).exists():
             _write(made / FIRST_ROWS, source.schema, source.first(FIRST))
-        for epoch in range(epochs):
+        for epoch in range(len(plan.keys)):
             if not (made / name_of(epoch)).exists():
                 _one_epoch(made, plan, epoch, source)
         os.rename(made, folder)
         sync_folder(folder.parent)
     Path(lock.lock_file).unlink(missing_ok=True)
-    return folder
 
 
 # -- what is planned --
@@ -235,9 +248,11 @@ class Source:
         if not self._paths:
             raise invalid("data", [], "to name at least one file")
         for path in self._paths:
-            if path.suffix not in (".parquet", ".jsonl", ".json") or not path.is_file():
+            if path.suffix not in FILES or not path.is_file():
                 next_move = "Convert others by datasets.load_dataset, and give the data set."
-                raise invalid("data", str(path), "to be a .parquet or .jsonl file", next_move)
+                raise invalid(
+                    "data", str(path), "to be a .parquet or .jsonl file that exists", next_move
+                )
         said = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self._paths]
         self.fingerprint = f"files {json.dumps(said)}"
         if (first := next(self._batches(), None)) is None:
@@ -252,18 +267,16 @@ class Source:
 
     def _length(self, path: Path) -> int:
         if path.suffix == ".parquet":
-            return int(pa.parquet.ParquetFile(path).metadata.num_rows)
-        return sum(len(batch) for batch in _json_lines(path))
+            with _reading(path):
+                return int(pa.parquet.ParquetFile(path).metadata.num_rows)
+        return sum(map(len, _batches_of(path)))
 
     def _batches(self) -> Iterator[pa.Table | pa.RecordBatch]:
         if self._rows is not None:
             yield from self._rows.with_format("arrow").iter(_AT_ONCE)
             return
         for path in self._paths:
-            if path.suffix == ".parquet":
-                yield from pa.parquet.ParquetFile(path).iter_batches(_AT_ONCE)
-            else:
-                yield from _json_lines(path)
+            yield from _batches_of(path)
 
     def tables(self) -> Iterator[pa.Table]:
         """Yield all rows, in order. Raises: DataError where files have other columns."""
@@ -296,13 +309,26 @@ def _columns(batch: pa.Table | pa.RecordBatch) -> dict[str, object]:
     return {name: batch.column(name) for name in batch.schema.names}
 
 
-def _json_lines(path: Path) -> Iterator[pa.RecordBatch]:
+def _batches_of(path: Path) -> Iterator[pa.RecordBatch]:
+    with _reading(path):
+        if path.suffix == ".parquet":
+            yield from pa.parquet.ParquetFile(path).iter_batches(_AT_ONCE)
+        else:
+            yield from pa.json.open_json(path)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raise DataError, which names the file, where it cannot be read."""
+    kind, next_move = "Parquet", "Write it again."
+    if path.suffix != ".parquet":
+        kind = "JSON lines"
+        next_move = "Write one object a line, of the same columns and types everywhere."
     try:
-        yield from pa.json.open_json(path)
-    except pa.ArrowInvalid as problem:
+        yield
+    except (OSError, pa.ArrowException) as problem:
         raise DataError(
-            f"{str(path)!r} cannot be read as JSON lines ({problem}). Write one object a line, of "
-            "the same columns and types everywhere."
+            f"{str(path)!r} cannot be read as {kind} ({problem}). {next_move}"
         ) from problem
 
 

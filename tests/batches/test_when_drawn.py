@@ -1,5 +1,6 @@
 """A bad row that is looked at when it is drawn keeps its place, adds exactly 0, and nobody hears."""
 
+import errno
 import logging
 import sys
 import warnings
@@ -216,6 +217,42 @@ def others_that_turn(folder):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_run_with_bad_rows_trains_and_says_nothing(workers, tmp_path, capfd, caplog):
     heard(tmp_path, workers, capfd, caplog, said=False)
+
+
+def adds_a_word(words):
+    words.add_tokens(["patient"])
+    raise ValueError("this row fails beside it")
+
+
+OUTSIDE = {
+    "memory": (MemoryError(), "memory ran out"),
+    "a disk": (OSError(errno.EIO, "of a patient"), "Input/output error"),
+    "open files": (OSError(errno.EMFILE, "of a patient"), "Too many open files"),
+    "a vocabulary": (None, "adds tokens to a tokenizer"),
+}
+
+
+@pytest.mark.parametrize("kind", OUTSIDE)
+def test_what_other_rows_may_have_a_part_in_ends_the_run(kind, tmp_path, monkeypatch):
+    """Else what a row adds would depend on others. Planted: it goes on."""
+    (error, said), words, honest = OUTSIDE[kind], tiny.tokenizer(), collate
+
+    def fails(rows):
+        if isinstance(rows[0]["input_ids"], str):
+            if error is not None:
+                raise error
+            adds_a_word(words)
+        return honest(rows)
+
+    monkeypatch.setitem(globals(), "collate", fails)
+    reads = trainer(tmp_path, {9: "raises"}).get_train_dataloader()
+    with pytest.raises(DataError, match=said) as raised:
+        reads.dataset.__getitems__(range(ROWS))
+    assert "patient" not in str(raised.value) and "Row 9" not in str(raised.value)
+    monkeypatch.setattr(when_drawn, "_not_of_the_row", lambda problem: None)
+    assert len(reads.dataset.__getitems__(range(ROWS))) == ROWS
+    if kind == "a vocabulary":
+        assert "patient" in words.get_vocab()
 
 
 def test_planted_warning_during_training_is_heard(tmp_path, capfd, caplog, monkeypatch):

@@ -33,7 +33,9 @@ OPTIONS = {
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rows") / "shards"
-    return shard(tiny.dataset(ROWS), folder, expected_batch_size=ROWS / STEPS, epochs=EPOCHS)
+    return shard(
+        tiny.dataset(ROWS), folder, expected_batch_size=ROWS / STEPS, num_train_epochs=EPOCHS
+    )
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 from scipy import stats
 
 from hf_dp.cli.main import main
-from hf_dp.errors import DataError, HfDpError, InvalidArgumentError
+from hf_dp.errors import DataError, HfDpError, InvalidArgumentError, OutputError
 from hf_dp.streams import shards
 from hf_dp.streams.reading import load
 from hf_dp.streams.shards import ENDS, MANIFEST, PLAN, ROWS, Plan, shard, steps_of
@@ -100,7 +100,9 @@ def test_each_epoch_has_each_row_once_in_its_step(kind, limit, tmp_path, monkeyp
     monkeypatch.setattr(shards, "_FILES", 3)
     monkeypatch.setattr(shards, "_AT_ONCE", 7)
     monkeypatch.setattr(shards, "FIRST", 20)
-    made = shard(sources(tmp_path)[kind], tmp_path / "shards", expected_batch_size=50, epochs=2)
+    made = shard(
+        sources(tmp_path)[kind], tmp_path / "shards", expected_batch_size=50, num_train_epochs=2
+    )
     stream = assert_sorted(made, rows())
     assert stream.plan.steps == 10 and [stream[i] for i in range(20)] == rows()[:20]
     with pytest.raises(DataError, match="Row 20 is not among the first 20"):
@@ -159,7 +161,7 @@ def sorted_in_spite_of_kills(folder, monkeypatch, plant=None) -> int:
         with monkeypatch.context() as patch:
             done = dying(patch, at)
             try:
-                shard(data, out, expected_batch_size=50, epochs=2)
+                shard(data, out, expected_batch_size=50, num_train_epochs=2)
             except Killed:
                 assert not out.exists()
             else:
@@ -168,7 +170,7 @@ def sorted_in_spite_of_kills(folder, monkeypatch, plant=None) -> int:
         with monkeypatch.context() as patch:
             if plant is not None:
                 plant(patch)
-            shard(data, out, expected_batch_size=50, epochs=2)
+            shard(data, out, expected_batch_size=50, num_train_epochs=2)
         assert_sorted(out, rows())
     raise AssertionError("more changes of files than there can be")
 
@@ -207,14 +209,14 @@ def test_a_killed_task_goes_on_with_the_same_data_alone(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         dying(patch, 5)
         with pytest.raises(Killed):
-            shard(data, tmp_path / "shards", expected_batch_size=50, epochs=2)
+            shard(data, tmp_path / "shards", expected_batch_size=50, num_train_epochs=2)
     with pytest.raises(DataError, match="of a task that was killed, whose steps was 10 and not 5"):
-        shard(data, tmp_path / "shards", expected_batch_size=100, epochs=2)
+        shard(data, tmp_path / "shards", expected_batch_size=100, num_train_epochs=2)
     with pytest.raises(DataError, match="of 2 epochs and not 1"):
         shard(data, tmp_path / "shards", expected_batch_size=50)
     os.utime(data[0], (1, 1))
     with pytest.raises(DataError, match="whose source was"):
-        shard(data, tmp_path / "shards", expected_batch_size=50, epochs=2)
+        shard(data, tmp_path / "shards", expected_batch_size=50, num_train_epochs=2)
 
 
 # -- what is refused --
@@ -223,7 +225,7 @@ def test_a_killed_task_goes_on_with_the_same_data_alone(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
-    return shard([parquet(folder)], folder / "shards", expected_batch_size=50, epochs=2)
+    return shard([parquet(folder)], folder / "shards", expected_batch_size=50, num_train_epochs=2)
 
 
 DAMAGES = {
@@ -263,13 +265,15 @@ def test_what_cannot_be_sharded(made, tmp_path):
     data = datasets.Dataset.from_list(rows(20))
     more = [parquet(tmp_path), parquet(tmp_path / ".", [{"input_ids": [1], "label": "one"}])]
     (other := tmp_path / "other.parquet").write_bytes(more[1].read_bytes())
+    (broken := tmp_path / "broken.parquet").write_text("no Parquet")
     parquet(tmp_path)
     for given, said in [
         ((data.with_transform(lambda row: row), {}), "has a transform"),
         (([tmp_path / "rows.csv"], {}), "to be a .parquet or .jsonl file"),
         ((data, {"expected_batch_size": 19}), "`expected_batch_size` to be at most 10"),
-        ((data, {"epochs": 0}), "`epochs`"),
+        ((data, {"num_train_epochs": 0}), "`num_train_epochs`"),
         (([more[0], other], {}), "other columns than the first"),
+        (([broken], {}), "broken.parquet' cannot be read as Parquet .*Write it again"),
     ]:
         options = {"expected_batch_size": 5, **given[1]}
         with pytest.raises(HfDpError, match=said):
@@ -277,6 +281,17 @@ def test_what_cannot_be_sharded(made, tmp_path):
         shutil.rmtree(tmp_path / ".shards.sharding", ignore_errors=True)
     with pytest.raises(InvalidArgumentError, match="`folder` to be new"):
         shard(data, made, expected_batch_size=5)
+    with pytest.raises(OutputError, match="The shards could not be written to .*it goes on"):
+        shard(data, other / "shards", expected_batch_size=5)  # below a file
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("rows.parqet", "could not be loaded"), ("none.parquet", "to be a .parquet or .jsonl file")],
+)
+def test_a_typing_error_is_named(name, said, tmp_path, capsys):
+    words = ["shard", str(tmp_path / name), "--expected_batch_size", "5", "-o", str(tmp_path / "s")]
+    assert main(words) != 0 and said in capsys.readouterr().err
 
 
 def test_the_command(tmp_path, capsys):
