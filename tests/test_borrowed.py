@@ -29,6 +29,7 @@ OVERRIDDEN = {
     "BaseTuner._replace_module": "self parent child_name new_module child",
     "DPOTrainer._prepare_dataset": "self dataset processing_class args dataset_name",
     "LNTuningModel._unload_and_optionally_merge": "self merge progressbar safe_merge adapter_names",
+    "RewardTrainer._prepare_dataset": "self dataset processing_class args dataset_name",
     "SFTTrainer._prepare_dataset": "self dataset processing_class args packing formatting_func dataset_name",
     "Trainer._get_output_dir": "self trial",
     "Trainer._load_best_model": "self",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,10 +16,9 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from hf_dp._validate import invalid
-from hf_dp.batches.structure import Batch, Row
+from hf_dp.batches.structure import Batch
 from hf_dp.errors import DataError
 from hf_dp.losses import IGNORED_LABEL, labels_at_their_tokens, number_of_targets, per_example_loss
-from hf_dp.run.synthetic import synthetic_examples
 from hf_dp.trainer import trl_preparation as trl
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.inherited import Refusal, only
@@ -31,13 +30,13 @@ _ENCODED_PAIR = ("prompt_ids", "chosen_ids", "rejected_ids")
 
 # Reference log-probabilities are always computed before training, one row at a time. Others than
 # the first are read only with what is refused, or not at all.
-DPO_WORKS = trl.TRL_WORKS | frozenset(
+DPO_WORKS = trl.LM_WORKS | frozenset(
     """disable_dropout precompute_ref_log_probs precompute_ref_batch_size
     f_alpha_divergence_coef discopop_tau ref_model_mixup_alpha ref_model_sync_steps""".split()
 )
 _LOSS = "The loss of a pair is -log sigmoid(beta * margin), and none of its variants. Remove it."
 DPO_REFUSED: Mapping[str, Refusal] = {
-    **trl.TRL_REFUSED,
+    **trl.LM_REFUSED,
     "privacy_mode": only(
         "DP-FP releases representations of texts, not pairs. Without privacy, use trl.DPOTrainer.",
         "dp_sgd",
@@ -78,27 +77,7 @@ class DPDPOConfig(DPTrainingArguments, trl.DPOConfig):  # type: ignore[misc]  # 
     _REFUSED: ClassVar[Mapping[str, Refusal]] = DPO_REFUSED
 
 
-@dataclass
-class PairCollator:
-    """Make a batch of b pairs: chosen answers, and rejected ones beside them.
-
-    Each column has one row for each pair, (b, T) or (b,), so a pair is one example. Both answers of
-    a pair are padded to one length. TRL's ``collate`` puts all rejected answers after all chosen
-    ones.
-    """
-
-    collate: Callable[[list[Row]], dict[str, Tensor]]
-
-    def __call__(self, rows: list[Row]) -> dict[str, Tensor]:
-        """Return the batch of these rows."""
-        both = self.collate(rows)
-        both["labels"] = both["input_ids"].masked_fill(both["completion_mask"] == 0, IGNORED_LABEL)
-        batch = {name: both[name][: len(rows)] for name in _TOKENS}
-        batch |= {f"rejected_{name}": both[name][len(rows) :] for name in _TOKENS}
-        return batch | {name: both[name] for name in _REFERENCES if name in both}
-
-
-class DPDPOTrainer(trl.PreparedByTRL):
+class DPDPOTrainer(trl.TrainedOnPairs):
     """Train privately on preferences: DPTrainer on pairs that :class:`trl.DPOTrainer` prepares.
 
     A pair of a chosen and a rejected answer is one example, and its loss is
@@ -130,7 +109,6 @@ class DPDPOTrainer(trl.PreparedByTRL):
     args: DPDPOConfig
     arguments_class: ClassVar[type[DPTrainingArguments]] = DPDPOConfig
     preparation = trl.DPOPreparation
-    data_collator: PairCollator
 
     def __init__(
         self,
@@ -164,23 +142,16 @@ class DPDPOTrainer(trl.PreparedByTRL):
 
     def _complete(self, made: trl.Preparation, args: Any) -> None:
         """Add what the reference model says, which is the model itself where none was given."""
-        if args.disable_dropout:
-            for module in made.model.modules():
-                if isinstance(module, nn.Dropout):
-                    module.p = 0.0
-        made.data_collator = collator = PairCollator(made.data_collator)
+        super()._complete(made, args)
+        labels = dict.fromkeys(("labels", "rejected_labels"), IGNORED_LABEL)
+        args.padding_values = labels | args.padding_values
         reference = made.model if self._ref_model is None else self._ref_model
 
         def with_references(dataset: Dataset, name: str) -> Dataset:
-            return add_references(dataset, reference, collator, args)
+            return add_references(dataset, reference, made.data_collator, args)
 
         made.train_dataset = with_references(made.train_dataset, "train")
         made.eval_dataset = trl.each_set(made.eval_dataset, with_references)
-        args.padding_values = {
-            "rejected_input_ids": made.processing_class.pad_token_id,
-            **dict.fromkeys(("labels", "rejected_labels"), IGNORED_LABEL),
-            **args.padding_values,
-        }
 
     def margins(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
         """Return beta times the margin of each pair, (b,), from that pair alone."""
@@ -189,36 +160,26 @@ class DPDPOTrainer(trl.PreparedByTRL):
         of_reference = inputs[_REFERENCES[0]] - inputs[_REFERENCES[1]]
         return self.args.beta * (chosen - rejected - of_reference)
 
-    def compute_per_example_loss(self, model: nn.Module, inputs: Batch) -> Tensor:
-        """Return -log sigmoid(beta * margin) of each pair, (b,)."""
-        return -F.logsigmoid(self.margins(model, inputs))
-
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: Batch,
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return (mean loss, margins times beta, ones) of a batch of pairs."""
-        with torch.no_grad(), self.compute_loss_context_manager():
-            margins = self.margins(model, self._prepare_inputs(inputs))
-        loss = -F.logsigmoid(margins).mean()
-        return (loss, None, None) if prediction_loss_only else (loss, margins, margins * 0 + 1)
+    def scored(self, model: nn.Module, inputs: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return -log sigmoid(beta * margin), margins times beta, and ones, (b,) each."""
+        margins = self.margins(model, inputs)
+        return -F.logsigmoid(margins), margins, torch.ones_like(margins)
 
     def synthetic_batches(self) -> list[dict[str, Tensor]]:
         """Return made-up pairs, whose answers differ in length."""
-        made = [example["input_ids"][0].tolist() for example in synthetic_examples(self.model)]
-        rows = [
-            {
-                "prompt_ids": tokens[:2],
-                "chosen_ids": tokens[2:],
-                "rejected_ids": others[2:],
-                **dict.fromkeys(_REFERENCES, -1.0),
-            }
-            for tokens, others in zip(made, made[1:] + made[:1], strict=True)
+        return [
+            self.data_collator(
+                [
+                    {
+                        "prompt_ids": chosen[:2],
+                        "chosen_ids": chosen[2:],
+                        "rejected_ids": rejected[2:],
+                        **dict.fromkeys(_REFERENCES, -1.0),
+                    }
+                ]
+            )
+            for chosen, rejected in self.made_up_pairs()
         ]
-        return [self.data_collator([row]) for row in rows]
 
     def _prepare(self, rows: Dataset, name: str) -> Dataset:
         known = set(rows.column_names)
@@ -247,7 +208,7 @@ def answer_log_probs(model: nn.Module, inputs: Mapping[str, Tensor], prefix: str
 
 
 def add_references(
-    dataset: Dataset, model: nn.Module, collator: PairCollator, args: TrainingArguments
+    dataset: Dataset, model: nn.Module, collator: trl.PairCollator, args: TrainingArguments
 ) -> Dataset:
     """Return the data set with the reference's log-probabilities of both answers as columns. Each
     is a function of its row alone: one answer at a time, without padding."""

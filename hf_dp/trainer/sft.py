@@ -24,18 +24,13 @@ _PACKING = only(
     None,
 )
 # The order of rows changes no draw, and `packing_strategy` is read only with `packing`.
-SFT_WORKS = trl.TRL_WORKS | frozenset(
+SFT_WORKS = trl.LM_WORKS | frozenset(
     """eos_token dataset_text_field dataset_kwargs completion_only_loss
     assistant_only_loss packing_strategy shuffle_dataset""".split()
 )
 SFT_REFUSED: Mapping[str, Refusal] = {
-    **trl.TRL_REFUSED,
-    "chat_template_path": Refusal(
-        lambda path: path is None or str(path).endswith((".jinja", ".j2")),
-        "to be a Jinja file",
-        "A tokenizer may bring new tokens, whose embeddings an adapter would not train. Save its "
-        "chat_template to a .jinja file.",
-    ),
+    **trl.LM_REFUSED,
+    "chat_template_path": trl.TEMPLATE,
     "packing": _PACKING,
     "eval_packing": _PACKING,
     "loss_type": only(

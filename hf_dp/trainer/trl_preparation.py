@@ -7,26 +7,37 @@ import reprlib
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias
 
+import torch
 from datasets import Dataset
 from peft import PeftConfig
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer_utils import PredictionOutput
 
 try:
     from trl import DPOConfig as DPOConfig
-    from trl import DPOTrainer, SFTTrainer, is_conversational, is_conversational_from_value
+    from trl import (
+        DPOTrainer,
+        RewardTrainer,
+        SFTTrainer,
+        is_conversational,
+        is_conversational_from_value,
+    )
+    from trl import RewardConfig as RewardConfig
     from trl import SFTConfig as SFTConfig
 except ImportError as missing:
     raise ImportError("This trainer needs TRL. Run `pip install hf-dp[trl]`.") from missing
 
 from hf_dp._validate import invalid
-from hf_dp.batches.structure import Row
+from hf_dp.batches.structure import Batch, Row
 from hf_dp.errors import DataError, HfDpError
+from hf_dp.losses import IGNORED_LABEL
 from hf_dp.overlap import TrainingRows
 from hf_dp.run.checks import check_train_dataset
+from hf_dp.run.synthetic import synthetic_examples
 from hf_dp.tasks.generation.encoding import ChatEncoding
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.given import Rows
@@ -39,19 +50,30 @@ DataSets: TypeAlias = "Dataset | dict[str, Dataset] | str | None"
 _TEXTS = ("prompt", "completion", "messages", "chosen", "rejected", "conversations")
 _EMPTY = ("None", "no messages")
 
-# What SFTConfig and DPOConfig both add to TrainingArguments; it concerns the model, or each row by
+# What TRL's configurations all add to TrainingArguments; it concerns the model, or each row by
 # itself.
 TRL_WORKS = frozenset(
-    """model_init_kwargs trust_remote_code pad_token dataset_num_proc max_length truncation_mode
+    """model_init_kwargs trust_remote_code pad_token dataset_num_proc max_length
     pad_to_multiple_of""".split()
 )
+TEMPLATE = Refusal(
+    lambda path: path is None or str(path).endswith((".jinja", ".j2")),
+    "to be a Jinja file",
+    "A tokenizer may bring new tokens, whose embeddings an adapter would not train. Save its "
+    "chat_template to a .jinja file.",
+)
 TRL_REFUSED: Mapping[str, Refusal] = {
+    "activation_offloading": only(
+        "It acts in TRL's own step, which does not run. Set gradient_checkpointing=True.", False
+    )
+}
+# Of those that train on what a model writes.
+LM_WORKS = TRL_WORKS | {"truncation_mode"}
+LM_REFUSED: Mapping[str, Refusal] = {
+    **TRL_REFUSED,
     "padding_free": only("It flattens a batch, so no layer sees examples. Remove it.", False),
     "router_aux_loss_coef": only(
         "It is a mean over all tokens of a batch, so neighbors share a loss. Remove it.", None, 0
-    ),
-    "activation_offloading": only(
-        "It acts in TRL's own step, which does not run. Set gradient_checkpointing=True.", False
     ),
 }
 
@@ -75,7 +97,8 @@ class Preparation(Trainer):
 
     model: Any
     data_collator: Any
-    args: SFTConfig | DPOConfig
+    args: SFTConfig | DPOConfig | RewardConfig
+    dropped = "have no token to predict within"  # the rows that TRL leaves out
     processing_class: PreTrainedTokenizerBase
     _between: tuple[object, ...] = ()  # what _prepare_dataset takes between arguments and name
 
@@ -141,6 +164,12 @@ class DPOPreparation(Preparation, DPOTrainer, _InPlaceOfTrainer):
     """The preparation of DPOTrainer: tokens of prompts and of both answers, without reference."""
 
 
+class RewardPreparation(Preparation, RewardTrainer, _InPlaceOfTrainer):
+    """The preparation of RewardTrainer: tokens of both texts, each with its prompt."""
+
+    dropped = "have a text that is longer than"
+
+
 class PreparedByTRL(DPTrainer):
     """DPTrainer on rows that one of TRL's trainers prepares, also in evaluation. ``of_trl`` are
     keywords of that trainer."""
@@ -159,9 +188,8 @@ class PreparedByTRL(DPTrainer):
         **others: Any,
     ):
         checked, model = self.arguments_class.own_copy(args), of_trl["model"]
-        if not isinstance(model, str) and getattr(model, "generation_config", None) is None:
-            expected, move = "to be a model that generates", "Load it by AutoModelForCausalLM."
-            raise invalid("model", type(model).__name__, expected, move)
+        if not isinstance(model, str):
+            self._check_model(model)
         check_train_dataset(train_dataset)
         check_rows(train_dataset)
         rows = Rows.of(checked, train_dataset, eval_dataset)
@@ -177,7 +205,7 @@ class PreparedByTRL(DPTrainer):
             args=theirs, train_dataset=rows.data, eval_dataset=eval_dataset, **of_trl
         )
         if checked.is_private:
-            refuse_dropped_rows(rows.data, made.train_dataset, made.args.max_length)
+            refuse_dropped_rows(rows.data, made)
         self._complete(made, checked)
         super().__init__(
             model=made.model,
@@ -189,6 +217,12 @@ class PreparedByTRL(DPTrainer):
             peft_config=peft_config,
             **others,
         )
+
+    def _check_model(self, model: object) -> None:
+        """Raise InvalidArgumentError for a model that this trainer cannot train."""
+        if getattr(model, "generation_config", None) is None:
+            expected, move = "to be a model that generates", "Load it by AutoModelForCausalLM."
+            raise invalid("model", type(model).__name__, expected, move)
 
     def _complete(self, made: Preparation, args: DPTrainingArguments) -> None:
         """Add to what TRL prepared."""
@@ -210,6 +244,71 @@ class PreparedByTRL(DPTrainer):
 
     def _prepare(self, rows: Dataset, name: str) -> Dataset:
         return self._preparation.prepared(rows, name)
+
+
+@dataclass
+class PairCollator:
+    """Make a batch of b pairs: chosen texts, and rejected ones beside them.
+
+    Each column has one row for each pair, (b, T) or (b,), so a pair is one example. Both texts of
+    a pair are padded to one length. TRL's ``collate`` puts all rejected texts after all chosen
+    ones.
+    """
+
+    collate: Callable[[list[Row]], dict[str, Tensor]]
+
+    def __call__(self, rows: list[Row]) -> dict[str, Tensor]:
+        """Return the batch of these rows."""
+        both = self.collate(rows)
+        mask = both.pop("completion_mask", None)
+        if mask is not None:
+            both["labels"] = both["input_ids"].masked_fill(mask == 0, IGNORED_LABEL)
+        texts = {name: both.pop(name) for name in list(both) if both[name].dim() == 2}
+        batch = {name: value[: len(rows)] for name, value in texts.items()}
+        batch |= {f"rejected_{name}": value[len(rows) :] for name, value in texts.items()}
+        return batch | both
+
+
+class TrainedOnPairs(PreparedByTRL):
+    """PreparedByTRL where one example is a pair of a chosen and a rejected text: the model runs on
+    both before one backward, so both gradients are clipped together."""
+
+    data_collator: PairCollator
+
+    def _complete(self, made: Preparation, args: Any) -> None:
+        if args.disable_dropout:
+            for module in made.model.modules():
+                if isinstance(module, nn.Dropout):
+                    module.p = 0.0
+        made.data_collator = PairCollator(made.data_collator)
+        padding = {"rejected_input_ids": made.processing_class.pad_token_id}
+        args.padding_values = padding | args.padding_values
+
+    def scored(self, model: nn.Module, inputs: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the loss of each pair, (b,), and what is predicted and what is right of it, (b,)
+        or (b, 2), each from that pair alone."""
+        raise NotImplementedError
+
+    def compute_per_example_loss(self, model: nn.Module, inputs: Batch) -> Tensor:
+        """Return the loss of each pair, (b,)."""
+        return self.scored(model, inputs)[0]
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return (mean loss, what is predicted, what is right) of a batch of pairs."""
+        with torch.no_grad(), self.compute_loss_context_manager():
+            losses, predicted, right = self.scored(model, self._prepare_inputs(inputs))
+        return (losses.mean(), *((None, None) if prediction_loss_only else (predicted, right)))
+
+    def made_up_pairs(self) -> list[tuple[list[int], list[int]]]:
+        """Return made-up texts in twos of other lengths, as token ids."""
+        made = [example["input_ids"][0].tolist() for example in synthetic_examples(self.model)]
+        return list(zip(made, made[1:] + made[:1], strict=True))
 
 
 def by_row(dataset: Dataset, prepare: Callable[[Dataset], Dataset], name: str) -> Dataset:
@@ -287,11 +386,12 @@ def _kind(row: Row) -> str:
         return _EMPTY[1]
 
 
-def refuse_dropped_rows(before: Dataset, after: Dataset, max_length: int | None) -> None:
+def refuse_dropped_rows(before: Dataset, made: Preparation) -> None:
     """Raise DataError where rows were dropped by what is in them: their number is public."""
+    after: Any = made.train_dataset
     if dropped := len(before) - len(after):
         raise DataError(
-            f"{dropped} of the {len(before)} rows have no token to predict within max_length="
-            f"{max_length}, and TRL would drop them. Raise it, or leave rows out by a rule that "
-            "you may tell everyone, as their number is public."
+            f"{dropped} of the {len(before)} rows {made.dropped} max_length="
+            f"{made.args.max_length}, and TRL would drop them. Raise it, or leave rows out by a "
+            "rule that you may tell everyone, as their number is public."
         )

@@ -19,8 +19,9 @@ from hf_dp.errors import (
     UnsupportedArgumentError,
     UnsupportedLossError,
 )
-from hf_dp.trainer.dpo import DPDPOConfig, DPDPOTrainer, PairCollator, answer_log_probs
+from hf_dp.trainer.dpo import DPDPOConfig, DPDPOTrainer, answer_log_probs
 from hf_dp.trainer.trainer import DPTrainer
+from hf_dp.trainer.trl_preparation import PairCollator
 
 
 def by_hand(policy: Any, reference: Any, row: dict[str, Any]) -> torch.Tensor:

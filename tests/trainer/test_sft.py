@@ -11,7 +11,7 @@ import yaml
 from chat import model, tokenizer, words
 from datasets import Dataset
 from transformers import HfArgumentParser
-from trl import DPOConfig, SFTConfig, SFTTrainer
+from trl import DPOConfig, RewardConfig, SFTConfig, SFTTrainer
 from warm import run_program
 
 from hf_dp import DPSeq2SeqTrainer, DPSeq2SeqTrainingArguments
@@ -22,6 +22,7 @@ from hf_dp.tasks.generation.encoding import ChatEncoding
 from hf_dp.trainer import trl_preparation
 from hf_dp.trainer.dpo import DPO_REFUSED, DPO_WORKS, DPDPOConfig
 from hf_dp.trainer.inherited import unknown_fields
+from hf_dp.trainer.reward import REWARD_REFUSED, REWARD_WORKS, DPRewardConfig
 from hf_dp.trainer.sft import SFT_REFUSED, SFT_WORKS, DPSFTConfig, DPSFTTrainer
 
 ROWS = 24  # of fewer, the answers alone would tell rows apart
@@ -240,6 +241,7 @@ def test_what_needs_several_rows_is_refused(option, value, message, mode, tmp_pa
     [
         (SFTConfig, SFT_WORKS, SFT_REFUSED, set()),
         (DPOConfig, DPO_WORKS, DPO_REFUSED, {"privacy_mode"}),
+        (RewardConfig, REWARD_WORKS, REWARD_REFUSED, {"privacy_mode"}),
     ],
 )
 def test_every_argument_of_trl_has_a_row(config, works, refused, more):
@@ -389,7 +391,7 @@ def test_planted_labels_on_every_turn_are_seen(tmp_path, monkeypatch):
     assert "user" in tokenizer(PLAIN).decode([each for each in labels if each != -100])
 
 
-@pytest.mark.parametrize("module", ["sft", "dpo"])
+@pytest.mark.parametrize("module", ["sft", "dpo", "reward"])
 def test_without_trl_the_message_names_the_extra(module, monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
     for each in (module, "trl_preparation"):
@@ -405,7 +407,9 @@ def test_the_public_names_need_no_trl(tmp_path):
     assert done.stdout.strip() == "False", done.stderr
 
 
-@pytest.mark.parametrize("config", [DPSFTConfig, DPDPOConfig, DPSeq2SeqTrainingArguments])
+@pytest.mark.parametrize(
+    "config", [DPSFTConfig, DPDPOConfig, DPRewardConfig, DPSeq2SeqTrainingArguments]
+)
 def test_arguments_are_read_from_yaml(config, tmp_path):
     text = {
         "output_dir": str(tmp_path), "target_epsilon": "3", "learning_rate": "5e-4", "use_cpu": True,
