@@ -278,6 +278,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt_neox": _language_model(
         hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig, **{k: v for k, v in DECODER.items() if k != "num_key_value_heads"}
     ),
+    "falcon": _language_model(hf.FalconForCausalLM, hf.FalconConfig, **DECODER, new_decoder_architecture=True, bias=True),
     "t5": Architecture(builder(hf.T5ForConditionalGeneration, hf.T5Config, **_T5), "seq2seq", float32_inside=True),
     "bart_classifier": Architecture(
         builder(hf.BartForSequenceClassification, hf.BartConfig, **_BART, num_labels=LABELS), "classification", end=2

@@ -36,7 +36,6 @@ from torch.utils import _pytree as pytree
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
 from hf_dp.clipping.draws import DrawnMasks, GivenMasks
-from hf_dp.clipping.sharding import passed_on
 from hf_dp.clipping.tape import Tape, seen_in_backward
 from hf_dp.errors import UnsupportedModelError
 
@@ -305,8 +304,9 @@ def _captured(
         if shared and examples is not None and leaf.dim() >= 3 and leaf.shape[0] == 1:
             call.expanded = True
             leaf = leaf.expand(examples, *leaf.shape[1:])
-        as_own, see = partial(passed_on, module=call.module), partial(call.see, position)
-        return seen_in_backward(leaf, anchor, as_own, see, leaf, *tensors, *masks)
+        see = partial(call.see, position)
+        # A copy, so that a model may change it in place (Falcon does) and the leaf remains.
+        return seen_in_backward(leaf, anchor, torch.clone, see, leaf, *tensors, *masks)
 
     return pytree.tree_unflatten([capture(*each) for each in enumerate(outputs)], output_spec)
 

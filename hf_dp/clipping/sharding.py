@@ -80,12 +80,6 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
-def passed_on(output: Tensor, module: nn.Module) -> Tensor:
-    """Return an output of ``module`` for an autograd function to return as its own. A view, but of
-    a module that ``fully_shard`` was called on a copy: FSDP2 warns of views there."""
-    return output.clone() if isinstance(module, FSDPModule) else output.view_as(output)
-
-
 def reset_shards(model: nn.Module) -> None:
     """Let a model start again after an error within its forward or backward."""
     inner = {

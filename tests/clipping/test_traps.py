@@ -390,14 +390,15 @@ def test_what_looks_like_an_rms_norm_and_is_none_has_no_rule():
     assert find_rule(LlamaRMSNorm((2, 6))) is None  # type: ignore[arg-type]
 
 
-def test_outputs_of_linear_layers_may_be_changed_in_place():
+@pytest.mark.parametrize("base", [nn.Linear, type("NoRule", (nn.Linear,), {})])
+def test_outputs_of_linear_layers_may_be_changed_in_place(base):
     def halved(net: Any, x: Tensor) -> Tensor:
         hidden = net.inner(x)
         hidden /= 2
         return net.last(torch.tanh(hidden)).sum((1, 2))
 
     torch.manual_seed(0)
-    model = Net(halved, inner=nn.Linear(6, 6), last=nn.Linear(6, 1))
+    model = Net(halved, inner=base(6, 6), last=base(6, 1))
     assert_net_exact(model.double(), torch.randn(4, 5, 6).double())
 
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
 from hf_dp.clipping.gradients import (
@@ -55,7 +56,7 @@ def _run_affine(use: Use, x: Tensor) -> tuple[Tensor, Kept]:
     return output, (x if "weight" in use.own else None,)
 
 
-@register_rule(nn.Linear, Conv1D, run=_run_affine, serves=owns_weight, is_fresh=True)
+@register_rule(nn.Linear, FalconLinear, Conv1D, run=_run_affine, serves=owns_weight, is_fresh=True)
 def _affine(use: Use, kept: Kept, grad: Tensor) -> Found:
     found: dict[str, PerExampleGradient | Unformed] = {}
     grads = positions(grad)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from hf_dp._validate import invalid
 from hf_dp.clipping.gradients import PerExampleGradient, Unformed
-from hf_dp.clipping.sharding import passed_on
 from hf_dp.clipping.tape import Tape, seen_in_backward
 from hf_dp.errors import UnsupportedModelError
 
@@ -78,10 +77,8 @@ class Rule:
                 "example by example."
             )
         tape.note_forward(module, *own)
-        # `.data`, so that autograd does not treat it as a view, which must not be changed in place.
-        as_own: Callable[[Tensor], Tensor] = (
-            (lambda each: each.data) if self.is_fresh else partial(passed_on, module=module)
-        )
+        # No view, so that a model may change it in place (Longformer does).
+        as_own: Callable[[Tensor], Tensor] = (lambda x: x.data) if self.is_fresh else torch.clone
         see = partial(self._capture, use)
         return seen_in_backward(output, next(iter(own.values())), as_own, see, *kept)
 
@@ -130,7 +127,7 @@ def register_rule(
         serves: whether the rule covers a module of these classes, by its settings.
         flattens: whether an input (b * T, d) means the same as (b, T, d).
         is_fresh: whether the output has memory of its own that nothing reads in backward, so that
-            a model may change it in place (Longformer does).
+            no copy is needed for a model that changes it in place.
 
     Raises: InvalidArgumentError for what is no module class, or has a rule already.
 
