@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from transformers.integrations import moe
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -29,6 +30,25 @@ def shift_right(model: nn.Module, ids: Tensor) -> Tensor | None:
     """
     shift = getattr(model, "_shift_right", None)
     return None if shift is None else shift(ids)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether a module holds the experts of a mixture as ``grouped_mm`` reads them, without
+    biases and all of them in this process: its class has the decorator that says so."""
+    forward = getattr(type(module), "forward", None)
+    others = ("has_bias", "has_post_expert_norm", "_is_expert_parallel")
+    return getattr(forward, "__code__", None) is _OF_EXPERTS and not any(
+        getattr(module, name) for name in others
+    )
+
+
+_OF_EXPERTS = moe.use_experts_implementation(type("Experts", (nn.Module,), {})).forward.__code__
+
+
+def gated(module: Any, x: Tensor) -> Tensor:
+    """Return what experts make of their first product."""
+    inner: Tensor = module._apply_gate(x) if module.has_gate else module.act_fn(x)
+    return inner
 
 
 def forward_without_autocast(model: nn.Module) -> Callable[..., object] | None:

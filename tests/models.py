@@ -144,13 +144,13 @@ gpt2_classifier = builder(
 )
 llama = builder(hf.LlamaForCausalLM, hf.LlamaConfig, **DECODER, attention_bias=True)
 
-mixtral = builder(
-    hf.MixtralForCausalLM, hf.MixtralConfig, **DECODER, num_local_experts=4, num_experts_per_tok=2
-)
+# float64, which the default, grouped_mm, does not know
+_MOE = DECODER | {"experts_implementation": "eager", "num_experts_per_tok": 2}
+mixtral = builder(hf.MixtralForCausalLM, hf.MixtralConfig, **_MOE, num_local_experts=4)
 qwen3_moe = builder(
-    hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig, **DECODER, head_dim=8, num_experts=4, num_experts_per_tok=2,
-    moe_intermediate_size=8,
+    hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig, **_MOE, head_dim=8, num_experts=4, moe_intermediate_size=8
 )  # fmt: skip
+olmoe = builder(hf.OlmoeForCausalLM, hf.OlmoeConfig, **_MOE, num_experts=8)
 deberta_v2 = builder(
     hf.DebertaV2ForSequenceClassification, hf.DebertaV2Config, **ENCODER, pos_att_type=["c2p", "p2c"],
     # left to itself the model casts its logits to float32
@@ -279,6 +279,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig, **{k: v for k, v in DECODER.items() if k != "num_key_value_heads"}
     ),
     "falcon": _language_model(hf.FalconForCausalLM, hf.FalconConfig, **DECODER, new_decoder_architecture=True, bias=True),
+    "mixtral": Architecture(mixtral, "causal_lm", float32_inside=True),
+    "qwen3_moe": Architecture(qwen3_moe, "causal_lm", float32_inside=True),
+    "olmoe": Architecture(olmoe, "causal_lm", float32_inside=True),
     "t5": Architecture(builder(hf.T5ForConditionalGeneration, hf.T5Config, **_T5), "seq2seq", float32_inside=True),
     "bart_classifier": Architecture(
         builder(hf.BartForSequenceClassification, hf.BartConfig, **_BART, num_labels=LABELS), "classification", end=2

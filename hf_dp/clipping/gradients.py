@@ -23,7 +23,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -114,6 +114,9 @@ class PerExampleGradient(ABC):
             value = getattr(self, name)
             removed = ~keep.view(-1, *[1] * (value.dim() - 1))
             setattr(self, name, value.masked_fill(removed, 0))
+
+    def joined(self, other: Any) -> PerExampleGradient | None:
+        """Return the sum of two uses of this form as one, or None where that is not cheaper."""
 
     def of_units(self, rows: int) -> PerExampleGradient:
         """Return the gradients of units: sums over each ``rows`` examples in a row."""
@@ -261,7 +264,6 @@ class Lookups(PerExampleGradient):
         return alike and self.grads.shape == (*self.tokens.shape, shape[1:].numel())
 
     def joined(self, other: Lookups) -> Lookups:
-        """Return both uses as one, concatenated along the positions."""
         return Lookups(
             torch.cat([self.tokens, other.tokens], 1), torch.cat([self.grads, other.grads], 1)
         )
@@ -333,7 +335,6 @@ class Dense(PerExampleGradient):
         return self.gradients.shape == (examples, *shape)
 
     def joined(self, other: Dense) -> Dense:
-        """Return the sum of the gradients of both uses."""
         return Dense(
             self.gradients + other.gradients, owned=True, of_terms=self.size() + other.size()
         )

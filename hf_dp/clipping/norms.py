@@ -249,11 +249,9 @@ def gathered(uses: Sequence[PerExampleGradient], shape: torch.Size) -> list[PerE
     joined: list[PerExampleGradient] = []
     for use in compact(uses, shape):
         for position, known in enumerate(joined):
-            if isinstance(use, Dense) and isinstance(known, Dense):
-                joined[position] = known.joined(use)
-                break
-            if isinstance(use, Lookups) and isinstance(known, Lookups):
-                joined[position] = known.joined(use)
+            both = known.joined(use) if type(known) is type(use) else None
+            if both is not None:
+                joined[position] = both
                 break
         else:
             joined.append(use)

@@ -57,7 +57,8 @@ class Scale:
                 size = size * self.rows.max() * self.columns.max()
             return Dense(scaled.view_as(use.gradients), owned=True, of_terms=size)
         raise UnsupportedModelError(
-            "A head's gradients that are formed by blocks cannot be scaled. Set chunked_loss=False."
+            "Gradients of experts, or of a head in blocks, cannot be scaled. Freeze the experts, "
+            "set chunked_loss=False, or train without scales."
         )
 
     @torch.no_grad()

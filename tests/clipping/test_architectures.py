@@ -23,8 +23,10 @@ from models import (
     POSITIONS,
     VOCABULARY,
     Architecture,
+    Net,
     assert_equal,
     assert_exact,
+    assert_net_exact,
     assert_same_sums,
     built,
     clipped,
@@ -36,10 +38,14 @@ from models import (
     together,
 )
 from torch import nn
+from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
 
 from hf_dp.batches.padding import Padding
 from hf_dp.batches.structure import Layout, own
 from hf_dp.clipping.engine import STRATEGIES
+from hf_dp.clipping.gradients import Weights
+from hf_dp.clipping.rules import experts
+from hf_dp.clipping.rules.experts import Routed
 from hf_dp.errors import HfDpError, UnsupportedLossError
 from hf_dp.losses import per_example_loss
 
@@ -160,7 +166,18 @@ SELECTIONS: dict[str, Callable[[nn.Module], set[nn.Parameter]]] = {
 }  # fmt: skip
 
 
-NO_BIAS = {"mistral", "qwen3_tied", "gemma2", "gemma3", "gemma3_untied", "phi3", "t5"}
+NO_BIAS = {
+    "mistral",
+    "mixtral",
+    "qwen3_moe",
+    "olmoe",
+    "qwen3_tied",
+    "gemma2",
+    "gemma3",
+    "gemma3_untied",
+    "phi3",
+    "t5",
+}
 
 
 FROZEN = [
@@ -190,7 +207,7 @@ def train_only(model: nn.Module, wanted: set[nn.Parameter]) -> None:
 # -- dropout and gradient checkpointing ---
 
 # ALBERT, DistilBERT and MPNet have no gradient checkpointing in transformers 5.
-CHECKPOINTED = "bert modernbert gpt2_tied opt llama gemma3 t5 bart vit dinov2".split()
+CHECKPOINTED = "bert modernbert gpt2_tied opt llama gemma3 olmoe t5 bart vit dinov2".split()
 DROPOUT = [(name, checkpointing) for name in CHECKPOINTED for checkpointing in (False, True)]
 DROPOUT += [(name, False) for name in ("albert", "mpnet", "convnext", "bert_masked_lm")]
 
@@ -277,19 +294,71 @@ def exact_or_refused(
     return refusal
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_mixture_of_experts_without_its_batch_loss(name):
-    """Experts and router see all positions of the batch at once: (B * T, H)."""
-    architecture = Architecture(getattr(models, name), "causal_lm", float32_inside=True)
-    # The default, grouped_mm, knows no float64.
-    model = architecture.build(experts_implementation="eager")
-    for lengths in (PADDED, (1, 1), (2, 1), (6,)):
-        strategies = STRATEGIES if lengths == PADDED else STRATEGIES[:1]
-        assert_exact(architecture, model, architecture.examples(model, lengths), *strategies)
-    model = architecture.build(dtype=torch.float32)
-    examples = architecture.examples(model, PADDED)
-    expected = loop(model, examples)
-    assert_equal(*clipped(model, collate(model, examples), expected.clipping_norm), expected, 1e-4)
+# -- experts, whose tokens are those of all examples: (B * T, H) ---
+
+
+def test_experts_as_transformers_runs_them_by_default():
+    """In float32, by grouped_mm."""
+    for build in (models.mixtral, models.qwen3_moe, models.olmoe):
+        model = build(dtype=torch.float32, experts_implementation=None)
+        assert model.config._experts_implementation == "grouped_mm"
+        examples = Architecture(build, "causal_lm").examples(model, PADDED)
+        expected = loop(model, examples)
+        found = clipped(model, collate(model, examples), expected.clipping_norm)
+        assert_equal(*found, expected, 1e-4)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_experts_used_twice(strategy, transposed):
+    config = models.olmoe().config
+    both = OlmoeExperts(config).double()
+    both.is_transposed = transposed
+    if transposed:
+        config._experts_implementation = "batched_mm"
+        for name, parameter in list(both.named_parameters()):
+            setattr(both, name, nn.Parameter(parameter.detach().mT.contiguous()))
+    for parameter in both.parameters():
+        nn.init.normal_(parameter, std=0.3)
+
+    def twice(net, x):
+        chosen = x.flatten(0, 1)[:, :8].topk(2)
+        for _ in range(2):
+            y = net.experts(x.flatten(0, 1), chosen.indices, chosen.values)
+            x = torch.tanh(y).view(x.shape)
+        return x.square().sum((1, 2))
+
+    model = Net(twice, experts=both)
+    for shape in ((3, 5, 16), (2, 1, 16)):
+        assert_net_exact(model, torch.randn(shape, dtype=torch.float64), strategy)
+
+
+def all_of_the_first(monkeypatch):
+    def planted(left, right, places, counts, b):
+        return Routed(left, right, places // b * b, counts, b)
+
+    monkeypatch.setattr(experts, "Routed", planted)
+
+
+def each_pair_alone(monkeypatch):
+    def planted(self):
+        yield self.places % self.examples, self.left[:, None], self.right[:, None]
+
+    monkeypatch.setattr(Routed, "_segments", planted)
+
+
+def unclipped(monkeypatch):
+    honest, ones = Routed.add_weighted_sum, torch.ones(3, dtype=torch.float64)
+    planted = lambda self, total, weights: honest(self, total, Weights(ones))  # noqa: E731
+    monkeypatch.setattr(Routed, "add_weighted_sum", planted)
+
+
+@pytest.mark.parametrize("plant", [all_of_the_first, each_pair_alone, unclipped])
+def test_planted_errors_of_experts_are_seen(plant, monkeypatch):
+    architecture, model, examples = built("olmoe", PADDED)
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        assert_exact(architecture, model, examples)
 
 
 # What is frozen, and options. With all relative parts frozen nothing is left to refuse.
