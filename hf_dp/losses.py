@@ -40,10 +40,11 @@ _TASKS = {
     "seq2seq_lm": _classes("SEQ_TO_SEQ_CAUSAL_LM"),
     "masked_lm": _classes("MASKED_LM"),
     "question_answering": _classes("QUESTION_ANSWERING"),
+    "multiple_choice": _classes("MULTIPLE_CHOICE"),
 }
 _REGISTERED: dict[type[nn.Module], str] = {}
 _OF_WHOLE_EXAMPLES = ("sequence_classification", "image_classification")
-_SPANS = "question_answering"
+_SPANS, CHOICE = "question_answering", "multiple_choice"
 Inputs = Mapping[str, Tensor]  # a collated batch
 IGNORED_LABEL = -100
 Args = tuple[object, ...]
@@ -158,7 +159,7 @@ def known_task(model: nn.Module | None) -> str:
 
 def means_over_rows(model: nn.Module | None) -> bool:
     """Return whether a transformers model's own loss is the mean over the rows of its batch."""
-    return known_task(model) in (*_OF_WHOLE_EXAMPLES, _SPANS)
+    return known_task(model) in (*_OF_WHOLE_EXAMPLES, _SPANS, CHOICE)
 
 
 def targets_of(model: nn.Module) -> tuple[str, ...]:
@@ -294,10 +295,11 @@ def per_example_loss(model: nn.Module, inputs: Inputs, chunked: bool = False) ->
     """Return one loss per example, (b,), each a function of its own example only.
 
     Args:
-        inputs: a collated batch with ``labels``: (b,) integers (single label) or floats
-            (regression, one output), (b, K) floats (multi-label), or (b, T) class or token ids with
-            -100 where nothing is predicted. An example's loss is then the mean over its own labeled
-            tokens, 0 when it has none. Or with ``start_positions`` and ``end_positions``, (b,).
+        inputs: a collated batch with ``labels``: (b,) integers (single label, or the place of the
+            right choice) or floats (regression, one output), (b, K) floats (multi-label), or (b, T)
+            class or token ids with -100 where nothing is predicted. An example's loss is then the
+            mean over its own labeled tokens, 0 when it has none. Or with ``start_positions`` and
+            ``end_positions``, (b,).
         chunked: form a causal language model's loss by blocks of the vocabulary
             (:mod:`hf_dp.clipping.chunked_loss`).
 
@@ -553,6 +555,11 @@ def classification_loss(model: nn.Module, logits: Tensor, labels: Tensor) -> Ten
     return losses.flatten(1).mean(1)
 
 
+def _choice(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross-entropy of the right one of each example's k choices, logits (b, k)."""
+    return F.cross_entropy(_widened(logits), labels.reshape(-1), reduction="none")
+
+
 def _tokens(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
     """Return the mean cross-entropy over each example's *own* labeled tokens; 0 if it has none."""
     _require_one_per_token(labels, logits)
@@ -573,6 +580,7 @@ def _causal_lm(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
 _LOSSES: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
     "sequence_classification": classification_loss,
     "image_classification": classification_loss,
+    "multiple_choice": _choice,
     "token_classification": _tokens,
     "causal_lm": _causal_lm,
     "seq2seq_lm": _tokens,

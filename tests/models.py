@@ -195,6 +195,11 @@ class Architecture:
                 chosen = torch.arange(length)[None] % 2 == 0
                 labels = tokens.masked_fill(~chosen, IGNORED)
                 return {"input_ids": tokens.masked_fill(chosen, MASK), "labels": labels}
+            case "choice":  # of three, the first of which is shorter
+                tokens = torch.stack([_tokens(length, generator) for _ in range(LABELS)], 1)
+                tokens[..., 0], mask = torch.arange(8, 8 + LABELS), torch.ones_like(tokens)
+                mask[:, 0, 1:] = 0
+                return {"input_ids": tokens, "attention_mask": mask, "labels": label}
             case "infilling":  # where the text is long, label words stand beside the mask
                 masked = model.label_words.mask_token_id is not None
                 tokens[:, length // 2 if masked else -1] = MASK if masked else LAST_WORD
@@ -260,6 +265,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         float32_inside=True,
     ),  # fmt: skip
     "mpnet": _classifier(hf.MPNetForSequenceClassification, hf.MPNetConfig),
+    "bert_choice": Architecture(builder(hf.BertForMultipleChoice, hf.BertConfig, **ENCODER), "choice"),
     "bert_masked_lm": Architecture(bert_masked_lm, "masked_lm"),
     "roberta_masked_lm": Architecture(builder(hf.RobertaForMaskedLM, hf.RobertaConfig, **ENCODER, pad_token_id=1), "masked_lm"),
     "infilling_bert": _infilling_classifier(hf.BertForMaskedLM, hf.BertConfig),
@@ -377,16 +383,16 @@ def collate(model: Any, examples: Sequence[Batch], left: bool = False) -> Batch:
     pad = getattr(base_of(model).config, "pad_token_id", None) or 0
     fill = {"input_ids": pad, "decoder_input_ids": pad, "labels": IGNORED}
     if "input_ids" in examples[0]:
-        examples = [{**e, "attention_mask": torch.ones_like(e["input_ids"])} for e in examples]
+        examples = [{"attention_mask": torch.ones_like(e["input_ids"]), **e} for e in examples]
     columns = {name: [example[name] for example in examples] for name in examples[0]}
     return {name: _padded(each, fill.get(name, 0), left) for name, each in columns.items()}
 
 
 def _padded(tensors: Sequence[Tensor], value: int, left: bool) -> Tensor:
-    if tensors[0].dim() != 2:
+    if tensors[0].dim() not in (2, 3):
         return torch.cat(list(tensors))
-    longest = max(t.shape[1] for t in tensors)
-    missing = [longest - t.shape[1] for t in tensors]
+    longest = max(t.shape[-1] for t in tensors)
+    missing = [longest - t.shape[-1] for t in tensors]
     sides = [(n, 0) if left else (0, n) for n in missing]
     return torch.cat([F.pad(t, n, value=value) for t, n in zip(tensors, sides, strict=True)])
 

@@ -28,6 +28,7 @@ class Limits:
         places: columns that name one of the row's own tokens.
         read_labels: labels in the type in which they are trained on.
         any_mask: whether an attention mask may have holes, begin with 0 or be 0 everywhere.
+        of_choices: whether the label is the place of one of the row's choices.
         padded_on_the_left: whether the tokenizer pads on the left.
         check_tokens: raises DataError for attended tokens, (T,), that the model refuses.
     """
@@ -38,6 +39,7 @@ class Limits:
     places: tuple[str, ...] = ()
     read_labels: Callable[[Tensor], Tensor] | None = None
     any_mask: bool = True
+    of_choices: bool = False
     padded_on_the_left: bool = False
     check_tokens: Callable[[Tensor], None] | None = None
 
@@ -55,6 +57,8 @@ class Limits:
         outputs = _table_of(base, "get_output_embeddings")
         if task in ("causal_lm", "masked_lm", "seq2seq_lm"):
             below |= dict.fromkeys(LABELS, outputs or getattr(config, "vocab_size", None))
+        elif task == losses.CHOICE:  # of which each row has its own
+            below |= dict.fromkeys(LABELS, None)
         elif task == "token_classification" or (task and _is_single_label(config)):
             below |= dict.fromkeys(LABELS, getattr(config, "num_labels", None))
         below["position_ids"] = getattr(config, "max_position_embeddings", None)
@@ -69,6 +73,7 @@ class Limits:
             else tuple(n for n in losses.targets_of(model) if n in losses.SPAN),
             read_labels=partial(losses.labels_read, model) if task else None,
             any_mask=own_loss or not losses.takes_attention_mask(model),
+            of_choices=task == losses.CHOICE,
             padded_on_the_left=side == "left",
             check_tokens=losses.token_check(model),
         )
@@ -107,6 +112,15 @@ class Limits:
         if self.check_tokens is not None:
             attended = isinstance(mask, Tensor) and mask.shape == tokens.shape
             self.check_tokens(tokens[mask != 0] if attended else tokens.flatten())
+        label = example.get("labels")
+        if self.of_choices and isinstance(label, Tensor):
+            known = tokens.dim() == 3 and label.numel() == 1 and not label.is_floating_point()
+            if not known or not 0 <= int(label) < tokens.shape[1]:
+                raise DataError(
+                    f"`labels` holds {label.flatten().tolist()}, and `input_ids` has the shape "
+                    f"{tuple(tokens.shape)}. Expected (1, choices, tokens), and the place of one "
+                    "of the row's choices, from 0."
+                )
         for name in self.places:
             shown = mask if isinstance(mask, Tensor) else torch.ones_like(tokens)
             _check_place(name, example.get(name), shown)

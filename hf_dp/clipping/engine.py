@@ -13,6 +13,7 @@ from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from transformers.models.auto import modeling_auto
 
 from hf_dp import _validate
 from hf_dp.clipping import sharding
@@ -27,6 +28,9 @@ from hf_dp.clipping.tape import Tape
 from hf_dp.errors import UnaccountedGradientError, UnsupportedLossError, UnsupportedModelError
 from hf_dp.plans.dp_sgd import CLIPPINGS, MEMORY_RATIO, STRATEGIES, check_memory_ratio
 from hf_dp.plans.rounding import SMALL_GROUP, regrouping_share, slack_cap
+
+# Models that take several choices for each example.
+_FOLDING = frozenset(modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values())
 
 
 class ClippingEngine:
@@ -97,13 +101,14 @@ class ClippingEngine:
         self._groups: dict[nn.Parameter, int] = {}
         self._sums = RunningSums()
         self._model_bytes = 0  # of weights and gradients
-        self._sharded = False
+        self._sharded = self._folds = False
         self._shards = sharding.ShardedSums(())
         self._spoiled = False
         self._large: LargeUnit | None = None
 
     def __enter__(self) -> Self:
         modules = dict(self.model.named_modules())
+        self._folds = any(type(module).__name__ in _FOLDING for module in modules.values())
         forwards = (module.__dict__.get("forward") for module in modules.values())
         if self._restore or any(
             isinstance(getattr(each, "__func__", None), _CapturingForward) for each in forwards
@@ -310,10 +315,10 @@ class ClippingEngine:
                 f"{losses.dtype}. Use reduction='none' and average each example over its own "
                 "positions."
             )
-        known = self._tape.examples
-        if len(losses) and known is not None and len(losses) != known:
+        rows, each = self._tape.examples, self._tape.folded
+        if len(losses) and rows is not None and len(losses) * each != rows:
             raise UnsupportedLossError(
-                f"Expected one loss for each of the {known} examples of the forward, got "
+                f"Expected one loss for each of the {rows // each} examples of the forward, got "
                 f"{len(losses)}."
             )
 
@@ -424,7 +429,9 @@ class ClippingEngine:
         named = [kwargs.get(name) for name in ("input_ids", "inputs_embeds", "pixel_values")]
         for value in (*named, *args, *kwargs.values()):
             if isinstance(value, Tensor) and value.dim() > 0:
-                self._tape.examples = value.shape[0]
+                # Of (b, k, ...) these models make (b * k, ...) and know no examples any more.
+                self._tape.folded = value.shape[1] if self._folds and value.dim() > 2 else 1
+                self._tape.examples = value.shape[0] * self._tape.folded
                 return
 
     def _refuse_stray_gradients(self, what: str, remedy: str, drop: bool = True) -> None:

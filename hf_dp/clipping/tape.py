@@ -55,7 +55,8 @@ class Tape:
         self._names = names or {}
         self._slots: dict[tuple[nn.Module, str], nn.Parameter] = {}
         self._constants: dict[nn.Parameter, Tensor] = {}
-        self.rows_per_unit = 1  # examples whose gradients are handed over as one
+        self.folded = 1  # rows that the model makes of each example, as of several choices
+        self.rows_per_unit = 1  # rows whose gradients are handed over as one
         self.scales: Mapping[nn.Parameter, Scale] = {}
         self._open_for: int | None = None
         self._sink: Sink | None = None
@@ -73,8 +74,8 @@ class Tape:
         """Hand what a backward pass over ``examples`` per-example losses meets inside to a sink.
         With ``reserve``, which is told at once whose a use is, small ones may come later, of
         parameters that the forward used once."""
-        self._open_for, self._sink, self.after = examples, sink, {}
-        self.rows_per_unit, self._uses = rows_per_unit, self.forward_uses()
+        self._open_for, self._sink, self.after = examples * self.folded, sink, {}
+        self.rows_per_unit, self._uses = rows_per_unit * self.folded, self.forward_uses()
         self._together = None if reserve is None else Together(reserve)
         try:
             yield

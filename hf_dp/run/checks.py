@@ -238,7 +238,7 @@ def head_of(model: nn.Module) -> dict[str, nn.Module]:
 
 def refuse_frozen_heads(model: nn.Module, trained: Collection[nn.Parameter]) -> None:
     """Raise UnsupportedModelError when nothing in the head of a classifier is ``trained``."""
-    if not type(model).__name__.endswith(("Classification", "QuestionAnswering")):
+    if not type(model).__name__.endswith(("Classification", "QuestionAnswering", "MultipleChoice")):
         return
     frozen = sorted(
         name

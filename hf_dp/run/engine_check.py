@@ -188,6 +188,8 @@ def _labels(model: nn.Module, example: Example) -> Iterator[Tensor]:
     """Yield each class; or the example's labels and others: a distribution, none in some places."""
     labels = losses.counted_labels(model, example)
     classes = getattr(losses.base_model(model).config, "num_labels", 1)
+    if losses.task_of(model) == losses.CHOICE:
+        classes = example["input_ids"].shape[1]
     if labels.dim() == 1 and not labels.is_floating_point() and classes > 1:
         for each in range(min(classes, _MOST_CLASSES)):
             yield torch.full_like(labels, each)

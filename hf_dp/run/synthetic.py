@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hf_dp.batches.padding import LABELS
 from hf_dp.batches.structure import Row, is_picture
 from hf_dp.errors import DataError, UnsupportedModelError
-from hf_dp.losses import base_model, known_task, targets_of
+from hf_dp.losses import CHOICE, base_model, known_task, targets_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -32,12 +32,15 @@ def synthetic_examples(
     model: nn.Module,
     lengths: Sequence[int] = _LENGTHS,
     target_lengths: Sequence[int] = _TARGET_LENGTHS,
+    *,
+    choices: int = 2,
 ) -> list[Batch]:
-    """Return batches of one example on the CPU, of the given lengths where there are any, or raise
-    UnsupportedModelError for a model that does not say what token ids or images it takes."""
+    """Return batches of one example on the CPU, of the given lengths where there are any, with so
+    many ``choices`` where a model takes several. Raises: UnsupportedModelError for a model that
+    does not say what token ids or images it takes."""
     base = base_model(model)
     if takes_tokens(model):
-        return _texts(model, base, lengths, target_lengths)
+        return _texts(model, base, lengths, target_lengths, choices)
     main_input = getattr(base, "main_input_name", None)
     if main_input == "pixel_values":
         return [_image(model, base) for _ in lengths]
@@ -56,7 +59,7 @@ def takes_tokens(model: nn.Module) -> bool:
 
 
 def _texts(
-    model: nn.Module, base: Any, lengths: Sequence[int], target_lengths: Sequence[int]
+    model: nn.Module, base: Any, lengths: Sequence[int], target_lengths: Sequence[int], choices: int
 ) -> list[Batch]:
     config, task = base.config, known_task(model)
     # Funnel has no end token.
@@ -67,7 +70,7 @@ def _texts(
     has_mask = "attention_mask" in inspect.signature(base.forward).parameters
     alone = []
     for length, target_length in zip(lengths, target_lengths, strict=True):
-        ids = tokens[torch.randint(len(tokens), (1, length))]
+        ids = tokens[torch.randint(len(tokens), (choices if task == CHOICE else 1, length))]
         if isinstance(eos, int) and 0 <= eos < vocabulary:
             ids[:, :-1][ids[:, :-1] == eos] = ids[0, 0] if ids[0, 0] != eos else tokens[0]
             ids[:, -1] = eos  # some heads read its position
@@ -75,7 +78,9 @@ def _texts(
                 ids[:, length // 2] = eos  # and some take rows with equal numbers of them only
         if valid := getattr(base, "valid_input_ids", None):
             ids = valid(ids)
-        if task == "seq2seq_lm":
+        if task == CHOICE:
+            ids, labels = ids[None], torch.randint(choices, (1,))
+        elif task == "seq2seq_lm":
             labels = tokens[torch.randint(len(tokens), (1, target_length))]
         else:
             labels = _labels(base, task, ids)
@@ -85,6 +90,8 @@ def _texts(
             example = {"input_ids": ids, **places}
         if has_mask:
             example["attention_mask"] = torch.ones_like(ids)
+            if task == CHOICE:
+                example["attention_mask"][:, 0, -1] = 0  # shorter than the others
         alone.append(example)
     return alone
 

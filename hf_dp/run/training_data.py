@@ -236,9 +236,11 @@ class TrainingData:
     def synthetic_examples(self, model: nn.Module) -> list[Example]:
         """Return made-up examples that passed through the collator like rows, each a batch of one;
         where rows cannot be made up in the data set's format, synthetic inputs of the model."""
+        tokens = self.looked_over.layout.leaves.get("input_ids")
+        choices = tokens.most[1] if tokens is not None and len(tokens.most) > 2 else 2
         made = [
             _of_the_size_of_rows(example, self.looked_over.layout)
-            for example in synthetic_examples(model, *self._lengths())
+            for example in synthetic_examples(model, *self._lengths(), choices=choices)
         ]
         try:
             templates = [self.examples.row(index) for index in (0, self.looked_over.longest)]

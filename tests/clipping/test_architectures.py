@@ -104,7 +104,7 @@ def test_long_examples_in_every_form_and_in_float32(name, device, monkeypatch):
     assert_equal(norms.cpu(), on("cpu", sums), expected, tolerance=1e-4)
 
 
-OF_TOKENS = [name for name in ARCHITECTURES if ARCHITECTURES[name].task != "image"]
+OF_TOKENS = [n for n in ARCHITECTURES if ARCHITECTURES[n].task not in ("image", "choice")]
 OF_DECODERS = [*(n for n in OF_TOKENS if ARCHITECTURES[n].task == "causal_lm"), "gpt2_classifier"]
 
 
