@@ -7,6 +7,7 @@ example's gradient depend on its neighbors (and on their number of tokens).
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -36,7 +37,9 @@ _TASKS = {
     "image_classification": _classes("IMAGE_CLASSIFICATION"),
     "token_classification": _classes("TOKEN_CLASSIFICATION"),
     # XLM stands in this table and in that of masked language models; its own loss is of the latter.
-    "causal_lm": _classes("CAUSAL_LM") - {"XLMWithLMHeadModel"},
+    "causal_lm": (_classes("CAUSAL_LM") | _classes("IMAGE_TEXT_TO_TEXT"))
+    - _classes("SEQ_TO_SEQ_CAUSAL_LM")
+    - {"XLMWithLMHeadModel"},
     "seq2seq_lm": _classes("SEQ_TO_SEQ_CAUSAL_LM"),
     "masked_lm": _classes("MASKED_LM"),
     "question_answering": _classes("QUESTION_ANSWERING"),
@@ -165,6 +168,17 @@ def means_over_rows(model: nn.Module | None) -> bool:
 def targets_of(model: nn.Module) -> tuple[str, ...]:
     """Return the names of what a batch holds to be predicted."""
     return SPAN if known_task(model) == _SPANS else ("labels",)
+
+
+def placeholders_of(model: nn.Module) -> tuple[int, ...]:
+    """Return the ids of tokens at whose places a model puts what it makes of images, videos and
+    sound, and of those around them."""
+    config = vars(getattr(base_model(model), "config", object))
+    known = (value for name, value in config.items() if _PLACEHOLDER.fullmatch(name))
+    return tuple(value for value in known if isinstance(value, int))
+
+
+_PLACEHOLDER = re.compile("(image|video|audio|vision|boi|eoi).*_token_(id|index)")
 
 
 def token_check(model: nn.Module) -> Callable[[Tensor], None] | None:

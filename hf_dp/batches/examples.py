@@ -131,7 +131,8 @@ class Examples(Dataset[Example]):
                 raise DataError(
                     f"{which}, collated alone, gives `{name}` of shape {shape}. Expected one "
                     "example: a first dimension of 1. Use a collator that returns one row for each "
-                    "row."
+                    "row. (Models like Qwen-VL take the patches of all rows in one dimension: they "
+                    "train on text alone.)"
                 )
         return example
 

@@ -28,6 +28,9 @@ class Limits:
         places: columns that name one of the row's own tokens.
         read_labels: labels in the type in which they are trained on.
         any_mask: whether an attention mask may have holes, begin with 0 or be 0 everywhere.
+        marks: how often each row has tokens that stand for images, by id. Of a batch, the model
+            puts all that it makes of images at all these places, in order: with one too few in a
+            row, it would take from its neighbor.
         of_choices: whether the label is the place of one of the row's choices.
         padded_on_the_left: whether the tokenizer pads on the left.
         check_tokens: raises DataError for attended tokens, (T,), that the model refuses.
@@ -39,6 +42,7 @@ class Limits:
     places: tuple[str, ...] = ()
     read_labels: Callable[[Tensor], Tensor] | None = None
     any_mask: bool = True
+    marks: Mapping[int, int] = field(default_factory=dict)
     of_choices: bool = False
     padded_on_the_left: bool = False
     check_tokens: Callable[[Tensor], None] | None = None
@@ -73,6 +77,7 @@ class Limits:
             else tuple(n for n in losses.targets_of(model) if n in losses.SPAN),
             read_labels=partial(losses.labels_read, model) if task else None,
             any_mask=own_loss or not losses.takes_attention_mask(model),
+            marks=dict.fromkeys(losses.placeholders_of(model), 0),
             of_choices=task == losses.CHOICE,
             padded_on_the_left=side == "left",
             check_tokens=losses.token_check(model),
@@ -89,6 +94,8 @@ class Limits:
             if name == "labels" and self.read_labels is not None:
                 leaf = self.read_labels(leaf)
             if leaf.is_floating_point():
+                if self.marks and name == "pixel_values" and not bool(leaf.any()):
+                    raise DataError("`pixel_values` are all 0, as padding is. Leave the row out.")
                 if bool(leaf.isnan().any()):
                     raise DataError(f"`{name}` holds NaN. Leave the row out, or give it a value.")
                 continue
@@ -112,6 +119,13 @@ class Limits:
         if self.check_tokens is not None:
             attended = isinstance(mask, Tensor) and mask.shape == tokens.shape
             self.check_tokens(tokens[mask != 0] if attended else tokens.flatten())
+        for token, count in self.marks.items():
+            if (found := int((tokens == token).sum())) != count:
+                raise DataError(
+                    f"`input_ids` has the token {token}, which stands for an image or a part of "
+                    f"one, {found} times, and row 0 has it {count} times. Expected as many in all "
+                    "rows: give each row one image of one size, and cut texts behind it."
+                )
         label = example.get("labels")
         if self.of_choices and isinstance(label, Tensor):
             known = tokens.dim() == 3 and label.numel() == 1 and not label.is_floating_point()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hf_dp.batches.padding import LABELS
 from hf_dp.batches.structure import Row, is_picture
 from hf_dp.errors import DataError, UnsupportedModelError
-from hf_dp.losses import CHOICE, base_model, known_task, targets_of
+from hf_dp.losses import CHOICE, IGNORED_LABEL, base_model, known_task, placeholders_of, targets_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -34,13 +34,16 @@ def synthetic_examples(
     target_lengths: Sequence[int] = _TARGET_LENGTHS,
     *,
     choices: int = 2,
+    row: Tensor | None = None,
 ) -> list[Batch]:
     """Return batches of one example on the CPU, of the given lengths where there are any, with so
-    many ``choices`` where a model takes several. Raises: UnsupportedModelError for a model that
-    does not say what token ids or images it takes."""
+    many ``choices`` where a model takes several. Where it takes images in a text, of a ``row`` of
+    tokens, (1, T), those that stand for one remain at their places, before the others. Raises:
+    UnsupportedModelError for a model that does not say what token ids or images it takes."""
     base = base_model(model)
     if takes_tokens(model):
-        return _texts(model, base, lengths, target_lengths, choices)
+        texts = _texts(model, base, lengths, target_lengths, choices)
+        return texts if row is None else [_with_marks(model, each, row) for each in texts]
     main_input = getattr(base, "main_input_name", None)
     if main_input == "pixel_values":
         return [_image(model, base) for _ in lengths]
@@ -66,7 +69,8 @@ def _texts(
     pad, eos = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
     pad = pad if isinstance(pad, int) else 0
     vocabulary = base.get_input_embeddings().weight.shape[0]
-    tokens = torch.tensor([token for token in range(vocabulary) if token != pad])
+    none = {pad, *placeholders_of(model)}
+    tokens = torch.tensor([token for token in range(vocabulary) if token not in none])
     has_mask = "attention_mask" in inspect.signature(base.forward).parameters
     alone = []
     for length, target_length in zip(lengths, target_lengths, strict=True):
@@ -96,14 +100,43 @@ def _texts(
     return alone
 
 
-def made_up_tokens(model: nn.Module, shape: tuple[int, ...]) -> Tensor:
-    """Return valid token ids (..., T) without padding; the last is the end token, if any."""
+def up_to_marks(model: nn.Module, ids: Tensor) -> int:
+    """Return how many tokens there are up to the last that stands for an image and the like."""
+    places = _marks(model, ids).nonzero()
+    return int(places[:, -1].max()) + 1 if len(places) else 0
+
+
+def _marks(model: nn.Module, ids: Tensor) -> Tensor:
+    return torch.isin(ids, torch.tensor(placeholders_of(model), dtype=ids.dtype))
+
+
+def _with_marks(model: nn.Module, example: Batch, row: Tensor) -> Batch:
+    """Return an example that begins with as many more tokens as lead to the row's last image."""
+    row = row[:, : up_to_marks(model, row)]
+    marks, ids = _marks(model, row), example["input_ids"]
+    labels = torch.cat([ids[:, :1].expand_as(row), example["labels"]], 1)
+    ids = torch.cat([torch.where(marks, row, ids[:, :1]), ids], 1)
+    marks = _marks(model, ids)
+    return {
+        "input_ids": ids,
+        "labels": labels.masked_fill(marks, IGNORED_LABEL),
+        "attention_mask": torch.ones_like(ids),
+        "token_type_ids": marks.long(),
+    }
+
+
+def made_up_tokens(model: nn.Module, shape: tuple[int, ...], row: Tensor) -> Tensor:
+    """Return valid token ids (..., T) without padding; the last is the end token, if any. Of a row
+    (..., S), tokens that stand for images and the like remain at their places."""
     base = base_model(model)
     config = getattr(base, "config", None)
     pad, eos = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
     tokens = torch.full(shape, next(token for token in (1, 2, 3) if token not in (pad, eos)))
     if isinstance(eos, int):
         tokens[..., -1:] = eos  # some heads read its position
+    row = row[..., : shape[-1]]
+    here = tokens[..., : row.shape[-1]]
+    here.copy_(torch.where(_marks(model, row), row, here))
     valid = getattr(base, "valid_input_ids", None)
     return tokens if valid is None else valid(tokens)
 

@@ -36,7 +36,7 @@ from hf_dp.noise import SecretRandomness
 from hf_dp.plans.samplers import Sampler
 from hf_dp.plans.units import Users
 from hf_dp.run.precision import Watched
-from hf_dp.run.synthetic import made_up_rows, made_up_tokens, synthetic_examples
+from hf_dp.run.synthetic import made_up_rows, made_up_tokens, synthetic_examples, up_to_marks
 from hf_dp.statement.facts import ALL, WHEN_DRAWN
 
 logger = logging.get_logger(__name__)
@@ -75,6 +75,10 @@ class TrainingData:
     @cached_property
     def looked_over(self) -> LookedOver:
         """The layout of all examples. Raises: DataError as :func:`look_over`."""
+        ids = self.examples[0].get("input_ids") if self.limits.marks else None
+        if isinstance(ids, Tensor):
+            counts = {token: int((ids == token).sum()) for token in self.limits.marks}
+            self.limits = replace(self.limits, marks=counts)
         look = look_over if self.first is None else self.first.look_over
         return look(
             self.examples,
@@ -240,7 +244,9 @@ class TrainingData:
         choices = tokens.most[1] if tokens is not None and len(tokens.most) > 2 else 2
         made = [
             _of_the_size_of_rows(example, self.looked_over.layout)
-            for example in synthetic_examples(model, *self._lengths(), choices=choices)
+            for example in synthetic_examples(
+                model, *self._lengths(), choices=choices, row=self._with_images()
+            )
         ]
         try:
             templates = [self.examples.row(index) for index in (0, self.looked_over.longest)]
@@ -255,6 +261,13 @@ class TrainingData:
                 str(problem).rstrip("."),
             )
             return list(made)
+
+    def _with_images(self) -> Tensor | None:
+        """Return the tokens of the longest row, (1, T), where some stand for images."""
+        if not any(self.limits.marks.values()):
+            return None
+        tokens: Tensor = self.examples[self.looked_over.longest]["input_ids"]
+        return tokens
 
     def _lengths(self) -> tuple[tuple[int, ...], ...]:
         """Return the lengths of made-up examples: those of the rows, where none is padded and a
@@ -329,6 +342,9 @@ def _as_long_as_the_longest(
     """Return a made-up batch of one, in which each column has its greatest length in any row, and
     one whose length varies ``at_most`` so much."""
 
+    if at_most is not None and isinstance(example, dict) and "input_ids" in example:
+        at_most = max(at_most, up_to_marks(model, example["input_ids"]))
+
     def made(name: str, values: list[Example]) -> object:
         (value,) = values
         if not isinstance(value, Tensor):
@@ -341,8 +357,10 @@ def _as_long_as_the_longest(
         if column(name) == "position_ids":
             return torch.arange(shape[-1]).expand(shape)
         if column(name).endswith("input_ids"):
-            return made_up_tokens(model, shape)
-        filled = torch.ones if column(name).endswith("attention_mask") else torch.zeros
+            return made_up_tokens(model, shape, value)
+        # Images of zeros are padding in some models.
+        ones = column(name).endswith(("attention_mask", "pixel_values"))
+        filled = torch.ones if ones else torch.zeros
         return filled(shape, dtype=value.dtype)
 
     return combined([example], made)
