@@ -45,7 +45,9 @@ _TENSOR = object()
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trainable parameters that ``module`` owns, by dotted name. These are its own and
-    those of its parameter containers."""
+    those of its parameter containers; or all within a module that reads those of its parts."""
+    if _is_whole(module):
+        return {name: p for name, p in module.named_parameters() if p.requires_grad}
     own = {}
     if module._parameters:  # most modules have none, and each is asked at every step
         own = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
@@ -53,6 +55,14 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
         if isinstance(child, (nn.ParameterDict, nn.ParameterList)):
             own |= {f"{name}.{key}": p for key, p in own_parameters(child).items()}
     return own
+
+
+def _is_whole(module: nn.Module) -> bool:
+    """Return whether a module reads its parts' weights itself: torch's attention, and layers that
+    convolve before a state space (Mamba)."""
+    return isinstance(module, nn.MultiheadAttention) or isinstance(
+        module._modules.get("conv1d"), nn.Conv1d
+    )
 
 
 _BIAS_METHODS = {"compute_bias", "compute_position_bias"}
@@ -239,6 +249,8 @@ def fallback_forward(
         # A module around it may have a container of parameters in common with it (Uni-LoRA).
         if not own or not torch.is_grad_enabled():
             return method(module, *args, **kwargs)
+        if isinstance(module, nn.MultiheadAttention) and kwargs.get("attn_mask") is not None:
+            method = partial(method, attn_mask=kwargs.pop("attn_mask"))  # (T, T), of no example
         tape.note_forward(module, *own)
         anchor = next(iter(own.values()))
         function = _Method(module, method)
@@ -264,8 +276,8 @@ def fallback_forward(
         raise call.refusal(
             "and draws random numbers other than by dropout, so it cannot be run again example by "
             "example",
-            "switch the random part off (attention dropout: attn_implementation='eager'; skipped "
-            "layers: drop_path_rate=0)",
+            "switch the random part off (attention dropout: attn_implementation='eager', or "
+            "self_attn.dropout = 0.0 of torch's layers; skipped layers: drop_path_rate=0)",
         )
     if shared and masks.drawn:
         why = "and draws random numbers for what all examples share"

@@ -159,7 +159,7 @@ class Tape:
             f"first dimension is not the number of examples ({examples}), nor that number times "
             "the positions of each, so its gradient cannot be split by example. Freeze this module "
             "(requires_grad_(False)), or pass its inputs with the examples in their first "
-            "dimension."
+            "dimension (batch_first=True of torch's layers)."
         )
 
     def is_flattened(self, count: int) -> bool:

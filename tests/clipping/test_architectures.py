@@ -29,6 +29,7 @@ from models import (
     assert_net_exact,
     assert_same_sums,
     built,
+    clip_losses,
     clipped,
     collate,
     loop,
@@ -42,11 +43,17 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
 
 from hf_dp.batches.padding import Padding
 from hf_dp.batches.structure import Layout, own
+from hf_dp.clipping import fallback
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.clipping.gradients import Weights
 from hf_dp.clipping.rules import experts
 from hf_dp.clipping.rules.experts import Routed
-from hf_dp.errors import HfDpError, UnsupportedLossError
+from hf_dp.errors import (
+    HfDpError,
+    UnaccountedGradientError,
+    UnsupportedLossError,
+    UnsupportedModelError,
+)
 from hf_dp.losses import per_example_loss
 
 T = TypeVar("T")
@@ -359,6 +366,77 @@ def test_planted_errors_of_experts_are_seen(plant, monkeypatch):
     plant(monkeypatch)
     with pytest.raises(AssertionError):
         assert_exact(architecture, model, examples)
+
+
+# -- modules that read the weights of their parts ---
+
+_MIXER = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
+MIXERS = {
+    "mamba": models.builder(hf.MambaForCausalLM, hf.MambaConfig, **_MIXER, time_step_rank=2),
+    "mamba2": models.builder(
+        hf.Mamba2ForCausalLM, hf.Mamba2Config, **_MIXER, num_heads=4, head_dim=8, n_groups=1, chunk_size=4
+    ),
+    "qwen3_next": models.builder(
+        hf.Qwen3NextForCausalLM, hf.Qwen3NextConfig, **models._MOE, head_dim=8, num_experts=4,
+        moe_intermediate_size=8, shared_expert_intermediate_size=8, linear_key_head_dim=4,
+        linear_value_head_dim=4, linear_num_key_heads=2, linear_num_value_heads=4, use_cache=False,
+        layer_types=["linear_attention", "full_attention"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_layers_that_convolve_before_a_state_space(name, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "float", lambda x: x)  # float64 remains
+    architecture = Architecture(MIXERS[name], "causal_lm", float32_inside=True)
+    model = architecture.build()
+    for lengths in (PADDED, (4, 1, 3, 2)):
+        strategies = STRATEGIES if lengths == PADDED else STRATEGIES[:1]
+        assert_exact(architecture, model, architecture.examples(model, lengths), *strategies)
+
+
+def encoder(dropout: float = 0.0, mask: Any = None, batch_first: bool = True) -> Any:
+    torch.manual_seed(0)
+    given = {"dropout": dropout, "batch_first": batch_first, "activation": torch.tanh}
+
+    def loss(net, x):
+        padding = x[..., 0] > 1 if batch_first else None
+        x = net.layer(x, src_mask=mask, src_key_padding_mask=padding)
+        return net.last(x).square().mean((1, 2))
+
+    layer = nn.TransformerEncoderLayer(16, 2, 24, **given)
+    return Net(loss, layer=layer, last=nn.Linear(16, 3)).double()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("mask", [None, torch.ones(4, 4).triu(1).bool()], ids=["full", "causal"])
+def test_attention_of_torch(mask, strategy):
+    """As many examples as positions, too, where padding looks like a mask for all."""
+    for examples in (4, 3):
+        x = torch.randn(examples, 4, 16, dtype=torch.float64)
+        x[..., 0, 0] = 0  # something to attend to
+        assert_net_exact(encoder(mask=mask), x, strategy)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dropout": 0.1}, "draws random numbers other .*self_attn.dropout = 0.0"),
+        ({"batch_first": False}, "examples in their first dimension"),
+    ],
+)
+@pytest.mark.parametrize("examples", [3, 4])
+def test_attention_of_torch_that_cannot_be_split_by_example_is_refused(options, message, examples):
+    model, x = encoder(**options), torch.randn(examples, 4, 16, dtype=torch.float64)
+    with pytest.raises(UnsupportedModelError, match=message):
+        clip_losses(model, lambda: model(x), 1.0)
+
+
+def test_planted_attention_whose_parts_are_apart_is_refused(monkeypatch):
+    monkeypatch.setattr(fallback, "_is_whole", lambda module: False)
+    model, x = encoder(), torch.randn(3, 4, 16, dtype=torch.float64)
+    with pytest.raises(UnaccountedGradientError, match="out_proj"):
+        clip_losses(model, lambda: model(x), 1.0)
 
 
 # What is frozen, and options. With all relative parts frozen nothing is left to refuse.
