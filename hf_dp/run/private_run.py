@@ -155,7 +155,8 @@ class PrivateRun:
         self.book = RunLedger(output_dir, plan, earlier=earlier, processes=self.processes)
         self.reading = None if stream is None else Reading(stream, self.book)
         chunks = self.options.rows_are_chunks
-        self.book.weaken(Flags(released=tuple(released), rows_are_chunks=chunks))
+        experts = any("Expert" in type(module).__name__ for module in model.modules())
+        self.book.weaken(Flags(released=tuple(released), rows_are_chunks=chunks, experts=experts))
         self.other = OtherTraining(self)
         self.randomness = SecretRandomness(insecure_seed, self.processes.rank)
 

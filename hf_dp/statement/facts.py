@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
 from hf_dp import _validate
-from hf_dp._dataclasses import Kept
+from hf_dp._dataclasses import Kept, unless_asked
 from hf_dp.accounting import EARLIER, Ledger
 from hf_dp.errors import LedgerError
 from hf_dp.plans.units import RELATIONS, UNITS, weakest_relation, weakest_unit
@@ -42,6 +42,7 @@ class Flags(Kept):
             that has no column in common with them is not.
         other_training: what rows other training of these weights was on, as the user declared: one
             of :data:`OTHER_TRAINING`; None where there was none beside the runs that count.
+        experts: whether the model chooses among experts, which rounding may decide.
         observers: names of code that is not hf_dp's and saw what was not noised. No epsilon is
             established for such a run.
 
@@ -55,9 +56,13 @@ class Flags(Kept):
     evaluation_compared: bool = True
     other_training: str | None = None
     observers: tuple[str, ...] = ()
+    experts: bool = unless_asked(False)
 
     def __post_init__(self) -> None:
-        for name in ("insecure_seed", "model_selection", "rows_are_chunks", "evaluation_compared"):
+        for name in (
+            *("insecure_seed", "model_selection", "rows_are_chunks", "evaluation_compared"),
+            "experts",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise _validate.invalid(name, getattr(self, name), "to be True or False")
         if self.other_training is not None:
@@ -83,6 +88,7 @@ class Flags(Kept):
                 self.other_training, other.other_training, key=(None, *OTHER_TRAINING).index
             ),
             observers=(*self.observers, *other.observers),
+            experts=self.experts or other.experts,
         )
 
     def includes(self, other: Flags) -> bool:

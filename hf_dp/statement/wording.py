@@ -193,6 +193,12 @@ def not_covered(facts: RunFacts, plan: PrivacyPlan) -> Iterator[str]:
         f"model selection on evaluation data (best checkpoint, early stopping): {selected}, and "
         "not accounted for"
     )
+    if any(run.experts for run in facts.everywhere):
+        yield (
+            "experts chosen by rounding: where two of a token's scores are almost equal, the rows "
+            "beside it may decide which experts it gets, and so change its row's gradient (seldom "
+            "in float32; never where a physical batch is one row)"
+        )
     yield plan.words.tuning
     yield from plan.words.conditions
     yield "tokenizer, vocabulary or label set, if built from the training set"

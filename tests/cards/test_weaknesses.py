@@ -110,6 +110,7 @@ WEAK = [
     Weaknesses(model_selection=True),
     Weaknesses(rows_are_chunks=True),
     Weaknesses(evaluation_compared=False),
+    Weaknesses(experts=True),
     Weaknesses(earlier=(SAFE,)),
     Weaknesses(earlier=(dataclasses.replace(SAFE, insecure_seed=True),)),
 ]
@@ -127,7 +128,14 @@ def test_what_weakens_adds_up_and_never_goes_away(weak) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["insecure_seed", "released", "model_selection", "rows_are_chunks", "evaluation_compared"],
+    [
+        "insecure_seed",
+        "released",
+        "model_selection",
+        "rows_are_chunks",
+        "evaluation_compared",
+        "experts",
+    ],
 )
 def test_planted_merge_that_forgets_one_is_seen(name, monkeypatch) -> None:
     """(By the test above.)"""
