@@ -1,0 +1,101 @@
+"""Audits of whole runs that read shards: they tell no more of a row than the ledger says, and would
+with steps, shards or rows that are read twice.
+
+That a row is in two shards, and a step or a folder is read again, is also tested exactly, in
+test_shards.py and test_reading.py.
+"""
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+from coordinates import COUNT, DELTA, power, refutes, rows, trainer
+
+from hf_dp.batches import when_drawn
+from hf_dp.streams import reading
+from hf_dp.streams.reading import Stream, load
+from hf_dp.streams.shards import shard
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+SIGMA, STEPS, LAST = 0.7, 16, 15
+ONCE = [{(step,): 1 / STEPS for step in range(STEPS)}]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Rows that are sharded by the same keys each time, for a test not to depend on chance."""
+    monkeypatch.setattr(when_drawn, "FIRST", 8)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "urandom", np.random.default_rng(1).bytes)
+        return shard(rows(), tmp_path / "shards", expected_batch_size=COUNT / STEPS)
+
+
+def run(out, folder, seen, dies=None, **options):
+    return trainer(
+        out, load(folder), seen, dies, sampling="random_allocation", max_steps=STEPS,
+        expected_batch_size=COUNT / STEPS, noise_multiplier=SIGMA, look_over="when_drawn", **options,
+    )  # fmt: skip
+
+
+def claimed(made) -> float:
+    return made.ledger.epsilon(DELTA, "pld").value
+
+
+def killed_and_resumed(out, folder, forget=lambda: None):
+    """What a run lets out that dies after its last step and goes on from its first checkpoint."""
+    seen, saved = [], {"save_strategy": "steps", "save_steps": 1, "save_total_limit": None}
+    with pytest.raises(KeyboardInterrupt):
+        run(out, folder, seen, STEPS, **saved).train()
+    forget()
+    made = run(out, folder, seen)
+    made.train(resume_from_checkpoint=str(out / "checkpoint-1"))
+    return seen, claimed(made)
+
+
+def test_a_run_that_was_killed_and_resumed_is_not_refuted(folder, tmp_path):
+    seen, claim = killed_and_resumed(tmp_path / "one", folder)
+    assert len(seen) == STEPS and not refutes(seen, ONCE, SIGMA, claim)
+    assert power([{(0, 1): 1.0}], SIGMA, claim) > 0.9 > 1e-3 > power(ONCE, SIGMA, claim)
+
+
+def test_planted_steps_that_are_read_again_after_a_resume_are_refuted(folder, tmp_path):
+    """Planted: the run and the folder forget all steps after the checkpoint."""
+
+    def forget():
+        os.truncate(folder / "epoch-0" / reading.READ, 1)
+        (tmp_path / "run" / reading.OF_RUN).unlink()
+
+    seen, claim = killed_and_resumed(tmp_path / "run", folder, forget)
+    again = [{(0,): 1 / STEPS} | {(step, step + LAST): 1 / STEPS for step in range(1, STEPS)}]
+    assert len(seen) == STEPS + LAST and power(again, SIGMA, claim) > 0.9
+    assert refutes(seen, again, SIGMA, claim)
+
+
+def test_planted_runs_on_copies_of_the_same_shards_are_refuted(folder, tmp_path):
+    """Planted: four runs, of which each names those before, read four copies of the folder."""
+    seen, earlier = [], []
+    for number in range(4):
+        copy = shutil.copytree(folder, tmp_path / f"copy-{number}")
+        made = run(tmp_path / f"run-{number}", copy, seen, earlier_runs=earlier)
+        made.train()
+        earlier = [str(made.args.output_dir)]
+    again = [{tuple(range(step, 4 * STEPS, STEPS)): 1 / STEPS for step in range(STEPS)}]
+    assert power(again, SIGMA, claimed(made)) > 0.9
+    assert refutes(seen, again, SIGMA, claimed(made))
+
+
+def test_planted_rows_in_two_shards_are_refuted(folder, tmp_path, monkeypatch):
+    """Planted: each step reads the rows of the one before, too."""
+    honest, seen = Stream.rows_of, []
+
+    def both(self, epoch, step):
+        return [row for each in {max(0, step - 1), step} for row in honest(self, epoch, each)]
+
+    monkeypatch.setattr(Stream, "rows_of", both)
+    made = run(tmp_path / "run", folder, seen)
+    made.train()
+    twice = [{(step, step + 1): 1 / STEPS for step in range(LAST)} | {(LAST,): 1 / STEPS}]
+    assert power(twice, SIGMA, claimed(made)) > 0.9
+    assert refutes(seen, twice, SIGMA, claimed(made))
