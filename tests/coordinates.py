@@ -25,7 +25,8 @@ SIDE = 64
 COUNT = SIDE**2 // 2  # of rows, and of weights without one
 IN = np.arange(SIDE**2) % 2 == 0
 REJECT, DELTA, C = 1e-5, 0.05, 0.1
-# In which releases a row takes part, with which probability; independently for each of the list.
+# In which releases a row takes part, how often, with which probability; independently for each of
+# the list.
 Ways = list[dict[tuple[int, ...], float]]
 
 
@@ -77,7 +78,7 @@ def trainer(
     given |= {"train_dataset": data, "callbacks": [Released(releases, dies)]}
     values = {
         "optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "report_to": "none",
-        "per_example_max_grad_norm": C, "per_device_train_batch_size": 64, "target_delta": 1e-5,
+        "per_example_max_grad_norm": C, "per_device_train_batch_size": 64,
         "logging_strategy": "no", "remove_unused_columns": False,
     }  # fmt: skip
     return tiny.trainer(folder, cls=OneWeightEach, given=given, **{**values, **options})
@@ -85,12 +86,13 @@ def trainer(
 
 def scores(releases: np.ndarray, ways: Ways, sigma: float) -> np.ndarray:
     """How much likelier what was released (R, n) is with each row than without, in logarithms."""
-    each = (releases - 0.5) / sigma**2
-    parts = [
-        logsumexp([np.log(p) + each[[*way]].sum(0) for way, p in one.items()], axis=0)
-        for one in ways
-    ]
-    return np.sum(parts, axis=0)
+
+    def likelier(way: tuple[int, ...]) -> np.ndarray:
+        times = np.bincount([*way], minlength=len(releases))
+        return (times @ releases - times @ times / 2) / sigma**2
+
+    each = ([np.log(p) + likelier(way) for way, p in one.items()] for one in ways)
+    return np.sum([logsumexp(parts, axis=0) for parts in each], axis=0)
 
 
 def refuted(hits: Any, alarms: Any, claim: float) -> Any:
@@ -114,6 +116,6 @@ def power(ways: Ways, sigma: float, claim: float) -> float:
     for one in ways:
         which = draw.choice(len(one), count, p=[*one.values()])
         for number, way in enumerate(one):
-            there[np.ix_(way, which == number)] += 1
+            there[:, which == number] += np.bincount([*way], minlength=len(noise))[:, None]
     chances = [np.mean(scores(each, ways, sigma) > claim) for each in (there, noise)]
     return float(np.mean(refuted(*(draw.binomial(COUNT, p, 2000) for p in chances), claim)))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import coordinates
 import numpy as np
 import pytest
 import silence
@@ -16,9 +17,11 @@ from processes import on_processes, outcomes, results
 from scipy import stats
 from silence import distance, weights
 from transformers import TrainerCallback
+from watch import watch
 
 from hf_dp.accounting import TruncatedPoissonSampledGaussian, epsilon
 from hf_dp.accounting.events import TruncatedBandedGaussian
+from hf_dp.batches import when_drawn
 from hf_dp.distributed.draws import SharedDraws
 from hf_dp.distributed.processes import Processes
 from hf_dp.plans.samplers import AllocationSampler, PoissonSampler
@@ -75,6 +78,10 @@ def test_planted_cuts_and_draws_of_each_process_are_seen(monkeypatch):
     monkeypatch.setattr(SharedDraws, "honest", SharedDraws.__iter__, raising=False)
     with monkeypatch.context() as patch:
         patch.setattr(SharedDraws, "__iter__", cut_by_each)
+        assert not is_one_draw(parts(2, 0.5, 20), 0.5, 20)
+    with monkeypatch.context() as patch:  # by what rows hold, here of seven kinds
+        by_content = lambda self, drawn: drawn[np.argsort(drawn % 7, kind="stable")][:20]  # noqa: E731
+        patch.setattr(PoissonSampler, "cut", by_content)
         assert not is_one_draw(parts(2, 0.5, 20), 0.5, 20)
     monkeypatch.setattr(Processes, "on_main", lambda self, act: act())
     assert not is_one_draw(parts(2, 0.5, 20), 0.5, 20)
@@ -168,6 +175,74 @@ def test_the_update_of_cut_draws_is_that_of_one_process(tmp_path, monkeypatch):
     monkeypatch.setattr(SharedDraws, "honest", SharedDraws.__iter__, raising=False)
     monkeypatch.setattr(SharedDraws, "__iter__", cut_by_each)  # planted
     assert distance(results(3, lambda: trained("planted"))[0], alone, "bert") > 1e-3
+
+
+# -- audits of whole runs --
+
+
+def all_of_it(self):
+    draws = iter(self.sampler)
+    while (drawn := self.processes.on_main(lambda: next(draws, None))) is not None:
+        yield drawn
+
+
+def released(folder, event, noise: bool = True):
+    """What a run of two processes lets out (T, n) that costs this event, and the main one's draws."""
+
+    def train():
+        drawn = watch(pytest.MonkeyPatch(), PoissonSampler, "draw")
+        seen: list[np.ndarray] = []
+        given = coordinates.rows().select(range(event.num_examples))
+        options = {
+            "expected_batch_size": event.sample_rate * event.num_examples, "max_steps": event.steps,
+            "max_logical_batch_size": event.max_batch_size, "look_over": "when_drawn",
+            "noise_multiplier": event.noise_multiplier,
+        }  # fmt: skip
+        made = coordinates.trainer(folder, given, seen, **options)
+        if not noise:
+            silence.silenced(made)
+        made.train()
+        return np.array(seen), drawn, made.ledger.events
+
+    (seen, drawn, events), (same, none, _) = results(2, train)
+    assert np.array_equal(seen, same) and not none and events == (event,)
+    return seen, drawn
+
+
+def are_sums_of_the_draws(folder) -> bool:
+    """Whether each release is, to rounding and the clip's margin, what a loop over a draw gives."""
+    seen, drawn = released(folder, EVENT, noise=False)
+    for sums, rows in zip(seen, drawn, strict=False):
+        total = np.zeros(len(sums))
+        for row in rows:
+            total[2 * row] += 1
+        if len(rows) > EVENT.max_batch_size or (abs(sums - total) > 0.1).any():
+            return False
+    return any(map(len, drawn))
+
+
+def test_what_two_processes_release_is_the_sum_over_one_cut_draw(tmp_path, monkeypatch):
+    assert are_sums_of_the_draws(tmp_path / "one")
+    monkeypatch.setattr(SharedDraws, "honest", SharedDraws.__iter__, raising=False)
+    monkeypatch.setattr(SharedDraws, "__iter__", cut_by_each)  # planted
+    assert not are_sums_of_the_draws(tmp_path / "planted")
+
+
+def test_an_audit_does_not_refute_a_run_of_two_processes_but_one_whose_rows_count_twice(
+    tmp_path, monkeypatch
+):
+    """Planted: each process takes all that was drawn. (A cap by content, or of each process, would not
+    be seen here: a cap of B or more changes by few percent how often a row takes part.)"""
+    event = TruncatedPoissonSampledGaussian(0.7, 0.25, 4, coordinates.COUNT, 550)
+    epsilon(event, 0.5 / coordinates.COUNT)  # which both processes have then
+    monkeypatch.setattr(when_drawn, "FIRST", 8)
+    claim = epsilon(event, coordinates.DELTA).value
+    for n, plant in {1: SharedDraws.__iter__, 2: all_of_it}.items():
+        monkeypatch.setattr(SharedDraws, "__iter__", plant)
+        seen, _ = released(tmp_path / str(n), event)
+        ways = [{(): 0.75, (step,) * n: 0.25} for step in range(4)]
+        assert coordinates.refutes(seen, ways, 0.7, claim) == (n == 2)
+        assert (coordinates.power(ways, 0.7, claim) > 0.9) == (n == 2)
 
 
 def test_a_resume_with_another_number_of_processes_keeps_the_event(tmp_path):

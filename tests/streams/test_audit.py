@@ -73,6 +73,7 @@ def test_planted_steps_that_are_read_again_after_a_resume_are_refuted(folder, tm
     assert refutes(seen, again, SIGMA, claim)
 
 
+@pytest.mark.slow  # four runs; test_reading.py has the exact test
 def test_planted_runs_on_copies_of_the_same_shards_are_refuted(folder, tmp_path):
     """Planted: four runs, of which each names those before, read four copies of the folder."""
     seen, earlier = [], []
