@@ -20,6 +20,7 @@ from hf_dp.cli.recipes import (
     PlannedArguments,
     refuse_other_modes,
     rows_of,
+    shards_of,
     trained_numbers,
     tuner_of,
 )
@@ -108,7 +109,12 @@ class Planned:
                 "Labels are protected, and the recipe does not say among how many classes. Add "
                 "--num_classes K."
             )
-        return plan_of(args, num_examples, tuner_of(values), classes, units, watch), units
+        plan = plan_of(args, num_examples, tuner_of(values), classes, units, watch)
+        if (shards := shards_of(values)) is not None:
+            from hf_dp.streams.reading import check_sampler
+
+            check_sampler(plan.sampler(), shards)
+        return plan, units
 
 
 def replaced(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from hf_dp._arguments import ArgumentGroup, check_groups, numbers_from_text
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from hf_dp.batches.units import UnitTable
     from hf_dp.plans.units import Users
+    from hf_dp.streams.shards import Plan
     from hf_dp.tuners.base import Tuner
 
 
@@ -128,7 +130,22 @@ def _whose(file: str, split: str, most: int | None, column: str) -> UnitTable:
     return split_off_units(rows if most is None else rows.select(range(most)), column)[0]
 
 
+def shards_of(recipe: Recipe) -> Plan | None:
+    """Return the numbers of the folder of shards that a recipe trains on, if it does.
+
+    Raises: DataError for another folder.
+    """
+    file, task = recipe.get("train_file"), recipe.get("task", DEFAULT_TASK)
+    if task != DEFAULT_TASK or file is None or not Path(file).is_dir():
+        return None
+    from hf_dp.streams.shards import Plan
+
+    return Plan.read(Path(file))
+
+
 def _count(recipe: Recipe) -> int:
+    if (shards := shards_of(recipe)) is not None:
+        return shards.rows
     demo = recipe.get("dataset_name") == "demo"
     if (recipe.get("train_file") or demo) and recipe.get("data_format"):
         from hf_dp.tasks.generation.encoding import count_examples

@@ -48,8 +48,8 @@ class Stream(IterableDataset[Row]):
     """The rows of a folder of shards: N, of which the first by place may be looked at, and others
     are read with their step alone.
 
-    ``stream[i]`` is the i-th of the first rows; row N + e N + j is the j-th of epoch e, in the
-    order of the steps.
+    ``stream[i]`` is the i-th of the first rows, :attr:`first`; row N + e N + j is the j-th of epoch
+    e, in the order of the steps.
 
     Raises: DataError for a folder that is not as :func:`hf_dp.streams.shards.shard` wrote it.
     """
@@ -58,7 +58,7 @@ class Stream(IterableDataset[Row]):
         self.folder = Path(folder)
         self.plan = plan = Plan.read(self.folder)
         self.epochs = len(plan.keys)
-        self._first = self._table(self.folder / FIRST_ROWS)
+        self.first = self._table(self.folder / FIRST_ROWS)
         self._rows, self._ends = list[datasets.Dataset](), list[np.ndarray]()
         for epoch in range(self.epochs):
             part = self.folder / name_of(epoch)
@@ -99,12 +99,12 @@ class Stream(IterableDataset[Row]):
         return self.plan.rows
 
     def __getitem__(self, index: int) -> Row:
-        if 0 <= index < len(self._first):
-            return self._first[index]
+        if 0 <= index < len(self.first):
+            return self.first[index]
         epoch, place = divmod(index - len(self), len(self))
         if not 0 <= epoch < self.epochs:
             raise DataError(
-                f"Row {index} is not among the first {len(self._first):,}: others are read with "
+                f"Row {index} is not among the first {len(self.first):,}: others are read with "
                 "the step that they take part in."
             )
         if place >= self._ends[epoch][self.recorded(epoch)]:
@@ -337,6 +337,14 @@ def sampler_of(sampler: Sampler, reading: Reading, processes: int = 1) -> Stream
             "of a step is not implemented. Launch one process, or give several the rows as a data "
             "set."
         )
+    check_sampler(sampler, reading.stream.plan)
+    return StreamSampler(
+        sampler.num_examples, sampler.steps, random_bytes=sampler.random_bytes, reading=reading
+    )
+
+
+def check_sampler(sampler: Sampler, plan: Plan) -> None:
+    """Raise InvalidArgumentError, UnsupportedArgumentError for other draws than those of shards."""
     if type(sampler) is not AllocationSampler:
         raise invalid(
             "sampling",
@@ -346,14 +354,10 @@ def sampler_of(sampler: Sampler, reading: Reading, processes: int = 1) -> Stream
             "max_logical_batch_size, users or a private selection.",
             UnsupportedArgumentError,
         )
-    steps, rows = reading.stream.plan.steps, reading.stream.plan.rows
-    if sampler.steps != steps:
+    if sampler.steps != plan.steps:
         raise invalid(
             "expected_batch_size",
             sampler.num_examples / sampler.steps,
-            f"to be {rows / steps:g} for these shards, of {steps} steps an epoch",
+            f"to be {plan.rows / plan.steps:g} for these shards, of {plan.steps} steps an epoch",
             "Set it, or shard the rows again with another one.",
         )
-    return StreamSampler(
-        sampler.num_examples, sampler.steps, random_bytes=sampler.random_bytes, reading=reading
-    )

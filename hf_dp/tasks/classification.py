@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,6 +37,11 @@ class DataArguments(ClassificationArguments):
 
     demo_name = "hf_dp demo sentences (synthetic)"
 
+    train_file: str | None = argument(
+        None,
+        "Training rows: .parquet, .csv, .json or .jsonl, or a folder that `hf-dp shard` "
+        "made, with sampling random_allocation and look_over when_drawn.",
+    )
     text_columns: list[str] = argument(["sentence"], "One or two columns of text.")
     max_length: int = argument(128, "Longest text, in tokens; longer ones are cut.")
 
@@ -87,13 +92,7 @@ def encode(
     (:func:`~hf_dp.tasks.templates.with_template`), of which only the texts are cut, the longer one
     first.
     """
-    if len(text_columns) not in (1, 2):
-        expected = "to name one or two columns"
-        raise invalid("text_columns", list(text_columns), expected, "A model reads one or a pair.")
-    added = tokenizer.num_special_tokens_to_add(pair=len(text_columns) == 2)
-    if max_length <= added:
-        expected = f"to be above {added}, which the template and the special tokens take"
-        raise invalid("max_length", max_length, expected, "Raise it, or shorten the template.")
+    check_reading(tokenizer, text_columns, max_length)
     checked_names({"rows": dataset}, text_columns, label_column, names)
     labels = label_ids(dataset, label_column, names)
     # Without the column of labels: one that is written under its own name keeps its type, so ids
@@ -110,6 +109,51 @@ def encode(
     return dataset.map(
         encode_rows, batched=True, with_indices=True, remove_columns=others, desc="Tokenizing"
     )
+
+
+def check_reading(
+    tokenizer: PreTrainedTokenizerBase, text_columns: Sequence[str], max_length: int
+) -> None:
+    """Raise InvalidArgumentError for columns, or a length, that cannot be read."""
+    if len(text_columns) not in (1, 2):
+        expected = "to name one or two columns"
+        raise invalid("text_columns", list(text_columns), expected, "A model reads one or a pair.")
+    added = tokenizer.num_special_tokens_to_add(pair=len(text_columns) == 2)
+    if max_length <= added:
+        expected = f"to be above {added}, which the template and the special tokens take"
+        raise invalid("max_length", max_length, expected, "Raise it, or shorten the template.")
+
+
+@dataclass
+class EncodeWhenDrawn:
+    """Makes a batch of rows of texts, each encoded as :func:`encode` does, when it is drawn.
+
+    Args: declared: the class names of ids, where the rows declare any. pad: pads encoded rows.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    data: DataArguments
+    names: Sequence[str]
+    declared: Sequence[str] | None
+    pad: Callable[[list[dict[str, object]]], dict[str, Any]]
+
+    def __post_init__(self) -> None:
+        check_reading(self.tokenizer, self.data.text_columns, self.data.max_length)
+        self._meanings = _meanings(self.names, self.declared)
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the batch, also of rows that are encoded and have no texts, as those of evaluation
+        sets. Raises: DataError, KeyError for a row whose texts are no texts, or of no class."""
+        texts = set(self.data.text_columns)
+        return self.pad([self._encoded(row) if texts & row.keys() else dict(row) for row in rows])
+
+    def _encoded(self, row: Mapping[str, Any]) -> dict[str, object]:
+        texts = [row[column] for column in self.data.text_columns]
+        if not all(isinstance(text, str) for text in texts):
+            raise DataError("A row holds no text.")
+        found = self.tokenizer(*texts, truncation=True, max_length=self.data.max_length)
+        label = row[self.data.label_column]
+        return {**found, "label": self._meanings[type(label), label]}
 
 
 def one_or_all(sets: dict[str, Dataset]) -> Dataset | dict[str, Dataset]:

@@ -21,6 +21,8 @@ from hf_dp.errors import ConfigError, DataError, HfDpError
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
+    from hf_dp.streams.reading import Stream
+
 VALIDATION = ["validation"]
 _HOLD_OUT = (
     "To hold out a tenth of train_file, set validation_split: train[:10%] and train_split: "
@@ -77,7 +79,8 @@ class SourceArguments(ABC):
 
 
 def load_train(data: SourceArguments) -> Dataset:
-    """Return the training rows. Raises: ConfigError when none are named; DataError."""
+    """Return the training rows. Raises: ConfigError when none are named; DataError, also for a
+    folder of shards, which :func:`load_stream` reads."""
     _check_source(data)
     refuse_joined(data.train_split)
     if data.dataset_name == "demo":
@@ -96,6 +99,28 @@ def load_train(data: SourceArguments) -> Dataset:
             "Leave it out to train on all rows."
         )
     return rows.select(range(data.max_train_rows))
+
+
+def load_stream(data: SourceArguments) -> Stream | None:
+    """Return the rows of ``train_file`` where it is a folder, which ``hf-dp shard`` made.
+
+    Raises: DataError for another folder; ConfigError for a part of the rows.
+    """
+    if (
+        data.dataset_name is not None
+        or data.train_file is None
+        or not Path(data.train_file).is_dir()
+    ):
+        return None
+    from hf_dp.streams.reading import load
+
+    for name, whole in {"train_split": _WHOLE, "max_train_rows": None}.items():
+        if (value := getattr(data, name)) != whole:
+            raise ConfigError(
+                f"Expected `{name}` to be unset with a folder of shards, got {value!r}. Remove it, "
+                "or shard the part of the rows."
+            )
+    return load(data.train_file)
 
 
 def load_evaluation(data: SourceArguments) -> dict[str, Dataset]:
@@ -189,6 +214,11 @@ def load_file(path: str, split: str = _WHOLE) -> Dataset:
         raise DataError(
             f"Expected the name of a data file without '::' and '://', got {path!r}. Rename it, or "
             "download it first."
+        )
+    if folder and (file / "plan.json").is_file():
+        raise DataError(
+            f"The folder {file.name!r} holds shards, which text_classification alone reads. For "
+            "another task give hf_dp.streams.load() to a DPTrainer."
         )
     kind = "imagefolder" if folder else _LOADERS[file.suffix]
     named = repr(file.name) if split == _WHOLE else f"{file.name!r} (its split {split!r})"

@@ -5,7 +5,9 @@ import itertools
 import json
 import subprocess
 import sys
+from pathlib import Path
 
+import datasets
 import pytest
 import tiny
 from quick import run_quickly
@@ -27,7 +29,9 @@ from hf_dp.cli.main import main
 from hf_dp.cli.options import check_names
 from hf_dp.cli.tasks import TASKS, EvalArguments, check_recipe, private_tasks, training_module
 from hf_dp.cli.tasks.classification import TEXTS
-from hf_dp.errors import ConfigError
+from hf_dp.errors import ConfigError, DataError
+from hf_dp.streams.reading import load
+from hf_dp.tasks.classification import DataArguments, EncodeWhenDrawn, encode
 from hf_dp.tasks.models import ModelArguments
 from hf_dp.trainer.arguments import GROUPS, DPTrainingArguments
 
@@ -344,3 +348,46 @@ def test_the_nearest_command_and_option_are_named(words, expected, capsys):
 def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"hf-dp {hf_dp.__version__}\n"
+
+
+STREAMED = {
+    "sampling": "random_allocation", "look_over": "when_drawn", "longest_row": 24,
+    "num_train_epochs": 2, "max_steps": -1, "expected_batch_size": 10,
+    "accountant": "pld", "target_epsilon": None, "noise_multiplier": 1.0,
+}  # fmt: skip
+
+
+def test_a_folder_of_shards_is_streamed_at_the_epsilon_of_its_file_which_plan_says(task):
+    folder, file = str(task.folder / "shards"), task.values["train_file"]
+    words = ["--expected_batch_size", "10", "--num_train_epochs", "2", "-o", folder]
+    assert main(["shard", file, *words]) == 0
+    planned = task.run("plan", **STREAMED)
+    assert task.run("plan", train_file=folder) == planned and "8 steps" in planned
+    task.run()
+    read, said = load(Path(folder)), task.saved()
+    assert [read.recorded(epoch) for epoch in range(2)] == [4, 4]
+    assert "keyed with 256 bits" in json.dumps(said)
+    assert f" {said['statement']['epsilon']}\n" in planned
+    task.refused("were begun by the run", output_dir=str(task.folder / "other"))
+    task.refused("`expected_batch_size` to be 10 for these shards", "plan", expected_batch_size=8)
+    task.refused("`sampling` to be 'random_allocation' for a stream", "plan", sampling=None)
+    task.refused("`sampling` to be 'random_allocation' for a stream", expected_batch_size=10)
+    for name, value in {"train_split": "train[:9]", "max_train_rows": 9}.items():
+        task.refused(f"`{name}` to be unset with a folder of shards", **STREAMED, **{name: value})
+        task.change(**{name: None})
+    (Path(folder) / "epoch-1" / "manifest.json").unlink()
+    task.refused("manifest.json' is not as .*it is missing")
+    for command in ("plan", "train"):
+        (Path(folder) / "plan.json").unlink(missing_ok=True)
+        task.refused("has no plan.json. Give the folder that `hf-dp shard` has made", command)
+
+
+def test_texts_of_a_stream_are_encoded_as_those_of_a_file():
+    reader, rows = tiny.tokenizer(), datasets.Dataset.from_list(tiny.rows(40))
+    data, names = DataArguments(max_length=5), ["negative", "positive"]
+    made = EncodeWhenDrawn(reader, data, names, None, lambda rows: rows)
+    encoded = encode(rows, reader, data.text_columns, data.label_column, names, 5)
+    assert [dict(one) for one in encoded] == made(list(rows))
+    for bad in ({"sentence": ["two", "texts"], "label": 1}, {"sentence": "a", "label": 2}):
+        with pytest.raises((DataError, KeyError)):
+            made([bad])

@@ -17,6 +17,7 @@ from hf_dp.tasks import models
 from hf_dp.tasks.classification import (
     ClassificationArguments,
     DataArguments,
+    EncodeWhenDrawn,
     ImageArguments,
     checked_names,
     encode,
@@ -25,7 +26,7 @@ from hf_dp.tasks.classification import (
     one_or_all,
     word_lines,
 )
-from hf_dp.tasks.sources import load_evaluation, load_train
+from hf_dp.tasks.sources import load_evaluation, load_stream, load_train
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     )
 
     from hf_dp.cli.config import Recipe
+    from hf_dp.streams.reading import Stream
     from hf_dp.trainer.arguments import DPTrainingArguments
     from hf_dp.trainer.trainer import DPTrainer
 
@@ -71,8 +73,10 @@ class Classifier(ABC):
         """Return rows of training, or of the set ``evaluation``, as the Trainer takes them."""
 
     @abstractmethod
-    def collator(self, args: DPTrainingArguments) -> Callable[..., dict[str, Any]]:
-        """Return what makes a batch of rows."""
+    def collator(
+        self, args: DPTrainingArguments, stream: Stream | None
+    ) -> Callable[..., dict[str, Any]]:
+        """Return what makes a batch of rows, of a stream's as they are."""
 
     def evaluation_rows(
         self, sets: Mapping[str, Dataset], args: DPTrainingArguments | None = None
@@ -152,10 +156,17 @@ class Texts(Classifier):
                 raise
             raise DataError(f"Evaluation set {evaluation!r}: {problem}") from problem
 
-    def collator(self, args: DPTrainingArguments) -> Callable[..., dict[str, Any]]:
+    def collator(
+        self, args: DPTrainingArguments, stream: Stream | None
+    ) -> Callable[..., dict[str, Any]]:
         from transformers import DataCollatorWithPadding
 
-        return DataCollatorWithPadding(self.reader)
+        pad = DataCollatorWithPadding(self.reader)
+        if stream is None:
+            return pad
+        args.remove_unused_columns = False  # texts are read when they are drawn
+        declared = getattr(stream.first.features[self.data.label_column], "names", None)
+        return EncodeWhenDrawn(self.reader, self.data, self.names, declared, pad)
 
 
 class Images(Classifier):
@@ -195,7 +206,9 @@ class Images(Classifier):
         changed = ToPixels(self.reader, data.augmentation)
         return found if evaluation else found.with_transform(changed)
 
-    def collator(self, args: DPTrainingArguments) -> Callable[..., dict[str, Any]]:
+    def collator(
+        self, args: DPTrainingArguments, stream: Stream | None
+    ) -> Callable[..., dict[str, Any]]:
         from transformers import default_data_collator
 
         args.remove_unused_columns = False  # the transform reads a column that no model takes
@@ -220,8 +233,10 @@ class Classification(tasks.PrivateTask):
 
         from hf_dp.trainer.trainer import DPTrainer
 
+        stream = load_stream(data) if self.kind is Texts else None
         with args.main_process_first(desc="loading the rows"):  # into a cache that all share
-            rows, evaluation = load_train(data), load_evaluation(data)
+            rows = load_train(data) if stream is None else stream.first
+            evaluation = load_evaluation(data)
         sets = {"training rows": rows} | {f"{name} rows": each for name, each in evaluation.items()}
         columns = getattr(data, "text_columns", ())
         names = checked_names(sets, columns, data.label_column, data.class_names)
@@ -232,12 +247,12 @@ class Classification(tasks.PrivateTask):
         if adapter is not None:
             models.keep_class_names(made.reader, names)
         with args.main_process_first(desc="encoding the rows"):
-            train_dataset = made.rows(rows, args)
+            train_dataset = made.rows(rows, args) if stream is None else stream
             eval_dataset = made.evaluation_rows(evaluation, args)
         trainer = DPTrainer(
             made.model,
             args,
-            made.collator(args),
+            made.collator(args, stream),
             train_dataset,
             eval_dataset,
             made.reader,
