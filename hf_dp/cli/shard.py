@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_dp.cli.options import Parser
+from hf_dp.plans.draws import POISSON, RandomAllocation
+
+ALLOCATION = RandomAllocation.sampling
 
 EXAMPLES = """examples:
   hf-dp shard a.parquet b.parquet --expected_batch_size 4096 --num_train_epochs 2 -o shards
@@ -13,7 +16,7 @@ EXAMPLES = """examples:
 
 then, in Python:
   DPTrainer(..., train_dataset=hf_dp.streams.load("shards"))  # look_over="when_drawn",
-  # sampling="random_allocation", and the same expected_batch_size and num_train_epochs
+  # and the same sampling, expected_batch_size and num_train_epochs
 """
 
 
@@ -32,6 +35,7 @@ def build_parser() -> Parser:
     of_run = "as the run will be given it"
     option("--expected-batch-size", of_run, "B", type=float, required=True)
     option("--num-train-epochs", f"{of_run} (default: 1)", "E", type=int, default=1)
+    option("--sampling", f"{of_run}: {ALLOCATION} (default), {POISSON}", default=ALLOCATION)
     parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="new folder")
     return parser
 
@@ -45,10 +49,13 @@ def main(argv: Sequence[str]) -> int:
     data = args.data
     if len(data) == 1 and Path(data[0]).suffix not in FILES and not Path(data[0]).is_file():
         data = load_hub(data[0], None, args.split)
-    size, epochs = args.expected_batch_size, args.num_train_epochs
-    plan = Plan.read(shard(data, args.output, expected_batch_size=size, num_train_epochs=epochs))
+    size, epochs, draw = args.expected_batch_size, args.num_train_epochs, args.sampling
+    plan = Plan.read(
+        shard(data, args.output, expected_batch_size=size, num_train_epochs=epochs, sampling=draw)
+    )
+    steps = "steps an epoch" if draw == ALLOCATION else "steps"
     print(
-        f"{args.output}: {plan.rows:,} rows, {plan.steps:,} steps an epoch (expected batch "
-        f"{plan.rows / plan.steps:g}), {len(plan.keys)} epochs. {plan.secret}"
+        f"{args.output}: {plan.rows:,} rows, {plan.steps:,} {steps} (expected batch "
+        f"{plan.expected_batch_size:g}), {epochs} epochs, {draw}. {plan.secret}"
     )
     return 0

@@ -251,9 +251,9 @@ class PrivacyPlan(Schedule):
         drawn_from = n if users is None or users.num_rows is None else users.num_rows
         of_epoch = mechanism.draw.steps_per_epoch(drawn_from, b)
         if of_epoch is None:
-            steps = _steps(max_steps, num_train_epochs, drawn_from, b)
+            steps = steps_of(max_steps, num_train_epochs, drawn_from, b)
         else:
-            b, steps = drawn_from / of_epoch, _steps(max_steps, num_train_epochs, of_epoch, 1)
+            b, steps = drawn_from / of_epoch, steps_of(max_steps, num_train_epochs, of_epoch, 1)
         sigma = mechanism.noise_multiplier
         if (target_epsilon is None) == (sigma is None):
             expected = f"or `noise_multiplier` ({sigma!r}) to be given, exactly one of them"
@@ -312,7 +312,7 @@ class PrivacyPlan(Schedule):
         return plan
 
 
-def _steps(max_steps: int, num_train_epochs: float, drawn_from: int, batch_size: float) -> int:
+def steps_of(max_steps: int, num_train_epochs: float, drawn_from: int, batch_size: float) -> int:
     if max_steps > 0:
         return _validate.integer("max_steps", max_steps, 1)
     steps = _validate.positive("num_train_epochs", num_train_epochs) * drawn_from / batch_size

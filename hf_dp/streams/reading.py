@@ -6,13 +6,16 @@ folder would share a draw as well. So:
 
 * the first run that reads a folder is written into it, and another is refused;
 * a step is recorded before it is read, durably: in the run's folder and beside the rows. The event
-  of its whole epoch is in the run's ledger before that;
+  of its whole allocation is in the run's ledger before that;
 * a resumed run goes on after the last recorded step, whichever checkpoint it loads. Steps that
   were recorded and lost stay lost.
 
 So every step of an epoch is released at most once, and the epochs have keys of their own: what is
 released is what :class:`hf_dp.accounting.RandomAllocationGaussian` describes, for an allocation of
-:mod:`hf_dp.streams.shards`. Copies of a folder are not known to each other.
+:mod:`hf_dp.streams.shards`. For its Poisson draws, which are independent of each other, it is
+:class:`hf_dp.accounting.PoissonSampledGaussian`, of as many steps as were released. (Where a step
+is cut to a largest size, this is drawn when it is read, which it is once.) Copies of a folder are
+not known to each other.
 """
 
 from __future__ import annotations
@@ -29,11 +32,11 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from hf_dp._validate import invalid
-from hf_dp.accounting import TRAINING, Ledger
+from hf_dp.accounting import TRAINING, Event, Ledger
 from hf_dp.batches.structure import Row
 from hf_dp.errors import DataError, LedgerError, UnsupportedArgumentError
-from hf_dp.plans.draws import RandomAllocation
-from hf_dp.plans.samplers import AllocationSampler, Sampler
+from hf_dp.plans.draws import POISSON
+from hf_dp.plans.samplers import AllocationSampler, PoissonSampler, Sampler
 from hf_dp.plans.units import EXAMPLE
 from hf_dp.statement.durable import loads, replace_file, sync_folder
 from hf_dp.statement.facts import WHEN_DRAWN
@@ -66,8 +69,10 @@ class Stream(IterableDataset[Row]):
             ends, rows = np.load(part / ENDS), self._table(part / ROWS)
             if ends.shape != (plan.steps,) or (np.diff(ends, prepend=0) < 0).any():
                 raise damaged(part / ENDS, f"it is not of {plan.steps} steps")
-            if not len(rows) == ends[-1] == plan.rows:
-                raise damaged(part / ROWS, f"it has {len(rows)} rows and not {plan.rows}")
+            # Of Poisson draws the number of rows follows from the key alone, whose seal holds.
+            expected = ends[-1] if plan.sampling == POISSON else plan.rows
+            if not len(rows) == ends[-1] == expected:
+                raise damaged(part / ROWS, f"it has {len(rows)} rows and not {expected}")
             self._rows.append(rows)
             self._ends.append(np.concatenate([[0], ends]))
 
@@ -102,7 +107,9 @@ class Stream(IterableDataset[Row]):
         if 0 <= index < len(self.first):
             return self.first[index]
         epoch, place = divmod(index - len(self), len(self))
-        if not 0 <= epoch < self.epochs:
+        if self.epochs == 1:  # of Poisson draws it may be longer than N
+            epoch, place = min(0, epoch), index - len(self)
+        if not 0 <= epoch < self.epochs or place >= len(self._rows[epoch]):
             raise DataError(
                 f"Row {index} is not among the first {len(self.first):,}: others are read with "
                 "the step that they take part in."
@@ -144,7 +151,7 @@ class Stream(IterableDataset[Row]):
 
 def load(folder: str | os.PathLike[str]) -> Stream:
     """Return the rows of a folder that ``hf-dp shard`` has made, for ``DPTrainer(train_dataset=)``
-    with ``sampling="random_allocation"`` and ``look_over="when_drawn"``.
+    with the same ``sampling`` and ``look_over="when_drawn"``.
 
     Raises: DataError for a folder without a manifest, or with one that does not fit its files.
     """
@@ -205,8 +212,12 @@ class Reading:
         One that a kill left paid and not begun is paid again: what the ledger holds may be of other
         rows.
 
+        Poisson draws are paid for when they are released, one by one.
+
         Raises: LedgerError where the ledger holds fewer.
         """
+        if self.stream.plan.sampling == POISSON:
+            return 0
         paid = self._begun * self.stream.plan.steps
         if self._in_ledger < paid:
             raise LedgerError(
@@ -232,7 +243,10 @@ class Reading:
         if self._in_ledger == 0 and steps > there:
             expected = f"to be at most {there}, the steps of {self.stream.epochs} sharded epochs"
             raise invalid("max_steps", steps, expected, "Shard as many epochs as the run has.")
-        return max(0, min(steps - self.paid, there - self._begun * of_one))
+        begun = self._begun * of_one
+        if self.stream.plan.sampling == POISSON:
+            begun = self.made(0)
+        return max(0, min(steps - self.paid, there - begun))
 
     def record(self, epoch: int, step: int) -> None:
         """Record a step, durably: in the run's folder, and then beside the rows.
@@ -242,7 +256,8 @@ class Reading:
         self.check()
         if step != self.made(epoch):
             raise LedgerError(f"Expected step {self.made(epoch)} of epoch {epoch}, got {step}.")
-        if self._in_ledger < (self._begun + (step == 0)) * self.stream.plan.steps:
+        allocated = self.stream.plan.sampling != POISSON
+        if allocated and self._in_ledger < (self._begun + (step == 0)) * self.stream.plan.steps:
             raise LedgerError("Expected an epoch in the ledger before its first step is recorded.")
         own = {**self._own(), self._name(epoch): step + 1}
         said = {"run_id": self._book.run_id, "read": own}
@@ -291,25 +306,36 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class StreamSampler(AllocationSampler):
+class StreamSampler(Sampler):
     """Yields the steps of one epoch of a stream, from the first that was not recorded on, each
-    recorded before it is yielded. Nothing once all epochs were read."""
+    recorded before it is yielded, and cut as the plan's sampler cuts. Nothing once all epochs were
+    read."""
 
+    sampler: AllocationSampler | PoissonSampler
     reading: Reading = field(kw_only=True, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[list[int]]:
         reading, epoch = self.reading, self.reading.unfinished
         if epoch is None:
             return
-        for step in range(reading.made(epoch), self.steps):
+        for step in range(reading.made(epoch), reading.stream.plan.steps):
             reading.record(epoch, step)
-            yield reading.stream.rows_of(epoch, step)
+            drawn = reading.stream.rows_of(epoch, step)
+            if isinstance(self.sampler, PoissonSampler):
+                drawn = self.sampler.cut(np.array(drawn)).tolist()
+            yield drawn
+
+    def event(self, noise_multiplier: float, steps: int = 1) -> Event:
+        return self.sampler.event(noise_multiplier, steps)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
 
 
 # What a run that reads a stream must be given, by argument.
 NEEDED: Mapping[str, object] = {
     "look_over": WHEN_DRAWN,
-    "sampling": RandomAllocation.sampling,
+    "sampling": None,  # as the rows were sharded
     "privacy_unit": EXAMPLE,
     "views_per_example": 1,
     "audit_canaries": None,
@@ -318,11 +344,12 @@ NEEDED: Mapping[str, object] = {
 OF_SHARDS = "BLAKE2b, keyed with 256 bits by the operating system's cryptographic generator"
 
 
-def check_for_stream(**given: object) -> None:
+def check_for_stream(stream: Stream, **given: object) -> None:
     """Raise UnsupportedArgumentError for an argument that does not go with a stream."""
+    needed = {**NEEDED, "sampling": stream.plan.sampling}
     for name, value in given.items():
-        if value != NEEDED[name]:
-            expected = f"to be {NEEDED[name]!r} for a stream of shards"
+        if value != needed[name]:
+            expected = f"to be {needed[name]!r} for a stream of shards"
             why = "Rows that are sharded come step by step, each by itself. Set it, or remove this."
             raise invalid(name, value, expected, why, UnsupportedArgumentError)
 
@@ -338,26 +365,31 @@ def sampler_of(sampler: Sampler, reading: Reading, processes: int = 1) -> Stream
             "set."
         )
     check_sampler(sampler, reading.stream.plan)
-    return StreamSampler(
-        sampler.num_examples, sampler.steps, random_bytes=sampler.random_bytes, reading=reading
-    )
+    assert isinstance(sampler, (AllocationSampler, PoissonSampler))
+    return StreamSampler(sampler.num_examples, sampler, reading=reading)
 
 
 def check_sampler(sampler: Sampler, plan: Plan) -> None:
     """Raise InvalidArgumentError, UnsupportedArgumentError for other draws than those of shards."""
-    if type(sampler) is not AllocationSampler:
+    kind = PoissonSampler if plan.sampling == POISSON else AllocationSampler
+    if type(sampler) is not kind or getattr(sampler, "rows_of_a_user", 1) > 1:
         raise invalid(
             "sampling",
             type(sampler).__name__,
-            "to be 'random_allocation' for a stream of shards",
-            "Its rows were allocated to steps when they were sharded. Set it, without "
-            "max_logical_batch_size, users or a private selection.",
+            f"to be {plan.sampling!r} for a stream of shards",
+            "Its rows were drawn when they were sharded. Set it, without users, bands, a private "
+            "selection and, but for Poisson draws, max_logical_batch_size.",
             UnsupportedArgumentError,
         )
-    if sampler.steps != plan.steps:
+    if isinstance(sampler, PoissonSampler):
+        fits = sampler.sample_rate == plan.expected_batch_size / plan.rows
+        size = sampler.sample_rate * sampler.num_examples
+    else:
+        fits, size = len(sampler) == plan.steps, sampler.num_examples / len(sampler)
+    if not fits:
         raise invalid(
             "expected_batch_size",
-            sampler.num_examples / sampler.steps,
-            f"to be {plan.rows / plan.steps:g} for these shards, of {plan.steps} steps an epoch",
+            size,
+            f"to be {plan.expected_batch_size:g} for these shards, of {plan.steps} steps",
             "Set it, or shard the rows again with another one.",
         )

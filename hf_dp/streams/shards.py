@@ -1,4 +1,5 @@
-"""Sort rows by the step that they take part in, out of core, for an epoch of random allocation.
+"""Sort rows by the steps that they take part in, out of core: an epoch of random allocation, or all
+Poisson draws of a run.
 
 **Whose step is whose.** A row's step is a keyed pseudo-random function of its *place* alone, the
 number of the row in its files, below the number of steps. The function is BLAKE2b, keyed with 256
@@ -8,6 +9,13 @@ uniform and independent of all others': the allocation of
 :class:`hf_dp.plans.samplers.AllocationSampler`. Contents are not looked at, since equal rows would
 share a step. And a task that is killed and run again repeats it: with a fresh draw, a row could
 stand in two steps, or in none.
+
+With Poisson sampling a row joins each step of the run with the probability that
+:class:`hf_dp.plans.samplers.PoissonSampler` has, exactly, and stands in the shard of each. The
+trials of a block of places in all steps are drawn together (:mod:`hf_dp.plans.trials`), from the
+function's words for that block. So a row costs what it takes part in, not a word a step (from the
+probability 1/16 on, it does), and a task that is run again repeats it, too. "An epoch", below, is
+then the whole run.
 
 **What is written.** A folder with what :func:`hf_dp.streams.reading.load` reads:
 
@@ -27,6 +35,7 @@ the final one, which gets its name at the end: nothing half written is ever read
 from __future__ import annotations
 
 import hmac
+import itertools
 import json
 import os
 import secrets
@@ -35,7 +44,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
@@ -46,9 +54,11 @@ import pyarrow.json
 import pyarrow.parquet
 from filelock import FileLock, Timeout
 
-from hf_dp._validate import integer, invalid
+from hf_dp._validate import in_unit_interval, integer, invalid, one_of
 from hf_dp.errors import DataError
-from hf_dp.plans.draws import RandomAllocation
+from hf_dp.plans.draws import POISSON, RandomAllocation
+from hf_dp.plans.privacy import steps_of as steps_of_run
+from hf_dp.plans.trials import RandomBytes, successes
 from hf_dp.run.checkpoint import named_disk_errors
 from hf_dp.statement.durable import loads, replace_file, sync_folder, sync_tree
 from hf_dp.statement.facts import FIRST
@@ -62,7 +72,7 @@ _SECRET = (
     "which step. Do not publish it, and delete it after the run."
 )
 _STEP = "__step_of_hf_dp"
-_WORDS = 8  # of 64 bits, in a digest
+_WORDS, _PLACES = 8, 1024  # of 64 bits, in a digest; whose Poisson draws are made together
 _LIMIT, _TABLE, _FILES, _AT_ONCE = 2**27, 2**23, 64, 1000  # bytes, bytes, open files, rows
 
 Data: TypeAlias = datasets.Dataset | Sequence[str | os.PathLike[str]]
@@ -74,26 +84,30 @@ def shard(
     *,
     expected_batch_size: float,
     num_train_epochs: int = 1,
+    sampling: str = RandomAllocation.sampling,
 ) -> Path:
-    """Sort rows by the steps of ``num_train_epochs`` random allocations, into a new folder.
+    """Sort rows by the steps of ``num_train_epochs`` random allocations, or of as many epochs of
+    Poisson draws, into a new folder.
 
     A task that was killed goes on when it is run again with the same data; epochs that were
     finished are not sorted again.
 
     Args:
         data: Parquet files, JSON lines, or a data set without a transform. Its order counts.
-        expected_batch_size, num_train_epochs: as :class:`DPTrainingArguments` will be given them.
+        expected_batch_size, num_train_epochs, sampling ("random_allocation", "poisson"): as
+            :class:`DPTrainingArguments` will be given them.
 
     Raises: InvalidArgumentError; DataError for rows that cannot be read; OutputError for a folder
         that cannot be written to.
     """
     folder, source = Path(folder), Source(data)
     integer("num_train_epochs", num_train_epochs, 1)
+    one_of("sampling", sampling, (RandomAllocation.sampling, POISSON))
     if folder.exists():
         next_move = "Choose another, or delete it if no run has read it."
         raise invalid("folder", str(folder), "to be new", next_move)
-    steps = RandomAllocation().steps_per_epoch(len(source), expected_batch_size)
-    plan = Plan.new(len(source), steps, num_train_epochs, source.fingerprint)
+    given = sampling, expected_batch_size, num_train_epochs
+    plan = Plan.new(len(source), *given, source.fingerprint)
     with named_disk_errors("The shards", folder, "Then run the same again: it goes on."):
         _shard(source, plan, folder)
     return folder
@@ -126,21 +140,31 @@ def _shard(source: Source, plan: Plan, folder: Path) -> None:
 class Plan:
     """The numbers of a folder of shards, and the secret keys, one an epoch, in hexadecimal.
 
-    Args: source: what the data was, as far as files and data sets tell without being read.
+    Args:
+        steps: of an epoch; of Poisson draws, which have one key, of the run.
+        source: what the data was, as far as files and data sets tell without being read.
     """
 
     id: str
     rows: int
+    sampling: str
+    expected_batch_size: float
     steps: int
     keys: tuple[str, ...]
     source: str
     secret: str = _SECRET
 
     @classmethod
-    def new(cls, rows: int, steps: int, epochs: int, source: str) -> Plan:
+    def new(cls, rows: int, sampling: str, batch: float, epochs: int, source: str) -> Plan:
         """Return one with fresh keys."""
+        if sampling == POISSON:
+            in_unit_interval("expected_batch_size / rows", batch / rows, one=True)
+            steps, epochs = steps_of_run(-1, epochs, rows, batch), 1
+        else:
+            steps = RandomAllocation().steps_per_epoch(rows, batch)
+            batch = rows / steps
         keys = tuple(os.urandom(32).hex() for _ in range(epochs))
-        return cls(secrets.token_hex(16), rows, steps, keys, source)
+        return cls(secrets.token_hex(16), rows, sampling, batch, steps, keys, source)
 
     @classmethod
     def read(cls, folder: Path) -> Plan:
@@ -161,7 +185,17 @@ class Plan:
 
     def numbers(self, epoch: int) -> dict[str, object]:
         """Return what may leave the folder: no counts, no digest without a key."""
-        return {"id": self.id, "rows": self.rows, "steps": self.steps, "epoch": epoch}
+        names = ("id", "rows", "sampling", "expected_batch_size", "steps")
+        return {name: getattr(self, name) for name in names} | {"epoch": epoch}
+
+    def taking_part(self, epoch: int, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return which of ``count`` rows from the place ``first`` on take part in which steps:
+        their numbers, from 0, and the steps, both (participations,)."""
+        key = self.key(epoch)
+        if self.sampling == POISSON:
+            rate = self.expected_batch_size / self.rows
+            return participations(key, first, count, self.steps, rate)
+        return np.arange(count), steps_of(key, first, count, self.steps)
 
 
 def _planned(folder: Path, plan: Plan) -> Plan:
@@ -170,7 +204,7 @@ def _planned(folder: Path, plan: Plan) -> Plan:
         replace_file(folder / PLAN, [json.dumps(vars(plan)).encode()])
         return plan
     begun = Plan.read(folder)
-    for name in ("rows", "steps", "source"):
+    for name in ("rows", "sampling", "steps", "source"):
         if getattr(begun, name) != getattr(plan, name):
             raise DataError(
                 f"{str(folder)!r} is of a task that was killed, whose {name} was "
@@ -213,6 +247,31 @@ def steps_of(key: bytes, first: int, count: int, steps: int) -> np.ndarray:
             attempt += 1
             words[at] = np.frombuffer(_digest(key, block, attempt), "<u8")[place]
     return (words % np.uint64(steps)).astype(np.int64)
+
+
+def participations(
+    key: bytes, first: int, count: int, steps: int, rate: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return as :meth:`Plan.taking_part`, where each row joins each of ``steps`` steps
+    independently, with the probability ``round(rate 2^64) / 2^64``; row by row."""
+    found = [np.zeros(0, np.int64)]
+    for block in range(first // _PLACES, -(-(first + count) // _PLACES)):
+        drawn = successes(_PLACES * steps, rate, _words_of(key, block))
+        found.append(drawn + block * _PLACES * steps)
+    places, at = np.divmod(np.concatenate(found), steps)
+    there = (places >= first) & (places < first + count)
+    return places[there] - first, at[there]
+
+
+def _words_of(key: bytes, block: int) -> RandomBytes:
+    """Return a source of bytes that are a function of key and block, the same each time."""
+    numbers = itertools.count()
+
+    def random_bytes(count: int) -> bytes:
+        digests = (_digest(key, block, next(numbers)) for _ in range(-(-count // (8 * _WORDS))))
+        return b"".join(digests)[:count]
+
+    return random_bytes
 
 
 def _digest(key: bytes, block: int, attempt: int = 0) -> bytes:
@@ -352,11 +411,6 @@ def _one_epoch(folder: Path, plan: Plan, epoch: int, source: Source) -> None:
     by_step = by_steps(with_steps, 0, plan.steps, part / "sort")
     _write(part / ROWS, source.schema, noted(by_step))
     shutil.rmtree(part / "sort")
-    if counts.sum() != plan.rows:
-        raise DataError(
-            f"The data had {plan.rows:,} rows, and has {counts.sum():,} now. Let nothing else "
-            "write to it meanwhile."
-        )
     np.save(part / ENDS, counts.cumsum())
     sizes = {name: (part / name).stat().st_size for name in (ROWS, ENDS)}
     manifest = {**plan.numbers(epoch), "sizes": sizes, "secret": _SECRET}
@@ -368,11 +422,19 @@ def _one_epoch(folder: Path, plan: Plan, epoch: int, source: Source) -> None:
 
 
 def _with_steps(tables: Iterable[pa.Table], plan: Plan, epoch: int) -> Iterator[pa.Table]:
+    """Yield rows as often as they take part, with their steps, in tables that grow no larger."""
     place = 0
     for table in tables:
-        steps = steps_of(plan.key(epoch), place, len(table), plan.steps)
-        yield table.append_column(_STEP, pa.array(steps))
+        which, steps = plan.taking_part(epoch, place, len(table))
+        for begin in range(0, len(which), len(table)):
+            some = slice(begin, begin + len(table))
+            yield table.take(which[some]).append_column(_STEP, pa.array(steps[some]))
         place += len(table)
+    if place != plan.rows:
+        raise DataError(
+            f"The data had {plan.rows:,} rows, and has {place:,} now. Let nothing else write to it "
+            "meanwhile."
+        )
 
 
 def by_steps(tables: Iterable[pa.Table], low: int, high: int, folder: Path) -> Iterator[pa.Table]:
@@ -396,7 +458,7 @@ def by_steps(tables: Iterable[pa.Table], low: int, high: int, folder: Path) -> I
             yield table.take(np.argsort(table[_STEP].to_numpy(), kind="stable"))
         return
     bounds = np.linspace(low, high, min(_FILES, high - low) + 1).astype(np.int64)
-    paths = _put_into_files(chain(held, rest), bounds, folder)
+    paths = _put_into_files(itertools.chain(held, rest), bounds, folder)
     del held
     for number, path in enumerate(paths):
         inside = folder / f"in-{number}"

@@ -71,7 +71,7 @@ class PrivateTraining(Training):
         self._given, args = given, self.args
         given.check_private(args)
         if isinstance(given.train_dataset, Stream):
-            check_for_stream(**{name: getattr(args, name) for name in NEEDED})
+            check_for_stream(given.train_dataset, **{name: getattr(args, name) for name in NEEDED})
             args.ignore_data_skip = True  # it goes on after the last step that was read
         self._rows = rows = Rows.of(args, given.train_dataset, given.eval_dataset)
         given.train_dataset = rows.data

@@ -50,7 +50,9 @@ def main() -> None:
         rows = load(made)
         ledger = SimpleNamespace(steps=lambda purpose: rows.plan.steps)
         book = SimpleNamespace(folder=args.folder, run_id="growth", ledger=ledger)
-        sampler = StreamSampler(args.rows, rows.plan.steps, reading=Reading(rows, book))
+        sampler = StreamSampler(
+            args.rows, AllocationSampler(args.rows, rows.plan.steps), reading=Reading(rows, book)
+        )
     found |= {"preparing": spent() - begun, "preparing_memory": memory()}
     found |= reading(iter(sampler), rows)
     print(json.dumps(found))

@@ -16,7 +16,7 @@ from hf_dp.cli.main import main
 from hf_dp.errors import DataError, HfDpError, InvalidArgumentError, OutputError
 from hf_dp.streams import shards
 from hf_dp.streams.reading import load
-from hf_dp.streams.shards import ENDS, MANIFEST, PLAN, ROWS, Plan, shard, steps_of
+from hf_dp.streams.shards import ENDS, MANIFEST, PLAN, ROWS, Plan, participations, shard, steps_of
 
 KEY = bytes(range(32))
 
@@ -46,6 +46,37 @@ def test_steps_are_uniform_and_those_of_two_epochs_independent():
     assert uniform(one[:-1] * 10 + one[1:], 100) > 1e-6  # of neighbors, too
     planted = np.concatenate([one, np.full(1500, 3)])
     assert uniform(planted, 10) < 1e-6
+
+
+def seen_by_patterns(which: np.ndarray, steps: np.ndarray) -> bool:
+    """Whether the steps, of 4, that 200,000 rows take part in have another law than of independent
+    trials."""
+    patterns = np.bincount(which, 2.0**steps, minlength=200_000).astype(int)
+    return bool(stats.chisquare(np.bincount(patterns, minlength=16), 2e5 * LAW).pvalue < 1e-6)
+
+
+def law(rate: float) -> np.ndarray:
+    joined = [bin(pattern).count("1") for pattern in range(16)]
+    return np.array([rate**k * (1 - rate) ** (4 - k) for k in joined])
+
+
+LAW, ALL_OR_NONE = law(0.1), np.eye(16)[15] * 0.1 + np.eye(16)[0] * 0.9
+
+
+def test_a_row_joins_each_step_independently_and_by_its_place_alone():
+    which, steps = participations(KEY, 0, 200_000, 4, 0.1)
+    assert not seen_by_patterns(which, steps)
+    some, at = participations(KEY, 1500, 3000, 4, 0.1)
+    kept = (which >= 1500) & (which < 4500)
+    assert (some == which[kept] - 1500).all() and (at == steps[kept]).all()
+    first = which[steps == 0]  # planted: in all steps or none; at a rate that is 4 % too high
+    for planted, of_it in [
+        ((np.repeat(first, 4), np.tile(np.arange(4), len(first))), ALL_OR_NONE),
+        (participations(KEY, 0, 200_000, 4, 0.104), law(0.104)),
+    ]:
+        far = 2e5 * ((of_it - LAW) ** 2 / LAW).sum()
+        assert stats.ncx2.sf(stats.chi2.isf(1e-6, 15), 15, far) > 0.99
+        assert seen_by_patterns(*planted)
 
 
 def test_words_beyond_the_largest_multiple_are_drawn_again():
@@ -80,36 +111,38 @@ def sources(folder):
 
 
 def assert_sorted(folder, made):
-    """Each epoch has each row once, in its own step, as a loop over rows has it."""
+    """Each epoch has each row in its own step, or steps, as a loop over rows has it."""
     stream, plan = load(folder), Plan.read(folder)
-    for epoch, key in enumerate(plan.keys):
-        steps = steps_of(bytes.fromhex(key), 0, len(made), plan.steps)
+    for epoch in range(len(plan.keys)):
+        which, steps = plan.taking_part(epoch, 0, len(made))
         places = [stream.rows_of(epoch, step) for step in range(plan.steps)]
         found = [
             [stream._rows[epoch][at - len(made) * (1 + epoch)] for at in each] for each in places
         ]
-        assert found == [[made[i] for i in np.flatnonzero(steps == s)] for s in range(plan.steps)]
+        assert found == [[made[i] for i in which[steps == s]] for s in range(plan.steps)]
     return stream
 
 
-@pytest.mark.parametrize("kind", ["parquet", "lines", "data set"])
+@pytest.mark.parametrize(
+    ("kind", "sampling"),
+    [*((kind, "random_allocation") for kind in ("parquet", "lines", "data set")), ("parquet", "poisson")],
+)  # fmt: skip
 @pytest.mark.parametrize("limit", [2**27, 1500], ids=["at once", "by files in files"])
-def test_each_epoch_has_each_row_once_in_its_step(kind, limit, tmp_path, monkeypatch):
+def test_each_epoch_has_each_row_in_its_steps(kind, sampling, limit, tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "_LIMIT", limit)
     monkeypatch.setattr(shards, "_TABLE", 500)
     monkeypatch.setattr(shards, "_FILES", 3)
     monkeypatch.setattr(shards, "_AT_ONCE", 7)
     monkeypatch.setattr(shards, "FIRST", 20)
-    made = shard(
-        sources(tmp_path)[kind], tmp_path / "shards", expected_batch_size=50, num_train_epochs=2
-    )
-    stream = assert_sorted(made, rows())
-    assert stream.plan.steps == 10 and [stream[i] for i in range(20)] == rows()[:20]
+    options = {"expected_batch_size": 50, "num_train_epochs": 2, "sampling": sampling}
+    made = shard(sources(tmp_path)[kind], tmp_path / "shards", **options)
+    stream, last = assert_sorted(made, rows()), 1 if sampling == "random_allocation" else 0
+    assert stream.plan.steps == 20 - 10 * last and [stream[i] for i in range(20)] == rows()[:20]
     with pytest.raises(DataError, match="Row 20 is not among the first 20"):
         stream[20]
     assert not list(tmp_path.glob(".*")) and not (made / "epoch-0" / "sort").exists()
     assert made.stat().st_mode & 0o777 == 0o700
-    told = (made / "epoch-1" / MANIFEST).read_text()
+    told = (made / f"epoch-{last}" / MANIFEST).read_text()
     assert "as secret as the rows" in told and not set(json.loads(told)) & {"counts", "ends"}
 
 
@@ -298,6 +331,6 @@ def test_the_command(tmp_path, capsys):
     words = ["shard", str(parquet(tmp_path)), "--expected-batch-size", "50"]
     assert main([*words, "--num_train_epochs", "2", "-o", str(tmp_path / "shards")]) == 0
     said = capsys.readouterr().out
-    assert "500 rows, 10 steps an epoch (expected batch 50), 2 epochs" in said
+    assert "500 rows, 10 steps an epoch (expected batch 50), 2 epochs, random_allocation" in said
     assert "as secret as the rows" in said
     assert_sorted(tmp_path / "shards", rows())
