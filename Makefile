@@ -65,7 +65,7 @@ $(VENV)/installed-test: $(VENV)/torch pyproject.toml
 
 # Not for `test`: what imports peft then imports bitsandbytes, too, which takes longer than many a test.
 $(VENV)/installed-slow: $(VENV)/installed-test
-	$(BIN)/python -m pip install --quiet --no-compile -e '.[quantized]' -c constraints.txt
+	$(BIN)/python -m pip install --quiet --no-compile -e '.[quantized,ray]' -c constraints.txt
 	touch $@
 
 clean:

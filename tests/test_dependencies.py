@@ -19,7 +19,7 @@ EXTRAS = {
     "matplotlib": "plot", "opacus": "bench", "bitsandbytes": "quantized",
     "sacrebleu": "generation", "nltk": "generation", "rouge_score": "generation",
     "pycocoevalcap": "generation", "bert_score": "generation", "trl": "trl",
-    "PIL": "images",
+    "PIL": "images", "ray": "ray",
 }  # fmt: skip
 # Modules that are not called as their package.
 PACKAGES = {"PIL": "pillow", "yaml": "pyyaml"}

@@ -36,6 +36,8 @@ def build_parser() -> Parser:
     option("--expected-batch-size", of_run, "B", type=float, required=True)
     option("--num-train-epochs", f"{of_run} (default: 1)", "E", type=int, default=1)
     option("--sampling", f"{of_run}: {ALLOCATION} (default), {POISSON}", default=ALLOCATION)
+    where = "arrow (default), or ray: files, on the machines of a cluster (hf-dp[ray])"
+    option("--engine", where, default="arrow")
     parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="new folder")
     return parser
 
@@ -49,10 +51,16 @@ def main(argv: Sequence[str]) -> int:
     data = args.data
     if len(data) == 1 and Path(data[0]).suffix not in FILES and not Path(data[0]).is_file():
         data = load_hub(data[0], None, args.split)
-    size, epochs, draw = args.expected_batch_size, args.num_train_epochs, args.sampling
-    plan = Plan.read(
-        shard(data, args.output, expected_batch_size=size, num_train_epochs=epochs, sampling=draw)
+    epochs, draw = args.num_train_epochs, args.sampling
+    made = shard(
+        data,
+        args.output,
+        expected_batch_size=args.expected_batch_size,
+        num_train_epochs=epochs,
+        sampling=draw,
+        engine=args.engine,
     )
+    plan = Plan.read(made)
     steps = "steps an epoch" if draw == ALLOCATION else "steps"
     print(
         f"{args.output}: {plan.rows:,} rows, {plan.steps:,} {steps} (expected batch "

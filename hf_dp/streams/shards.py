@@ -40,9 +40,9 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import TypeAlias
@@ -62,10 +62,12 @@ from hf_dp.plans.trials import RandomBytes, successes
 from hf_dp.run.checkpoint import named_disk_errors
 from hf_dp.statement.durable import loads, replace_file, sync_folder, sync_tree
 from hf_dp.statement.facts import FIRST
+from hf_dp.streams import on_ray
 
 PLAN, MANIFEST, FIRST_ROWS, ROWS, ENDS = (
     "plan.json", "manifest.json", "first.arrow", "rows.arrow", "ends.npy",
 )  # fmt: skip
+RAY, ENGINES = "ray", ("arrow", "ray")
 FILES = (".parquet", ".jsonl", ".json")  # that are read; the latter two hold an object a line
 _SECRET = (
     "This folder is as secret as the rows: its keys, and where steps end, tell who takes part in "
@@ -85,6 +87,7 @@ def shard(
     expected_batch_size: float,
     num_train_epochs: int = 1,
     sampling: str = RandomAllocation.sampling,
+    engine: str = "arrow",
 ) -> Path:
     """Sort rows by the steps of ``num_train_epochs`` random allocations, or of as many epochs of
     Poisson draws, into a new folder.
@@ -96,6 +99,7 @@ def shard(
         data: Parquet files, JSON lines, or a data set without a transform. Its order counts.
         expected_batch_size, num_train_epochs, sampling ("random_allocation", "poisson"): as
             :class:`DPTrainingArguments` will be given them.
+        engine: what sorts: "arrow" here; "ray" files, on a cluster (:mod:`hf_dp.streams.on_ray`).
 
     Raises: InvalidArgumentError; DataError for rows that cannot be read; OutputError for a folder
         that cannot be written to.
@@ -103,17 +107,18 @@ def shard(
     folder, source = Path(folder), Source(data)
     integer("num_train_epochs", num_train_epochs, 1)
     one_of("sampling", sampling, (RandomAllocation.sampling, POISSON))
+    one_of("engine", engine, ENGINES)
     if folder.exists():
         next_move = "Choose another, or delete it if no run has read it."
         raise invalid("folder", str(folder), "to be new", next_move)
     given = sampling, expected_batch_size, num_train_epochs
     plan = Plan.new(len(source), *given, source.fingerprint)
     with named_disk_errors("The shards", folder, "Then run the same again: it goes on."):
-        _shard(source, plan, folder)
+        _shard(source, plan, folder, engine)
     return folder
 
 
-def _shard(source: Source, plan: Plan, folder: Path) -> None:
+def _shard(source: Source, plan: Plan, folder: Path, engine: str) -> None:
     made = folder.with_name(f".{folder.name}.sharding")
     made.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = FileLock(made.with_name(f"{made.name}.lock"))
@@ -127,7 +132,7 @@ def _shard(source: Source, plan: Plan, folder: Path) -> None:
             _write(made / FIRST_ROWS, source.schema, source.first(FIRST))
         for epoch in range(len(plan.keys)):
             if not (made / name_of(epoch)).exists():
-                _one_epoch(made, plan, epoch, source)
+                _one_epoch(made, plan, epoch, source, engine)
         os.rename(made, folder)
         sync_folder(folder.parent)
     Path(lock.lock_file).unlink(missing_ok=True)
@@ -292,8 +297,9 @@ class Source:
     """Rows that are read in order, as often as wanted, by tables of a few MiB."""
 
     _rows: datasets.Dataset | None = None
+    files: Sequence[tuple[Path, int]] = ()  # with their numbers of rows
 
-    def __init__(self, data: Data):
+    def __init__(self, data: Data, schema: pa.Schema | None = None):
         if isinstance(data, datasets.Dataset):
             if data.format["type"] == "custom":
                 raise DataError(
@@ -314,12 +320,16 @@ class Source:
                 )
         said = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self._paths]
         self.fingerprint = f"files {json.dumps(said)}"
+        if schema is not None:  # of one of several files
+            self.schema = schema
+            return
         if (first := next(self._batches(), None)) is None:
             raise DataError("Expected rows to shard, and the files have none.")
         self.schema = first.schema
         if _STEP in self.schema.names:
             raise invalid("data", _STEP, "to have no column of this name", "Rename it.")
-        self._count = sum(map(self._length, self._paths))
+        self.files = [(path, self._length(path)) for path in self._paths]
+        self._count = sum(count for _, count in self.files)
 
     def __len__(self) -> int:
         return self._count
@@ -394,7 +404,7 @@ def _reading(path: Path) -> Iterator[None]:
 # -- the sort --
 
 
-def _one_epoch(folder: Path, plan: Plan, epoch: int, source: Source) -> None:
+def _one_epoch(folder: Path, plan: Plan, epoch: int, source: Source, engine: str) -> None:
     """Write the folder of one epoch, which gets its name at the end."""
     part = folder / "writing"
     shutil.rmtree(part, ignore_errors=True)
@@ -407,8 +417,13 @@ def _one_epoch(folder: Path, plan: Plan, epoch: int, source: Source) -> None:
             counts[:] += np.bincount(steps, minlength=plan.steps)
             yield table.drop_columns([_STEP])
 
-    with_steps = _with_steps(source.tables(), plan, epoch)
-    by_step = by_steps(with_steps, 0, plan.steps, part / "sort")
+    if engine == RAY:
+        whole = source.schema.append(pa.field(_STEP, pa.int64()))
+        read = _reader(source.schema, replace(plan, keys=(plan.keys[epoch],)))
+        by_step = on_ray.sort(source.files, read, _STEP, whole)
+    else:
+        tables = _with_steps(source.tables(), plan, epoch, 0, plan.rows)
+        by_step = by_steps(tables, 0, plan.steps, part / "sort")
     _write(part / ROWS, source.schema, noted(by_step))
     shutil.rmtree(part / "sort")
     np.save(part / ENDS, counts.cumsum())
@@ -421,19 +436,33 @@ def _one_epoch(folder: Path, plan: Plan, epoch: int, source: Source) -> None:
     sync_folder(folder)
 
 
-def _with_steps(tables: Iterable[pa.Table], plan: Plan, epoch: int) -> Iterator[pa.Table]:
-    """Yield rows as often as they take part, with their steps, in tables that grow no larger."""
-    place = 0
+def _reader(schema: pa.Schema, plan: Plan) -> Callable[[str, int, int], Iterator[pa.Table]]:
+    """Return what reads one of several files, with the steps of its rows in the plan's epoch."""
+
+    def read(path: str, first: int, end: int) -> Iterator[pa.Table]:
+        return _with_steps(Source([path], schema).tables(), plan, 0, first, end)
+
+    return read
+
+
+def _with_steps(
+    tables: Iterable[pa.Table], plan: Plan, epoch: int, first: int, end: int
+) -> Iterator[pa.Table]:
+    """Yield rows as often as they take part, with their steps, in tables that grow no larger.
+
+    Args: first, end: the places of the first of these rows, and after the last.
+    """
+    place = first
     for table in tables:
         which, steps = plan.taking_part(epoch, place, len(table))
         for begin in range(0, len(which), len(table)):
             some = slice(begin, begin + len(table))
             yield table.take(which[some]).append_column(_STEP, pa.array(steps[some]))
         place += len(table)
-    if place != plan.rows:
+    if place != end:
         raise DataError(
-            f"The data had {plan.rows:,} rows, and has {place:,} now. Let nothing else write to it "
-            "meanwhile."
+            f"The data had {end - first:,} rows, and has {place - first:,} now. Let nothing else "
+            "write to it meanwhile."
         )
 
 

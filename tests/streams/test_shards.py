@@ -1,8 +1,10 @@
 """Each row stands in one step of each epoch, uniformly, whatever kills the task that sorts them."""
 
+import itertools
 import json
 import os
 import shutil
+import sys
 from hashlib import blake2b
 
 import datasets
@@ -294,7 +296,8 @@ def test_a_folder_that_is_not_as_it_was_written(case, made, tmp_path):
         load(folder)
 
 
-def test_what_cannot_be_sharded(made, tmp_path):
+def test_what_cannot_be_sharded(made, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
     data = datasets.Dataset.from_list(rows(20))
     more = [parquet(tmp_path), parquet(tmp_path / ".", [{"input_ids": [1], "label": "one"}])]
     (other := tmp_path / "other.parquet").write_bytes(more[1].read_bytes())
@@ -305,6 +308,11 @@ def test_what_cannot_be_sharded(made, tmp_path):
         (([tmp_path / "rows.csv"], {}), "to be a .parquet or .jsonl file"),
         ((data, {"expected_batch_size": 19}), "`expected_batch_size` to be at most 10"),
         ((data, {"num_train_epochs": 0}), "`num_train_epochs`"),
+        ((data, {"sampling": "shuffled"}), "`sampling` to be one of"),
+        ((data, {"sampling": "poisson", "expected_batch_size": 21}), "expected_batch_size / rows"),
+        ((data, {"engine": "spark"}), "`engine` to be one of"),
+        ((data, {"engine": "ray"}), "reads files. Write the data set to Parquet"),
+        ((more[:1], {"engine": "ray"}), "The engine 'ray' is not installed"),
         (([more[0], other], {}), "other columns than the first"),
         (([broken], {}), "broken.parquet' cannot be read as Parquet .*Write it again"),
     ]:
@@ -334,3 +342,34 @@ def test_the_command(tmp_path, capsys):
     assert "500 rows, 10 steps an epoch (expected batch 50), 2 epochs, random_allocation" in said
     assert "as secret as the rows" in said
     assert_sorted(tmp_path / "shards", rows())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", ["random_allocation", "poisson"])
+def test_two_workers_of_ray_sort_as_one_machine_though_one_dies(sampling, tmp_path, monkeypatch):
+    """The first task that reads a file ends its process, and is run again."""
+    ray = pytest.importorskip("ray")
+    files, died = sources(tmp_path)["parquet"], str(tmp_path / "died")
+    options = {"expected_batch_size": 50, "sampling": sampling}
+    here = load(shard(files, tmp_path / "here", **options))
+    monkeypatch.setattr(Plan, "new", lambda *given: here.plan)
+    honest = shards._with_steps
+
+    def dies_once(*given):
+        tables = honest(*given)
+        yield next(tables)
+        if not os.path.exists(died):
+            open(died, "w").close()
+            os._exit(1)
+        yield from tables
+
+    monkeypatch.setattr(shards, "_with_steps", dies_once)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        there = load(shard(files, tmp_path / "there", engine="ray", **options))
+    finally:
+        ray.shutdown()
+    assert os.path.exists(died) and (here._ends[0] == there._ends[0]).all()
+    for step in itertools.pairwise(here._ends[0]):
+        ids = [sorted(each._rows[0][slice(*step)]["input_ids"]) for each in (here, there)]
+        assert ids[0] == ids[1]
