@@ -66,7 +66,8 @@ def trainer(folder, bad=None, without=None, who=None, **options):
     kept = [place for place in range(ROWS) if place != without]
     data = rows(bad)
     data = [data[i] | ({"who": who[i]} if who else {}) for i in kept]
-    given = {"model": bert().double(), "train_dataset": data, "eval_dataset": None}
+    model = bert() if options.get("bf16") else bert().double()
+    given = {"model": model, "train_dataset": data, "eval_dataset": None}
     given["data_collator"] = collate
     values = {
         "look_over": "when_drawn", "longest_row": LONGEST, "expected_batch_size": len(set(who or kept)),
@@ -91,9 +92,9 @@ def clipped(made, places=range(ROWS)):
 EACH = dict(zip((SEEN, 5, 7, 9, ROWS - 1), BAD, strict=True))
 
 
-def with_and_without(folder, size):
+def with_and_without(folder, size, **options):
     """Each part of a release, of a draw of all rows and of one without some that are bad."""
-    made = trainer(folder, EACH, per_device_train_batch_size=size, **PARTS)
+    made = trainer(folder, EACH, per_device_train_batch_size=size, **PARTS | options)
     everyone = clipped(made)
     for left_out in (*({place} for place in EACH), {*EACH}):
         others = clipped(made, [place for place in range(ROWS) if place not in left_out])
@@ -110,6 +111,23 @@ def test_a_bad_row_adds_exactly_nothing_to_any_part(size, rtol, tmp_path):
         assert float(gradients[0].norm()) > C and len(beside) == 2
         for one, other in beside:  # a count would rise by a norm of 0, too
             torch.testing.assert_close(one, other, rtol=rtol, atol=0)
+
+
+def test_so_it_does_in_bf16(tmp_path):
+    for parts in with_and_without(tmp_path, 1, bf16=True):
+        assert all(torch.equal(one, other) for one, other in parts)
+
+
+@pytest.mark.parametrize("mode", [{"bf16": True}, {"bands": 3}], ids=["bf16", "bands"])
+def test_so_it_does_in_runs_whatever_is_wrong_with_it(mode, tmp_path):
+    """Draws, noise and what else is random are the same in all runs."""
+    found = []
+    for kind in ("columns", "id", "eight tokens"):
+        made = trainer(tmp_path / kind, {7: kind}, **{"expected_batch_size": 4, **mode})
+        made.train()
+        found.append(users.flat_of(made.model.parameters()))
+        assert made.ledger.events == (made.privacy_plan.event(4),)
+    assert torch.equal(*found[:2]) and not torch.equal(*found[1:])
 
 
 def test_planted_bad_row_that_counts_is_seen(tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ from silence import Silent, assert_standard_normal, distance, moved_by_noise, we
 from torch.distributed.fsdp import fully_shard
 
 from hf_dp import DpSgdPlan, mechanism_for
+from hf_dp.batches import when_drawn
 from hf_dp.errors import HfDpError
 from hf_dp.run.witnesses import read_run
 from hf_dp.statement.evidence import disagreements, read
@@ -84,6 +85,26 @@ def test_a_sharded_run_is_that_of_one_process_and_goes_on(
     again = sharded(later, kind, lambda: trained(two, kind, dtype, resume=True), state_dict)
     assert all(distance(each, alone, kind) < near for each, _ in again)
     assert read_run(two).ledger.steps() == 3  # one step was made twice, and both count
+
+
+def test_a_bad_row_that_is_looked_at_when_it_is_drawn_adds_nothing(tmp_path, monkeypatch, request):
+    """Row 9, of all that are drawn; in a sharded run as in one process."""
+    honest, kind = tiny.dataset(), "gpt2"
+    monkeypatch.setattr(when_drawn, "FIRST", 4)
+
+    def change(row, place):
+        return {**row, "input_ids": [99] * len(row["input_ids"])} if place == 9 else row
+
+    bad = honest.map(change, with_indices=True)
+    options = {"look_over": "when_drawn", "longest_row": 9, "max_steps": 1}
+    monkeypatch.setattr(tiny, "dataset", lambda: bad)
+    found = sharded(2, kind, lambda: trained(tmp_path / "fsdp", kind, torch.float64, **options))
+    request.getfixturevalue("unchecked")
+    alone, _ = trained(tmp_path / "one", kind, torch.float64, **options)
+    assert all(distance(each, alone, kind) < 1e-9 for each, _ in found)
+    monkeypatch.setattr(tiny, "dataset", lambda: honest)
+    good, _ = trained(tmp_path / "good", kind, torch.float64, **options)
+    assert distance(good, alone, kind) > 1e-3
 
 
 def published(folder: Path) -> set[str]:
