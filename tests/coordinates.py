@@ -31,9 +31,11 @@ Ways = list[dict[tuple[int, ...], float]]
 
 
 class Square(nn.Module):
-    def __init__(self) -> None:
+    """One matrix. A row's gradient is ``sum_t g_t x_t^T``, of whatever it gives as x and g."""
+
+    def __init__(self, side: int) -> None:
         super().__init__()
-        self.layer = nn.Linear(SIDE, SIDE, bias=False)
+        self.layer = nn.Linear(side, side, bias=False)
         self.config = SimpleNamespace(model_type="square", to_dict=dict)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -74,7 +76,7 @@ def trainer(
     folder: Path, data: Any, releases: list[np.ndarray], dies: int | None = None, **options: Any
 ) -> DPTrainer:
     """A run of plain steps, which does not depend on what was released before."""
-    given = {"model": Square(), "eval_dataset": None, "data_collator": default_data_collator}
+    given = {"model": Square(SIDE), "eval_dataset": None, "data_collator": default_data_collator}
     given |= {"train_dataset": data, "callbacks": [Released(releases, dies)]}
     values = {
         "optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "report_to": "none",

@@ -60,43 +60,52 @@ def test_a_run_that_was_killed_and_resumed_is_not_refuted(folder, tmp_path):
     assert power([{(0, 1): 1.0}], SIGMA, claim) > 0.9 > 1e-3 > power(ONCE, SIGMA, claim)
 
 
-def test_planted_steps_that_are_read_again_after_a_resume_are_refuted(folder, tmp_path):
-    """Planted: the run and the folder forget all steps after the checkpoint."""
+def again_after_a_resume(out, folder, patch):
+    """The run and the folder forget all steps after the checkpoint."""
 
     def forget():
         os.truncate(folder / "epoch-0" / reading.READ, 1)
-        (tmp_path / "run" / reading.OF_RUN).unlink()
+        (out / reading.OF_RUN).unlink()
 
-    seen, claim = killed_and_resumed(tmp_path / "run", folder, forget)
-    again = [{(0,): 1 / STEPS} | {(step, step + LAST): 1 / STEPS for step in range(1, STEPS)}]
-    assert len(seen) == STEPS + LAST and power(again, SIGMA, claim) > 0.9
-    assert refutes(seen, again, SIGMA, claim)
+    return killed_and_resumed(out, folder, forget)
 
 
-@pytest.mark.slow  # four runs; test_reading.py has the exact test
-def test_planted_runs_on_copies_of_the_same_shards_are_refuted(folder, tmp_path):
-    """Planted: four runs, of which each names those before, read four copies of the folder."""
+def in_four_runs(out, folder, patch):
+    """Each names those before, and reads a copy of the folder."""
     seen, earlier = [], []
     for number in range(4):
-        copy = shutil.copytree(folder, tmp_path / f"copy-{number}")
-        made = run(tmp_path / f"run-{number}", copy, seen, earlier_runs=earlier)
+        copy = shutil.copytree(folder, out / f"copy-{number}")
+        made = run(out / f"run-{number}", copy, seen, earlier_runs=earlier)
         made.train()
         earlier = [str(made.args.output_dir)]
-    again = [{tuple(range(step, 4 * STEPS, STEPS)): 1 / STEPS for step in range(STEPS)}]
-    assert power(again, SIGMA, claimed(made)) > 0.9
-    assert refutes(seen, again, SIGMA, claimed(made))
+    return seen, claimed(made)
 
 
-def test_planted_rows_in_two_shards_are_refuted(folder, tmp_path, monkeypatch):
-    """Planted: each step reads the rows of the one before, too."""
+def in_two_shards(out, folder, patch):
+    """Each step reads the rows of the one before, too."""
     honest, seen = Stream.rows_of, []
 
     def both(self, epoch, step):
         return [row for each in {max(0, step - 1), step} for row in honest(self, epoch, each)]
 
-    monkeypatch.setattr(Stream, "rows_of", both)
-    made = run(tmp_path / "run", folder, seen)
+    patch.setattr(Stream, "rows_of", both)
+    made = run(out, folder, seen)
     made.train()
-    twice = [{(step, step + 1): 1 / STEPS for step in range(LAST)} | {(LAST,): 1 / STEPS}]
-    assert power(twice, SIGMA, claimed(made)) > 0.9
-    assert refutes(seen, twice, SIGMA, claimed(made))
+    return seen, claimed(made)
+
+
+PLANTED = {
+    again_after_a_resume: [(0,), *((step, step + LAST) for step in range(1, STEPS))],
+    in_four_runs: [tuple(range(step, 4 * STEPS, STEPS)) for step in range(STEPS)],
+    in_two_shards: [*((step, step + 1) for step in range(LAST)), (LAST,)],
+}
+SLOW = {in_four_runs: pytest.mark.slow}  # test_reading.py has the exact test
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(f, marks=SLOW.get(f, []), id=f.__name__) for f in PLANTED]
+)
+def test_planted_steps_that_are_read_twice_are_refuted(fault, folder, tmp_path, monkeypatch):
+    seen, claim = fault(tmp_path / "run", folder, monkeypatch)
+    ways = [dict.fromkeys(PLANTED[fault], 1 / STEPS)]
+    assert power(ways, SIGMA, claim) > 0.9 and refutes(seen, ways, SIGMA, claim)

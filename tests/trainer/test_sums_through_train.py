@@ -6,13 +6,13 @@ Read is what enters the noise. In both runs each row has the same key, as in the
 """
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
+from coordinates import Square
 from silence import Coupled
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import default_data_collator
 from users import flat
 from watch import watch
@@ -26,18 +26,6 @@ from hf_dp.trainer.trainer import DPTrainer
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 C, WIDTH = 0.1, 16
-
-
-class Linear(nn.Module):
-    """One matrix. A row's gradient is ``sum_t g_t x_t^T``, of whatever the row gives as x and g."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.config = SimpleNamespace(model_type="linear", to_dict=dict)
-
-    def forward(self, x):
-        return self.layer(x)
 
 
 class Products(DPTrainer):
@@ -95,7 +83,7 @@ def noised(folder, monkeypatch, kind: str, count: int, without: int | None, **op
     """What enters the noise of the one step, float64."""
     kept = [i for i in range(count) if i != without]
     rows = numbered(count) if kind == "numbered" else KINDS[kind](count)
-    given = {"model": Linear(), "eval_dataset": None, "data_collator": default_data_collator,
+    given = {"model": Square(WIDTH), "eval_dataset": None, "data_collator": default_data_collator,
              "train_dataset": [{"x": rows[i][0], "g": rows[i][1]} for i in kept]}  # fmt: skip
     values = {"expected_batch_size": len(kept), "max_steps": 1, "per_example_max_grad_norm": C,
               "remove_unused_columns": False, "logging_strategy": "no", "insecure_seed": 5}  # fmt: skip
