@@ -111,9 +111,10 @@ class Planned:
             )
         plan = plan_of(args, num_examples, tuner_of(values), classes, units, watch)
         if (shards := shards_of(values)) is not None:
-            from hf_dp.streams.reading import check_sampler
+            from hf_dp.streams.reading import check_sampler, check_steps
 
             check_sampler(plan.sampler(), shards)
+            check_steps(plan.steps, shards)
         return plan, units
 
 

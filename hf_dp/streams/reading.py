@@ -239,14 +239,11 @@ class Reading:
 
         Raises: InvalidArgumentError for a new run of more steps than the stream has.
         """
-        there, of_one = self.stream.epochs * self.stream.plan.steps, self.stream.plan.steps
-        if self._in_ledger == 0 and steps > there:
-            expected = f"to be at most {there}, the steps of {self.stream.epochs} sharded epochs"
-            raise invalid("max_steps", steps, expected, "Shard as many epochs as the run has.")
-        begun = self._begun * of_one
-        if self.stream.plan.sampling == POISSON:
-            begun = self.made(0)
-        return max(0, min(steps - self.paid, there - begun))
+        plan = self.stream.plan
+        if self._in_ledger == 0:
+            check_steps(steps, plan)
+        begun = self.made(0) if plan.sampling == POISSON else self._begun * plan.steps
+        return max(0, min(steps - self.paid, self.stream.epochs * plan.steps - begun))
 
     def record(self, epoch: int, step: int) -> None:
         """Record a step, durably: in the run's folder, and then beside the rows.
@@ -367,6 +364,16 @@ def sampler_of(sampler: Sampler, reading: Reading, processes: int = 1) -> Stream
     check_sampler(sampler, reading.stream.plan)
     assert isinstance(sampler, (AllocationSampler, PoissonSampler))
     return StreamSampler(sampler.num_examples, sampler, reading=reading)
+
+
+def check_steps(steps: int, plan: Plan) -> None:
+    """Raise InvalidArgumentError for more steps than shards have."""
+    there = len(plan.keys) * plan.steps
+    if steps > there:
+        expected = f"to be at most {there}, the steps of {len(plan.keys)} sharded epochs"
+        if plan.sampling == POISSON:
+            expected = f"to be at most {there}, the steps that were sharded"
+        raise invalid("max_steps", steps, expected, "Shard as many epochs as the run has.")
 
 
 def check_sampler(sampler: Sampler, plan: Plan) -> None:

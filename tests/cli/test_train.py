@@ -369,6 +369,7 @@ def test_a_folder_of_shards_is_streamed_at_the_epsilon_of_its_file_which_plan_sa
     assert "keyed with 256 bits" in json.dumps(said)
     assert f" {said['statement']['epsilon']}\n" in planned
     task.refused("were begun by the run", output_dir=str(task.folder / "other"))
+    task.refused("`max_steps` to be at most 8, the steps of 2", "plan", num_train_epochs=3)
     task.refused("`expected_batch_size` to be 10 for these shards", "plan", expected_batch_size=8)
     task.refused("`sampling` to be 'random_allocation' for a stream", "plan", sampling=None)
     task.refused("`sampling` to be 'random_allocation' for a stream", expected_batch_size=10)

@@ -232,6 +232,15 @@ def test_of_two_runs_that_begin_at_once_one_is_refused(folder, tmp_path, monkeyp
         runs[1].record(0, 3)
 
 
+def test_a_poisson_draw_that_was_recorded_and_not_released_is_not_paid_for(tmp_path):
+    """Of 8 steps 3 were recorded, and 2 of these released."""
+    given = {"expected_batch_size": ROWS / STEPS, "num_train_epochs": EPOCHS, "sampling": "poisson"}
+    stream = load(shard(tiny.dataset(ROWS), tmp_path / "shards", **given))
+    known = Reading(stream, book(tmp_path, steps=2))
+    drawn = iter(StreamSampler(ROWS, PoissonSampler(ROWS, 1 / STEPS, 8), reading=known))
+    assert [next(drawn) for _ in range(3)] and (known.paid, known.to_pay(8)) == (0, 5)
+
+
 def test_no_row_is_read_before_its_step_is_recorded(folder, tmp_path):
     stream = load(folder)
     sampler = StreamSampler(
