@@ -36,6 +36,7 @@ from hf_dp.batches.padding import Padding
 from hf_dp.batches.structure import Batch, Example, Layout, leaves
 from hf_dp.errors import DataError
 from hf_dp.plans.samplers import Draws, Sampler
+from hf_dp.statement.facts import ANY
 
 KEY_BITS = 64  # of a drawn key
 Watch = Callable[[Sampler], Draws]
@@ -50,6 +51,8 @@ class BatchOptions:
     Args:
         physical_batch_size: most examples of a physical batch.
         max_tokens: most tokens of one, padding included; None: no limit.
+        shapes: "any", or "one": each is filled up with examples that count nothing, and all are as
+            long as the longest may be. How many batches a draw has still depends on the draw.
         quiet: no progress bars.
         num_workers, pin_memory, persistent_workers, prefetch_factor, multiprocessing_context: as
             :class:`torch.utils.data.DataLoader` takes them.
@@ -57,6 +60,7 @@ class BatchOptions:
 
     physical_batch_size: int = 8
     max_tokens: int | None = None
+    shapes: str = ANY
     quiet: bool = False
     num_workers: int = 0
     pin_memory: bool = False
@@ -73,6 +77,9 @@ class PhysicalBatches:
         float32 round an example's gradient to about 2^-8 of it, and differently for another padded
         length. So the length to which it is padded must not depend on its neighbors. Each is padded
         by itself (:meth:`hf_dp.batches.padding.Padding.alone`), so that there are few shapes.
+        filler: an example that counts nothing. Each batch is filled up with it to ``size``, and all
+        are as long as the layout allows, so that there is one shape. It has a weight of exactly 0
+        in sums over a batch, and moves nobody to another one. It also stands for a longer example.
     """
 
     padding: Padding
@@ -80,16 +87,33 @@ class PhysicalBatches:
     size: int
     max_tokens: int | None = None
     one_shape: bool = False
+    filler: Example | None = None
 
     def __call__(self, drawn: Sequence[Drawn[Example]]) -> list[Batch]:
         """Return the physical batches, each with the examples in its first dimension; those of
         which some do not count as :class:`Masked`."""
+        if self.filler is not None:
+            drawn = [
+                one if self.fits(one.unit) else Drawn(self.filler, one.key, frozenset({0}))
+                for one in drawn
+            ]
         examples, keys = [self.shaped(one.unit) for one in drawn], [one.key for one in drawn]
         reads = [Read(each, not one.missing) for each, one in zip(examples, drawn, strict=True)]
         return [self.padded([reads[i] for i in group]) for group in self.cut(examples, keys)]
 
+    def fits(self, example: Example) -> bool:
+        """Return whether an example is at most as long as the layout allows."""
+        most = {name: leaf.most for name, leaf in self.layout.leaves.items()}
+        return all(
+            all(size <= limit for size, limit in zip(leaf.shape, most[name], strict=True))
+            for name, leaf in leaves(example)
+            if isinstance(leaf, Tensor)
+        )
+
     def padded(self, reads: Sequence[Read]) -> Batch:
         """Return one physical batch, in order."""
+        if self.filler is not None:
+            reads = [*reads, *[Read(self.filler, False)] * (self.size - len(reads))]
         batch = self.padding.together([example for example, _ in reads], self.layout)
         counts = [counts for _, counts in reads]
         return batch if all(counts) else Masked(batch, torch.tensor(counts))
@@ -98,6 +122,8 @@ class PhysicalBatches:
         """Return an example in its shape. A model that takes one example at a time may be one that
         takes no padding. Raises: DataError, as :meth:`Layout.check`."""
         self.layout.check(example)
+        if self.filler is not None:
+            return self.padding.longest(example, self.layout)
         return self.padding.alone(example) if self.one_shape and self.size > 1 else example
 
     def cut(self, examples: Sequence[Example], keys: Sequence[int]) -> list[list[int]]:

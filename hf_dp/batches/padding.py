@@ -144,6 +144,18 @@ class Padding:
 
         return combined([example], lengthen)
 
+    def longest(self, example: Example, layout: Layout) -> Example:
+        """Return an example with each column that varies as long as the layout allows."""
+
+        def lengthen(name: str, values: list[Example]) -> object:
+            leaf = layout.leaves[name]
+            if not leaf.varying:
+                return values[0]
+            most = leaf.most[self.dimension(name, len(leaf.most))]
+            return self._to(most, name, values, layout)[0]
+
+        return combined([example], lengthen)
+
     def _lengthened(self, layout: Layout) -> list[str]:
         """Return the columns that have a length, or none where one of them cannot be padded."""
         found = []

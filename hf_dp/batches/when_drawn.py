@@ -50,13 +50,14 @@ from hf_dp.statement.facts import FIRST, LONGEST
 
 @dataclass(frozen=True)
 class FirstRows:
-    """Looks at the first rows, and says what all must be like.
+    """Looks at the first rows, or at ``all_rows``, and says what all must be like.
 
     Args: longest: the most numbers of a row in a column that is padded, as collated; None: all rows
         have as many as the first.
     """
 
     longest: int | None = None
+    all_rows: bool = False
 
     def look_over(
         self,
@@ -67,11 +68,12 @@ class FirstRows:
         workers: int = 0,
         quiet: bool = True,
     ) -> LookedOver:
-        """Return what a look at the first rows finds, with the layout that all rows must have.
+        """Return what a look at these rows finds, with the layout that all rows must have.
 
         Raises: DataError, which names the row or the column.
         """
-        found = look_over(examples, padding, limits, workers=workers, quiet=quiet, first=FIRST)
+        first = None if self.all_rows else FIRST
+        found = look_over(examples, padding, limits, workers=workers, quiet=quiet, first=first)
         known = found.layout.leaves.items()
         declared = {name: self._declared(name, leaf, padding) for name, leaf in known}
         return replace(found, layout=Layout(declared))
@@ -84,10 +86,11 @@ class FirstRows:
         if self.longest is None and low == high:
             return leaf
         if self.longest is None or high > self.longest:
+            rows = "all" if self.all_rows else f"the first {FIRST:,}"
             raise DataError(
-                f"Among the first {FIRST:,} rows, `{name}` has {low} to {high} numbers as "
-                f"collated, and {LONGEST} is {self.longest}. Set it to the most that a row of "
-                "yours may have, a number that you know without looking at the rows."
+                f"Among {rows} rows, `{name}` has {low} to {high} numbers as collated, and "
+                f"{LONGEST} is {self.longest}. Set it to the most that a row of yours may have, a "
+                "number that you know without looking at the rows."
             )
         sizes = [list(leaf.least), list(leaf.most)]
         sizes[0][dimension], sizes[1][dimension] = 1, self.longest

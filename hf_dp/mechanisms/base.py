@@ -20,7 +20,7 @@ from hf_dp.plans.mechanism import MechanismPlan
 from hf_dp.run.gate import Release
 from hf_dp.run.physical_size import largest_physical_batch
 from hf_dp.run.private_run import PrivateRun
-from hf_dp.statement.facts import ALL
+from hf_dp.statement.facts import ALL, ANY
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.tuners.base import Tuner
 
@@ -67,10 +67,12 @@ class Mechanism(ABC):
 
     def __init__(self, run: PrivateRun, tuner: Tuner | None = None):
         self.run, self.tuner = run, tuner or Tuner()
-        if run.options.look_over != ALL and not self.masks_rows:
-            name, why = type(self.plan).__name__, "Bad rows are not implemented there. Use it."
-            expected, error = f"to be {ALL!r} with {name}", UnsupportedArgumentError
-            raise invalid("look_over", run.options.look_over, expected, why, error)
+        options, name, error = run.options, type(self.plan).__name__, UnsupportedArgumentError
+        why = "Nothing else is implemented there. Use it."
+        asked = (("look_over", options.look_over, ALL), ("shapes", options.batches.shapes, ANY))
+        for argument, value, usual in asked:
+            if value != usual and not self.masks_rows:
+                raise invalid(argument, value, f"to be {usual!r} with {name}", why, error)
 
     @property
     def plan(self) -> Any:

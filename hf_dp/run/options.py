@@ -25,8 +25,8 @@ class RunOptions:
         clipping_memory_ratio: how much memory book-keeping may take for speed, at least 1.
         representation_module: DP-FP's last layer, where it is not found by itself.
         look_over: which rows are looked at before the first draw: "all" or "when_drawn".
-        longest_row: the most tokens of a row that is looked at when it is drawn; None: all have as
-            many as the first.
+        longest_row: the most tokens of a row that is looked at when it is drawn, or of any where
+            batches have one shape; None: all have as many as the first.
         padding_values: fill values, by column, of columns that transformers does not know.
         rows_are_chunks: whether each row is a piece of a longer text.
         adapter_init_data_is_public: whether data that an adapter was initialized from, or that

@@ -52,7 +52,7 @@ from hf_dp.run.other_training import OtherTraining, note_training, pay_for_step
 from hf_dp.run.precision import Precision, run_facts
 from hf_dp.run.training_data import TrainingData
 from hf_dp.statement.audited import AuditResult
-from hf_dp.statement.facts import EVALUATION_ON_TRAINING_ROWS, WHEN_DRAWN, Flags, RunFacts
+from hf_dp.statement.facts import ALL, EVALUATION_ON_TRAINING_ROWS, ONE, WHEN_DRAWN, Flags, RunFacts
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.streams.reading import OF_SHARDS, Reading, Stream, check_for_stream, sampler_of
 
@@ -370,8 +370,8 @@ class PrivateRun:
         if self.units is not None and users is not None and not users.by_row:
             units = (self.units, users)
         options, first = self.options, None
-        if options.look_over == WHEN_DRAWN:
-            first = FirstRows(options.longest_row)
+        if options.look_over == WHEN_DRAWN or options.batches.shapes == ONE:
+            first = FirstRows(options.longest_row, all_rows=options.look_over == ALL)
         data = TrainingData(
             dataset,
             collator,
@@ -389,7 +389,7 @@ class PrivateRun:
         if not self.options.rows_are_chunks and limits.ignorable and users is None:
             data.warn_of_chunks()
         adds_rows = any(each.adds_rows for each in self.inside)
-        if users is None and not adds_rows and first is None and self.processes.is_main:
+        if users is None and not adds_rows and not data.when_drawn and self.processes.is_main:
             most, compared = self.training_rows().repeats()
             if most > 1:
                 logger.warning(of_repeated_rows(self.plan, most, compared))

@@ -37,7 +37,7 @@ from hf_dp.plans.samplers import Sampler
 from hf_dp.plans.units import Users
 from hf_dp.run.precision import Watched
 from hf_dp.run.synthetic import made_up_rows, made_up_tokens, synthetic_examples, up_to_marks
-from hf_dp.statement.facts import ALL, WHEN_DRAWN
+from hf_dp.statement.facts import ALL, ANY, ONE, WHEN_DRAWN
 
 logger = logging.get_logger(__name__)
 
@@ -49,10 +49,13 @@ class TrainingData:
 
     Args: units: whose the rows are, and how many of a user's rows take part; None: each by itself.
         views: as how many random views a drawn row enters a step.
-        first: looks at the first rows, and the others are looked at when they are drawn; None: all
-            are looked at beforehand.
+        first: looks at the first rows, and the others are looked at when they are drawn; or says
+            what all must be like. None: all are looked at beforehand, and say it themselves.
 
-    Attributes: computed: types shorter than float32 that a forward was seen to compute in.
+    Attributes:
+        computed: types shorter than float32 that a forward was seen to compute in.
+        made_up: an example as long as the longest row, once the model was seen to take it.
+        when_drawn: whether some rows are looked at when they are drawn.
     """
 
     def __init__(
@@ -68,9 +71,20 @@ class TrainingData:
         first: FirstRows | None = None,
     ):
         self.units, self.views, self.first = units, views, first
+        self.when_drawn = first is not None and not first.all_rows
+        if options.shapes == ONE and (units or views > 1 or options.max_tokens):
+            raise invalid(
+                "shapes",
+                ONE,
+                f"to be {ANY!r} with users of several rows, several views of a row, or "
+                "max_tokens_per_physical_batch",
+                "Batches of one shape are of rows that each are clipped alone. Remove one of them.",
+                UnsupportedArgumentError,
+            )
         self.examples = Examples(dataset, collator, randomness)
         self.padding, self.limits, self.options = padding, limits, options
         self.computed: frozenset[str] = frozenset()
+        self.made_up: Example = None
 
     @cached_property
     def looked_over(self) -> LookedOver:
@@ -96,12 +110,12 @@ class TrainingData:
         if needs_labels:
             self._check_labels(targets_of(model))
         layout, training = self.looked_over.layout, model.training
-        longest, shorter = self._longest(model), None
-        if self.first is not None:
+        self.made_up = longest = self._longest(model)
+        shorter = None
+        if self.when_drawn:
             # A column of a fixed size may have to be as long as the tokens.
             tokens = layout.leaves["input_ids"].most[-1] if "input_ids" in layout.leaves else 1
             shorter = self._longest(model, max(1, tokens // 2))
-            self._when_drawn: WhenDrawn = WhenDrawn(layout, self.limits, made_up=longest)
         try:
             model.eval()
             with torch.no_grad(), self.examples.randomness.streams(), Watched() as watched:
@@ -123,7 +137,7 @@ class TrainingData:
         finally:
             model.train(training)
         checked = (*self.limits.below, *self.limits.places, *LABELS)
-        if self.first is None:
+        if not self.when_drawn:
             refuse_ids_beyond_tables(model, losses, self.examples, layout, checked)
         elif columns := looked_up(model, layout, checked):
             raise invalid(
@@ -214,9 +228,9 @@ class TrainingData:
     def batches(self, one_shape: bool = False) -> PhysicalBatches:
         """Return the object that cuts and pads drawn examples; see :class:`PhysicalBatches`."""
         options, layout = self.options, self.looked_over.layout
-        return PhysicalBatches(
-            self.padding, layout, options.physical_batch_size, options.max_tokens, one_shape
-        )
+        filler = self.made_up if options.shapes == ONE else None
+        size, most = options.physical_batch_size, options.max_tokens
+        return PhysicalBatches(self.padding, layout, size, most, one_shape, filler)
 
     def loader(
         self, sampler: Sampler, one_shape: bool, watched: Watch
@@ -234,7 +248,8 @@ class TrainingData:
         if self.views > 1:
             drawn, reduction = ViewDraws(drawn, self.views), Views(self.views, reduction)
         cut = batches if reduction is None else UnitBatches(batches, reduction)
-        look = None if self.first is None else self._when_drawn
+        layout, made_up = self.looked_over.layout, self.made_up
+        look = WhenDrawn(layout, self.limits, made_up) if self.when_drawn else None
         return private_dataloader(examples, drawn, cut, options, count, look)
 
     def synthetic_examples(self, model: nn.Module) -> list[Example]:

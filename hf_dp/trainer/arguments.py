@@ -266,6 +266,7 @@ def options_of(args: DPTrainingArguments) -> RunOptions:
     batches = BatchOptions(
         physical_batch_size=args.per_device_train_batch_size,
         max_tokens=args.max_tokens_per_physical_batch,
+        shapes=args.shapes,
         quiet=bool(args.disable_tqdm),
         **{name: getattr(args, f"dataloader_{name}") for name in of_loader},
     )

@@ -20,7 +20,7 @@ from hf_dp.plans.units import (
     check_name,
 )
 from hf_dp.statement.audited import GRADIENTS, SCORES
-from hf_dp.statement.facts import ALL, FIRST, LONGEST, LOOK_OVERS, OTHER_TRAINING, WHEN_DRAWN
+from hf_dp.statement.facts import ALL, ANY, FIRST, LONGEST, LOOK_OVERS, OTHER_TRAINING, SHAPES
 
 if TYPE_CHECKING:
     from hf_dp.batches.units import UnitTable
@@ -182,9 +182,15 @@ class RowArguments(ArgumentGroup):
     )
     longest_row: int | None = argument(
         None,
-        "With look_over=when_drawn, the most tokens of a row, as collated; a longer one adds 0. It "
-        "is public: do not read it off the data. Unset means that all rows have as many as the "
-        "first.",
+        "With look_over=when_drawn or shapes=one, the most tokens of a row, as collated; a longer "
+        "one adds 0, and with look_over=all is refused. It is public: do not read it off the data. "
+        "Unset means that all rows have as many as the first.",
+    )
+    shapes: str = argument(
+        ANY,
+        "Of physical batches: any, or one: each is filled up with made-up rows that add exactly 0, "
+        "and padded to longest_row. How many a step has still varies with its draw.",
+        SHAPES,
     )
     rows_are_chunks: bool = argument(
         False,
@@ -203,7 +209,6 @@ class RowArguments(ArgumentGroup):
     )
 
     NEEDS: ClassVar[tuple[Need, ...]] = (
-        Need(LONGEST, "look_over", (WHEN_DRAWN,), "It is known from the look at all rows."),
         Need(
             "look_over",
             "privacy_mode",
@@ -212,6 +217,13 @@ class RowArguments(ArgumentGroup):
             UnsupportedArgumentError,
         ),
     )
+
+    @staticmethod
+    def problems(args: Any, found: Problems) -> None:
+        """Note a length that nothing reads."""
+        if args.longest_row is not None and (args.look_over, args.shapes) == (ALL, ANY):
+            expected = f"to be left at None with look_over={ALL!r} and shapes={ANY!r}"
+            found.refuse(LONGEST, expected, "It is known from the look at all rows.")
 
 
 @dataclass
