@@ -44,7 +44,8 @@ class Columns:
         self._limits, self._collator = limits, collator
         self._lengths: dict[str, list[np.ndarray]] = {name: [] for name in _OF_TOKENS[:2]}
         self._targets: list[np.ndarray] = []
-        known = _is_known(collator) and not limits.places
+        several = limits.places or limits.marks or limits.of_choices
+        known = _is_known(collator) and not several
         self.plain = known and _is_plain(rows) and all(map(self._takes, _tables(rows)))
         self.plain = self.plain and all(map(len, self._lengths.values()))
         if self.plain:
