@@ -14,6 +14,7 @@ from hf_dp.accounting import (
     PoissonSampledGaussian,
     RandomAllocationGaussian,
     TruncatedPoissonSampledGaussian,
+    epsilon,
 )
 from hf_dp.batches.loader import PhysicalBatches
 from hf_dp.errors import DataError, HfDpError, LedgerError, UnsupportedArgumentError
@@ -141,9 +142,13 @@ def test_poisson_draws_are_read_once_each_and_paid_for_one_by_one(cap, tmp_path,
     folder = shard(tiny.dataset(ROWS), tmp_path / "shards", **given)
     sizes = watch(monkeypatch, PoissonSampler, "cut", lambda drawn, *_: len(drawn))
     made, steps = died_and_resumed(tmp_path / "run", folder, monkeypatch, **options)
-    event = PoissonSampledGaussian(1.0, 1 / STEPS, 8)
+    event, said = PoissonSampledGaussian(1.0, 1 / STEPS, 8), "with Poisson sampling"
     if cap is not None:
         event = TruncatedPoissonSampledGaussian(1.0, 1 / STEPS, 8, ROWS, cap)
+        said = "with truncated Poisson sampling"
+    statement = made.privacy_statement()
+    assert said in statement.sentence()
+    assert statement.epsilon == epsilon(event, 1 / 80).rounded_up(3)
     assert steps == [(0, step) for step in range(8)] and made.state.global_step == 6
     assert made.ledger.events == (event,) and len(sizes) == 8 and max(sizes) <= (cap or ROWS)
     for other, said in {
