@@ -6,10 +6,11 @@ The private methods of Trainer that ``hf_dp.trainer`` overrides stay there, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from transformers import PreTrainedConfig
 from transformers.integrations import moe
 
@@ -54,6 +55,16 @@ def gated(module: Any, x: Tensor) -> Tensor:
 def forward_without_autocast(model: nn.Module) -> Callable[..., object] | None:
     """Return the forward that accelerate has wrapped in autocast; None for one it has not."""
     return getattr(model, "_original_forward", None)
+
+
+def traced(function: Callable[..., object], *args: Sequence[Tensor]) -> GraphModule:
+    """Return the graph of a function of lists of tensors, as differentiable as the function is. It
+    runs on fake tensors, without values, so a branch on one is an error and is not fixed in the
+    graph; other tensors that it reads, a model's weights, are the graph's attributes."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    made = make_fx(function, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)
+    return made(*args)
 
 
 def register_method(name: str, config: type[PeftConfig], tuner: type[BaseTuner]) -> None:

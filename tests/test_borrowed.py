@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from accelerate import Accelerator
 from peft import mapping
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import PreTrainedConfig, T5PreTrainedModel, Trainer
 from trl import SFTTrainer
 
@@ -48,6 +49,7 @@ CALLED: dict[Callable[..., Any], str] = {
     Trainer._get_collator_with_removed_columns: "self data_collator description",
     Trainer._remove_unused_columns: "self dataset description",
     T5PreTrainedModel._shift_right: "self input_ids",
+    make_fx: "f decomposition_table tracing_mode _allow_non_fake_inputs pre_dispatch record_module_stack _allow_fake_constant _error_on_data_dependent_ops record_stack_traces proxy_module_inputs _disable_torch_fn_metadata_mode",
 }
 # Attributes that others set in a method: (where, by which words).
 SET = [

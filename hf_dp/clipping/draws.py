@@ -206,8 +206,8 @@ def refuse_shared_draws(
     """Raise SelfCheckError where a training forward draws anything that its examples share. The
     tensors of ``batch`` have its ``count`` made-up examples in their first dimension."""
     outside = _state_outside_torch()
-    once = _draws_of(model, per_example_loss, batch, count)
-    twice = _draws_of(model, per_example_loss, _repeated(batch, count), 2 * count)
+    once = draws_of(model, per_example_loss, batch, count)
+    twice = draws_of(model, per_example_loss, _repeated(batch, count), 2 * count)
     if _state_outside_torch() != outside:
         raise SelfCheckError(
             "A training forward draws random numbers by Python's `random` or by NumPy, so it "
@@ -232,9 +232,10 @@ def refuse_shared_draws(
         )
 
 
-def _draws_of(
+def draws_of(
     model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch, count: int
 ) -> list[Draw]:
+    """Return what a forward on ``count`` examples draws, where dropout and layer drops are on."""
     draws: list[Draw] = []
     with _innermost(model) as name:
 

@@ -18,6 +18,7 @@ from transformers.models.auto import modeling_auto
 from hf_dp import _validate
 from hf_dp.clipping import sharding
 from hf_dp.clipping.clipped_sum import ClippedSum, LargeUnit, Watch, book_keeping, two_pass
+from hf_dp.clipping.compiled import Compiled, not_compiled
 from hf_dp.clipping.coupling import refuse_coupling
 from hf_dp.clipping.fallback import Method, fallback_forward, find_shared_method, own_parameters
 from hf_dp.clipping.forms import RunningSums
@@ -67,9 +68,11 @@ class ClippingEngine:
         regrouped: how many other examples one example more or less can move to other physical
             batches, whose rounding then changes (:func:`hf_dp.plans.rounding.slack_cap`). Set it
             in a loop of your own with larger batches.
+        compiled: runs the model's forward, and its backward, compiled; None: as they are.
     """
 
     regrouped = SMALL_GROUP
+    compiled: Compiled | None = None
     _gauge = 1.0
     _watch: Watch | None = None
     clippings: ClassVar[tuple[str, ...]] = CLIPPINGS  # those that a subclass can do
@@ -143,6 +146,7 @@ class ClippingEngine:
                 if own and not isinstance(module, (nn.ParameterDict, nn.ParameterList)):
                     self._install(module, own)
                 if (method := find_shared_method(module)) is not None:
+                    self._refuse_uncompiled(module)
                     self._tape.know(module, method.parameters)
                     if self._sharded:
                         described = self._tape.describe(module)
@@ -152,11 +156,24 @@ class ClippingEngine:
                     shared = tuple(method.parameters)
                     run = partial(fallback_forward, self._tape, method.call, shared)
                     self._replace(module, method.name, run)
+            if self.compiled is not None:
+                self._compile(self.compiled)
             self._begin()
         except BaseException:
             self.__exit__()
             raise
         return self
+
+    def _compile(self, compiled: Compiled) -> None:
+        """Let the model's forward run compiled, or raise for what cannot be."""
+        checkpoints = any(getattr(m, "gradient_checkpointing", False) for m in self.model.modules())
+        if self.strategy != "book_keeping" or checkpoints:
+            what = f"a model with gradient checkpointing, or clipping_strategy={self.strategy!r}"
+            raise not_compiled(what, "a graph returns all that is kept at once")
+        if self._sharded:
+            raise not_compiled("a sharded model", "a parameter is whole only while its module runs")
+        own = _original(self.model.__dict__.get("forward"))
+        self._replace(self.model, "forward", partial(compiled.forward, self._tape, own))
 
     def _begin(self) -> None:
         """Prepare what a subclass needs, or raise for a model that it cannot serve."""
@@ -315,6 +332,9 @@ class ClippingEngine:
                 f"{losses.dtype}. Use reduction='none' and average each example over its own "
                 "positions."
             )
+        if len(losses) and self.compiled is not None and not self._tape.compiled_forwards:
+            what = "a loss that does not call the model's forward"
+            raise not_compiled(what, "nothing else is compiled")
         rows, each = self._tape.examples, self._tape.folded
         if len(losses) and rows is not None and len(losses) * each != rows:
             raise UnsupportedLossError(
@@ -404,12 +424,18 @@ class ClippingEngine:
         previous = module.__dict__.get("forward")
         rule = None if self.strategy == "per_example" else find_rule(module)
         if rule is None:
+            self._refuse_uncompiled(module)
             if self._sharded:
                 sharding.refuse_shards_within(module, self._tape.describe(module), own)
             run = partial(fallback_forward, self._tape, _original(previous), ())
         else:
             run = partial(rule, self._tape)
         self._replace(module, "forward", _CapturingForward(self._tape, run, previous))
+
+    def _refuse_uncompiled(self, module: nn.Module) -> None:
+        if self.compiled is not None:
+            what = f"{self._tape.describe(module)}, which has no clipping rule"
+            raise not_compiled(what, "it runs again for each example", "freeze its parameters")
 
     def _replace(self, module: nn.Module, name: str, function: Callable[..., object]) -> None:
         """Set an instance method; what the instance had before comes back at the end."""

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp.clipping import sharding
-from hf_dp.clipping.draws import Batch, PerExampleLoss, no_dropout, refuse_shared_draws
+from hf_dp.clipping.compiled import Compiled
+from hf_dp.clipping.draws import Batch, PerExampleLoss, draws_of, no_dropout, refuse_shared_draws
 from hf_dp.clipping.engine import ClippingEngine
 from hf_dp.clipping.norms import clipping_weights
 from hf_dp.clipping.rounding import squared_norms
@@ -67,6 +68,7 @@ def self_check(
     strategy: str = "book_keeping",
     rtol: float | None = None,
     have_neighbors: bool = True,
+    compiled: Compiled | None = None,
 ) -> None:
     """Compare the engine with one-by-one gradients on synthetic examples.
 
@@ -82,6 +84,8 @@ def self_check(
             AUTOCAST_TOLERANCE on, 16 bits compute: gradients are compared within the batch, and
             losses alone and together with a tolerance of 0.25.
         have_neighbors: False where each forward has one example, which draws for itself alone.
+        compiled: runs the engine's forward on ``padded``, and is compared alone. What it draws must
+            be as much as the model draws, and other numbers each time.
 
     Raises:
         SelfCheckError: says what differed: a loss (it depends on neighbors or padding), a norm, a
@@ -102,7 +106,10 @@ def self_check(
             # Below every norm, so that every example is clipped.
             clipping_norm = min(example.norm for example in singles) / 2 or 1.0
             engine = ClippingEngine(model, clipping_norm, clipping, strategy)
+            engine.compiled = compiled
             for batch, order in _arrangements(padded, len(alone)):
+                if compiled is not None and batch is not padded:
+                    break
                 losses_alone = [singles[place].loss for place in order]
                 expected = [singles[place] for place in order]
                 if rtol >= AUTOCAST_TOLERANCE:
@@ -126,6 +133,11 @@ def self_check(
                     _compare_one(engine, partial(loss, model, batch), len(order))
         with engine:  # and once with dropout on, as in training
             engine.backward(loss(model, padded))
+        if compiled is not None:
+            found = draws_of(model, loss, padded, len(alone))
+            # Kernels of attention count as drawing also without dropout.
+            draws = sum(not each.operator.startswith("_scaled_dot_product") for each in found)
+            _refuse_fixed_draws(compiled, draws, engine, partial(loss, model, padded))
         _refuse_changes(model, buffers, versions)
 
 
@@ -344,6 +356,20 @@ def _compare_sums(
                 f"by {error:.3g} (clipping norm {clipping_norm:.3g}). Freeze this parameter, or "
                 "correct the clipping rule of its layer."
             )
+
+
+def _refuse_fixed_draws(
+    compiled: Compiled, draws: int, engine: ClippingEngine, losses: Callable[[], Tensor]
+) -> None:
+    """Raise unless the graph that was run last draws as often as the model, and when it runs."""
+    with engine:
+        one, other = (losses().detach() for _ in range(2))
+    if compiled.draws != draws or (draws and torch.equal(one, other)):
+        raise SelfCheckError(
+            f"A training forward draws random numbers {draws} times. Compiled, it draws them "
+            f"{compiled.draws} times, or the same ones each time: what dropout removes was fixed "
+            "when it was compiled. Set torch_compile=False."
+        )
 
 
 def _refuse_changes(

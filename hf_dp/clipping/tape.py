@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,13 @@ def has_own_forward(module: nn.Module) -> bool:
     return own is not None and not (by_engine and getattr(inside, "previous", None) is None)
 
 
+class Noted(NamedTuple):
+    """What a forward used, once for each use; and first dimensions and positions it worked on."""
+
+    uses: list[nn.Parameter | None]
+    batches: set[tuple[int, int]]
+
+
 class Tape:
     """Hands each use of a parameter to a sink while a backward pass runs.
 
@@ -62,6 +69,8 @@ class Tape:
         self._sink: Sink | None = None
         self._together: Together | None = None
         self._uses: Counter[nn.Parameter] = Counter()  # in the forward of this backward pass
+        self.trace: Trace | None = None  # taps outputs instead of an autograd function
+        self.compiled_forwards = 0
 
     @contextmanager
     def capturing(
@@ -126,8 +135,26 @@ class Tape:
         """Count the forward's uses of each trainable parameter."""
         return Counter(p for p in self._forwards if p is not None and p.requires_grad)
 
+    @contextmanager
+    def rehearsing(self, trace: Trace) -> Iterator[Noted]:
+        """Let ``trace`` see the forwards inside, of which nothing is counted here. Provides what
+        would have been noted, for :meth:`repeat`."""
+        before, noted = (self._forwards, self._batches, self.trace), Noted([], set())
+        self._forwards, self._batches, self.trace = *noted, trace
+        try:
+            yield noted
+        finally:
+            self._forwards, self._batches, self.trace = before
+
+    def repeat(self, noted: Noted) -> None:
+        """Note a compiled forward, of which this was noted when it was traced."""
+        self._forwards += noted.uses
+        self._batches |= noted.batches
+        self.compiled_forwards += 1
+
     def forget_forward(self) -> None:
         """Start counting again."""
+        self.compiled_forwards = 0
         self._forwards.clear()
         self._batches.clear()
 
@@ -230,6 +257,15 @@ class Tape:
             return
         for each in compact([use], parameter.shape):
             self._sink(parameter, each)
+
+
+class Trace(Protocol):
+    """What stands for autograd functions while a forward is traced."""
+
+    def tap(
+        self, output: Tensor, kept: Sequence[Tensor | None], see: Callable[[Tape], See]
+    ) -> Tensor:
+        """Return an output whose gradient ``see(tape)`` is to see, with what was kept."""
 
 
 class Context(Protocol):

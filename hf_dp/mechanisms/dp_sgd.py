@@ -53,6 +53,10 @@ class DpSgd(Mechanism):
             why, error = "It clips other numbers than gradients.", UnsupportedArgumentError
             name = type(self.tuner).__name__
             raise invalid("peft_config", name, f"to be one without it with `{BETA}`", why, error)
+        if self.run.options.torch_compile and self.tuner.clips_in_its_own_way:
+            why, error = "Its own engine is not compiled.", UnsupportedArgumentError
+            name = type(self.tuner).__name__
+            raise invalid("torch_compile", True, f"to be False with {name}", why, error)
         self.run.check_engine()
 
     def clip(self, batches: Batches) -> Clipped:

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from hf_dp import losses
+from hf_dp.batches.loader import Read
 from hf_dp.batches.padding import Padding
 from hf_dp.batches.structure import Batch, Example, Layout, numbers
 from hf_dp.clipping import self_check
+from hf_dp.clipping.compiled import Compiled
 from hf_dp.clipping.draws import no_dropout
 from hf_dp.clipping.self_check import AUTOCAST_TOLERANCE, in_training, refuse_notice_of_length
 from hf_dp.clipping.sharding import is_sharded, reshard
@@ -42,12 +44,14 @@ class EngineCheck:
         has_own_examples: whether these are the user's own.
         alone: whether the last check ran as if no example had a neighbor.
         made_up: its examples as one batch.
+        compiled: runs forwards of the run's one shape; None: they run as they are.
     """
 
     def __init__(self, run: Run, synthetic: Callable[[], list[Example]] | None):
         self.run, self._synthetic = run, synthetic
         self.has_own_examples = synthetic is not None
         self.alone, self.made_up = False, None
+        self.compiled: Compiled | None = None
 
     def check(self) -> None:
         """Raise SelfCheckError when the engine disagrees. In 16 bits the tolerance is wide, so
@@ -69,10 +73,35 @@ class EngineCheck:
             # In 16 bits only examples of one shape are neighbors.
             if self._have_neighbors and not precision.is_short:
                 self._compare_beside(longest, min(alone, key=numbers))
+            self.compiled = self._compiled(alone) if run.options.torch_compile else None
 
     @property
     def _have_neighbors(self) -> bool:
         return self.run.options.batches.physical_batch_size > 1
+
+    def _compiled(self, alone: list[Example]) -> Compiled:
+        """Compile forward and backward for the shape of the run's batches, and compare them."""
+        run, options = self.run, self.run.options
+        logger.info("Compiling forward and backward, which may take minutes.")
+        compiled = Compiled(options.torch_compile_backend or "inductor", options.torch_compile_mode)
+        data = run.training_data()
+        batches = data.batches()
+        fitting = [each for each in alone if batches.fits(each)] or [run.placed(data.made_up)]
+        examples = [fitting[place % len(fitting)] for place in range(batches.size)]
+        padded = batches.padded([Read(batches.shaped(example)) for example in examples])
+        self_check(
+            run.model,
+            run.loss_of,
+            run.placed(padded),
+            examples,
+            clipping=run.plan.clipping,
+            strategy=run.strategy(),
+            rtol=AUTOCAST_TOLERANCE if run.precision().is_rounded else None,
+            have_neighbors=False,
+            compiled=compiled,
+        )
+        compiled.seal()
+        return compiled
 
     def _compare(self, padded: Batch, alone: list[Example], rtol: float | None) -> None:
         run = self.run

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_dp._validate import invalid
 from hf_dp.batches.loader import BatchOptions
+from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.plans.dp_sgd import MEMORY_RATIO
-from hf_dp.statement.facts import ALL
+from hf_dp.statement.facts import ALL, ANY, ONE
 
 # A hf_dp.run.private_run.PrivateRun, for the parts of it that it imports.
 Run = Any
@@ -33,6 +35,10 @@ class RunOptions:
             decided what it trains, is public.
         other_training: what rows other training of these weights was on; None where there was none
             beside the runs that count.
+        torch_compile: whether forward and backward run compiled; its backend and mode are as
+            :func:`torch.compile` takes them.
+
+    Raises: UnsupportedArgumentError for batches of many shapes, each of which would be compiled.
     """
 
     batches: BatchOptions = BatchOptions()
@@ -45,3 +51,12 @@ class RunOptions:
     rows_are_chunks: bool = False
     adapter_init_data_is_public: bool = False
     other_training: str | None = None
+    torch_compile: bool = False
+    torch_compile_backend: str | None = None
+    torch_compile_mode: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.torch_compile and self.batches.shapes != ONE:
+            why = "Each shape is compiled before the first draw. Set shapes='one' and longest_row."
+            expected, error = f"to be False with shapes={ANY!r}", UnsupportedArgumentError
+            raise invalid("torch_compile", True, expected, why, error)

@@ -469,7 +469,9 @@ class PrivateRun:
     def engine(self) -> ClippingEngine:
         """Return the engine that clips per-example gradients as the plan says."""
         plan, ratio = self.plan, self.options.clipping_memory_ratio
-        return ClippingEngine(self.model, plan.clips_to, plan.clipping, self.strategy(), ratio)
+        engine = ClippingEngine(self.model, plan.clips_to, plan.clipping, self.strategy(), ratio)
+        engine.compiled = self.engine_check.compiled
+        return engine
 
     def strategy(self) -> str:
         """Return how clipped sums are computed: as asked for; else two passes for a model that

@@ -137,11 +137,11 @@ WORKS = frozenset(
     gradient_checkpointing use_cache logging_nan_inf_filter load_best_model_at_end save_strategy
     ignore_data_skip seed full_determinism use_cpu remove_unused_columns label_names
     length_column_name ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers
-    ddp_static_graph fsdp""".split()
+    ddp_static_graph fsdp torch_compile torch_compile_backend torch_compile_mode""".split()
 )
 VERSION_DEPENDENT = frozenset({"activation_checkpointing", "activation_checkpointing_kwargs"})
 
-_COMPILED = "Compiled graphs bypass the clipping engine. Remove it."
+_COMPILED = "It compiles around the clipping engine. Unset it, and set `torch_compile=True`."
 _OWNS_STEP = "It owns the backward pass, the clipping and the step. Remove it."
 _SPLIT = "A process would see only a part of each example's gradient. Use FSDP2 (`fsdp`)."
 _SCALED_LOSS = "fp16 skips steps on overflow, which depends on the data. Use bf16=True."
@@ -172,9 +172,6 @@ REFUSED: Mapping[str, Refusal] = {
     "fp16": only(_SCALED_LOSS, False),
     "activation_checkpointing_kwargs": _CHECKPOINTING,
     "gradient_checkpointing_kwargs": _CHECKPOINTING,
-    "torch_compile": only(_COMPILED, False),
-    "torch_compile_backend": only(_COMPILED, None),
-    "torch_compile_mode": only(_COMPILED, None),
     "torch_empty_cache_steps": only(
         "It would be ignored. Lower `per_device_train_batch_size`.", None
     ),

@@ -381,6 +381,12 @@ class MemoryArguments(ArgumentGroup):
         ),
         Need(
             "auto_physical_batch_size",
+            "torch_compile",
+            (False,),
+            "What compiled steps take is not measured. Set `per_device_train_batch_size`.",
+        ),
+        Need(
+            "auto_physical_batch_size",
             "views_per_example",
             (1,),
             "What the views of a row take together is not measured. Set "

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
+from accelerate.utils import DynamoBackend
 from peft import PeftConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -94,6 +95,8 @@ class PrivateTraining(Training):
 
     def attach(self, trainer: Publishing) -> None:
         self._trainer, args = trainer, self.args
+        # The engine's own forward is compiled; accelerate would compile around the engine.
+        trainer.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
         on_training_rows = [EVALUATION_ON_TRAINING_ROWS] * args.evaluate_on_training_rows
         trainer.privacy_plan = self.plan
         trainer._run = self.run = run = PrivateRun(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -77,6 +77,9 @@ class Rule:
                 "example by example."
             )
         tape.note_forward(module, *own)
+        if tape.trace is not None:
+            by = lambda tape: partial(self._capture, replace(use, tape=tape))  # noqa: E731
+            return tape.trace.tap(output, kept, by)
         # No view, so that a model may change it in place (Longformer does).
         as_own: Callable[[Tensor], Tensor] = (lambda x: x.data) if self.is_fresh else torch.clone
         see = partial(self._capture, use)
