@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -31,8 +31,6 @@ class Limits:
         marks: how often each row has tokens that stand for images, by id. Of a batch, the model
             puts all that it makes of images at all these places, in order: with one too few in a
             row, it would take from its neighbor.
-        beside: what all rows have alike where they have such tokens, by column: what a model makes
-            of an image may be as many tokens as another column says, such as its size.
         of_choices: whether the label is the place of one of the row's choices.
         padded_on_the_left: whether the tokenizer pads on the left.
         check_tokens: raises DataError for attended tokens, (T,), that the model refuses.
@@ -45,7 +43,6 @@ class Limits:
     read_labels: Callable[[Tensor], Tensor] | None = None
     any_mask: bool = True
     marks: Mapping[int, int] = field(default_factory=dict)
-    beside: Mapping[str, Tensor] = field(default_factory=dict)
     of_choices: bool = False
     padded_on_the_left: bool = False
     check_tokens: Callable[[Tensor], None] | None = None
@@ -85,20 +82,6 @@ class Limits:
             padded_on_the_left=side == "left",
             check_tokens=losses.token_check(model),
         )
-
-    def as_in(self, example: Example) -> Limits:
-        """Return the limits of rows that have images where this one has, and of the same size."""
-        tokens = example.get("input_ids") if isinstance(example, dict) else None
-        if not self.marks or not isinstance(tokens, Tensor):
-            return self
-        marks = {token: int((tokens == token).sum()) for token in self.marks}
-        own = {"input_ids", "pixel_values", *LABELS, *_BESIDE_TOKENS}
-        beside = {
-            name: leaf
-            for name, leaf in leaves(example)
-            if any(marks.values()) and name not in own and isinstance(leaf, Tensor)
-        }
-        return replace(self, marks=marks, beside=beside)
 
     def check(self, example: Example) -> None:
         """Raise DataError for a value out of range, a NaN, or columns unlike the tokens."""
@@ -142,14 +125,6 @@ class Limits:
                     f"`input_ids` has the token {token}, which stands for an image or a part of "
                     f"one, {found} times, and row 0 has it {count} times. Expected as many in all "
                     "rows: give each row one image of one size, and cut texts behind it."
-                )
-        for name, value in self.beside.items():
-            leaf = example.get(name)
-            if not isinstance(leaf, Tensor) or not leaf.equal(value):
-                raise DataError(
-                    f"`{name}` is not as in row 0. It may say how many tokens an image is, and so "
-                    "let rows take from each other's images. Expected one value in all rows: give "
-                    "each row one image of one size, or remove the column."
                 )
         label = example.get("labels")
         if self.of_choices and isinstance(label, Tensor):

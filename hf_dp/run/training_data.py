@@ -89,8 +89,10 @@ class TrainingData:
     @cached_property
     def looked_over(self) -> LookedOver:
         """The layout of all examples. Raises: DataError as :func:`look_over`."""
-        if self.limits.marks:
-            self.limits = self.limits.as_in(self.examples[0])
+        ids = self.examples[0].get("input_ids") if self.limits.marks else None
+        if isinstance(ids, Tensor):
+            counts = {token: int((ids == token).sum()) for token in self.limits.marks}
+            self.limits = replace(self.limits, marks=counts)
         look = look_over if self.first is None else self.first.look_over
         return look(
             self.examples,

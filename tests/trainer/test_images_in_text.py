@@ -85,7 +85,7 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
     def column(key: str) -> torch.Tensor:
         values = [torch.tensor(each[key]) for each in rows]
-        if key in ("pixel_values", "image_sizes"):
+        if key == "pixel_values":
             return torch.stack(values)
         return torch.stack([F.pad(v, (0, longest - len(v)), value=fill[key]) for v in values])
 
@@ -136,13 +136,6 @@ def test_a_row_that_would_take_from_its_neighbors_image_is_refused(tmp_path):
     assert not torch.allclose(model(**batch).logits[1], before)
     with pytest.raises(DataError, match="Row 1 .*token 59.* 5 times, and row 0 has it 4 times"):
         trainer(tmp_path, "llava", rows * 10).train()
-
-
-def test_a_column_that_may_say_how_many_tokens_an_image_is_must_be_alike(tmp_path):
-    rows = [row("llava", number) | {"image_sizes": [8, 8]} for number in range(40)]
-    rows[5]["image_sizes"] = [8, 4]
-    with pytest.raises(DataError, match="Row 5 .*`image_sizes` is not as in row 0"):
-        trainer(tmp_path, "llava", rows).train()
 
 
 def test_an_image_that_some_models_take_for_padding_is_refused(tmp_path):
