@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import tiny
-import torch
 import transformers as hf
 from models import ARCHITECTURES, clipped, collate
 from peft import LoraConfig
 from transformers import DataCollatorForMultipleChoice
 
 from hf_dp.cards.verify import verify
-from hf_dp.clipping import ClippingEngine
 from hf_dp.errors import DataError, UnsupportedLossError, UnsupportedModelError
 
 
@@ -67,19 +65,14 @@ def test_rows_that_the_model_cannot_take_are_refused_before_the_first_draw(tmp_p
         trainer(tmp_path, rows * 20).train()
 
 
-def test_planted_rows_that_are_taken_for_examples_are_refused(monkeypatch):
-    monkeypatch.setattr("hf_dp.clipping.engine._FOLDING", frozenset())
+def test_rows_that_are_taken_for_examples_are_refused(monkeypatch):
+    """By a loss of one's own; and planted, by the engine."""
     architecture = ARCHITECTURES["bert_choice"]
     model = architecture.build()
     batch = collate(model, architecture.examples(model, (5, 3)))
+    each = lambda model, batch: -model(**batch).logits.log_softmax(1).flatten()  # noqa: E731
+    with pytest.raises(UnsupportedLossError, match="each of the 2 exam"):
+        clipped(model, {name: batch[name] for name in batch if name != "labels"}, 1.0, loss=each)
+    monkeypatch.setattr("hf_dp.clipping.engine._FOLDING", frozenset())
     with pytest.raises(Exception, match="cannot be split|must match|expand"):
         clipped(model, batch, 1.0)
-
-
-def test_a_loss_for_each_choice_is_refused():
-    architecture = ARCHITECTURES["bert_choice"]
-    model = architecture.build()
-    batch = collate(model, architecture.examples(model, (5, 3)))
-    batch.pop("labels")
-    with ClippingEngine(model, 1.0) as engine, pytest.raises(UnsupportedLossError, match="2 exam"):
-        engine.backward(torch.log_softmax(model(**batch).logits, 1).flatten())

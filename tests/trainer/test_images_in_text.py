@@ -24,44 +24,24 @@ VISION = {
 }  # fmt: skip
 
 
-def llava() -> Any:
-    vision, text = hf.CLIPVisionConfig(**VISION), hf.LlamaConfig(**TEXT)
-    config = hf.LlavaConfig(vision_config=vision, text_config=text, image_token_id=IMAGE)
-    return hf.LlavaForConditionalGeneration(config)
-
-
-def paligemma() -> Any:
-    vision, text = hf.SiglipVisionConfig(**VISION), hf.GemmaConfig(**TEXT, head_dim=8)
-    config = hf.PaliGemmaConfig(
-        vision_config=vision, text_config=text, image_token_id=IMAGE, projection_dim=16
-    )
-    return hf.PaliGemmaForConditionalGeneration(config)
-
-
-def gemma3() -> Any:
-    vision, text = hf.SiglipVisionConfig(**VISION), hf.Gemma3TextConfig(**TEXT, head_dim=8)
-    ids = {"image_token_id": IMAGE, "boi_token_index": 57, "eoi_token_index": 58}
-    config = hf.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **ids)
-    return hf.Gemma3ForConditionalGeneration(config)
-
-
-def smolvlm() -> Any:
-    parts = {"vision_config": VISION, "text_config": hf.LlamaConfig(**TEXT)}
-    config = hf.SmolVLMConfig(**parts, image_token_id=IMAGE, scale_factor=2, pad_token_id=PAD)
-    return hf.SmolVLMForConditionalGeneration(config)
-
-
-MODELS = {
-    "llava": (llava, 4),
-    "paligemma": (paligemma, 4),
-    "gemma3": (gemma3, 4),
-    "smolvlm": (smolvlm, 1),
+SIGLIP, GEMMA = hf.SiglipVisionConfig, {**TEXT, "head_dim": 8}
+GEMMA3 = {"mm_tokens_per_image": 4, "boi_token_index": 57, "eoi_token_index": 58}
+SMOL = {"scale_factor": 2, "pad_token_id": PAD}
+# The name in transformers, how images and text are read, options, and tokens for an image.
+MODELS: dict[str, Any] = {
+    "llava": ("Llava", hf.CLIPVisionConfig, hf.LlamaConfig(**TEXT), {}, 4),
+    "paligemma": ("PaliGemma", SIGLIP, hf.GemmaConfig(**GEMMA), {"projection_dim": 16}, 4),
+    "gemma3": ("Gemma3", SIGLIP, hf.Gemma3TextConfig(**GEMMA), GEMMA3, 4),
+    "smolvlm": ("SmolVLM", hf.SmolVLMVisionConfig, hf.LlamaConfig(**TEXT), SMOL, 1),
 }
 
 
 def made(name: str) -> Any:
     torch.manual_seed(0)
-    model = MODELS[name][0]()
+    kind, vision, text, options, _ = MODELS[name]
+    parts = {"vision_config": vision(**VISION), "text_config": text, "image_token_id": IMAGE}
+    config = getattr(hf, f"{kind}Config")(**parts, **options)
+    model = getattr(hf, f"{kind}ForConditionalGeneration")(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -69,7 +49,7 @@ def made(name: str) -> Any:
 
 
 def row(name: str, number: int, more: int = 0) -> dict[str, Any]:
-    images = [IMAGE] * (MODELS[name][1] + more)
+    images = [IMAGE] * (MODELS[name][-1] + more)
     ids = [2, 5 + number, *images, *(5 + (number + 3 * t) % 50 for t in range(2 + number % 4)), 3]
     generator = torch.Generator().manual_seed(number)
     pixels = torch.randn((1, 3, 8, 8) if name == "smolvlm" else (3, 8, 8), generator=generator)
