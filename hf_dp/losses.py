@@ -170,6 +170,14 @@ def targets_of(model: nn.Module) -> tuple[str, ...]:
     return SPAN if known_task(model) == _SPANS else ("labels",)
 
 
+def puts_images_into_text(model: nn.Module) -> bool:
+    """Return whether a model may put what it makes of images between the tokens of a text."""
+    return not _WITH_IMAGES.isdisjoint(_names(model))
+
+
+_WITH_IMAGES = _classes("IMAGE_TEXT_TO_TEXT") - {"GitForCausalLM"}  # which puts them before it
+
+
 def placeholders_of(model: nn.Module) -> tuple[int, ...]:
     """Return the ids of tokens at whose places a model puts what it makes of images, videos and
     sound, and of those around them."""

@@ -30,8 +30,14 @@ from hf_dp.batches.units import Reduction, UnitBatches, UnitDraws, UnitTable
 from hf_dp.batches.views import ViewDraws, Views
 from hf_dp.batches.when_drawn import FirstRows, WhenDrawn
 from hf_dp.clipping.sharding import is_sharded
-from hf_dp.errors import DataError, HfDpError, UnsupportedArgumentError, UnsupportedLossError
-from hf_dp.losses import base_model, targets_of
+from hf_dp.errors import (
+    DataError,
+    HfDpError,
+    UnsupportedArgumentError,
+    UnsupportedLossError,
+    UnsupportedModelError,
+)
+from hf_dp.losses import base_model, puts_images_into_text, targets_of
 from hf_dp.noise import SecretRandomness
 from hf_dp.plans.samplers import Sampler
 from hf_dp.plans.units import Users
@@ -41,6 +47,11 @@ from hf_dp.statement.facts import ALL, ANY, ONE, WHEN_DRAWN
 
 logger = logging.get_logger(__name__)
 
+# Columns by which a model does not decide how much it makes of an image.
+_BESIDE_IMAGES = {
+    *("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "position_ids"),
+    *("pixel_values", "pixel_attention_mask", *LABELS),
+}
 _TRIES = 20  # collations of a made-up row, until a masking collator leaves something to predict
 
 
@@ -109,6 +120,8 @@ class TrainingData:
         take one as long as the longest of them, or gives no loss for each example."""
         if needs_labels:
             self._check_labels(targets_of(model))
+        if puts_images_into_text(model):
+            self._check_images(model)
         layout, training = self.looked_over.layout, model.training
         self.made_up = longest = self._longest(model)
         shorter = None
@@ -171,6 +184,25 @@ class TrainingData:
         """Return a made-up example as long as the longest row, or ``at_most``."""
         row, layout = self.examples[self.looked_over.longest], self.looked_over.layout
         return _as_long_as_the_longest(row, layout, model, at_most)
+
+    def _check_images(self, model: nn.Module) -> None:
+        """Raise UnsupportedModelError for rows with images of which it is not known that each has
+        the tokens for its own."""
+        found, name = self.looked_over.layout.leaves, type(base_model(model)).__name__
+        if not any(column(each).startswith("pixel_values") for each in found):
+            return
+        if not any(self.limits.marks.values()):
+            raise UnsupportedModelError(
+                f"Row 0 has an image, and no token that is known to stand for one in {name}. If "
+                "rows had too few or too many, one would take from its neighbor's image. Let its "
+                "own processor make the rows, or choose a model whose config has image_token_id."
+            )
+        if other := sorted({column(each) for each in found} - _BESIDE_IMAGES):
+            raise UnsupportedModelError(
+                f"The rows have images, and {other}, by which {name} may make more or less of one "
+                "than the tokens for it. Resize all images to one size, and leave the columns out; "
+                "or choose a model without them (LLaVA, PaliGemma, Gemma 3)."
+            )
 
     def _check_labels(self, targets: Sequence[str]) -> None:
         found = self.looked_over.layout.leaves

@@ -10,7 +10,7 @@ from models import assert_equal, clipped, loop, without_downcasts
 from torch.nn import functional as F
 
 from hf_dp.clipping.engine import STRATEGIES
-from hf_dp.errors import DataError
+from hf_dp.errors import DataError, UnsupportedModelError
 from hf_dp.losses import per_example_loss
 
 IMAGE, PAD, IGNORED = 59, 0, -100
@@ -65,7 +65,7 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
     def column(key: str) -> torch.Tensor:
         values = [torch.tensor(each[key]) for each in rows]
-        if key == "pixel_values":
+        if key not in fill:
             return torch.stack(values)
         return torch.stack([F.pad(v, (0, longest - len(v)), value=fill[key]) for v in values])
 
@@ -116,6 +116,22 @@ def test_a_row_that_would_take_from_its_neighbors_image_is_refused(tmp_path):
     assert not torch.allclose(model(**batch).logits[1], before)
     with pytest.raises(DataError, match="Row 1 .*token 59.* 5 times, and row 0 has it 4 times"):
         trainer(tmp_path, "llava", rows * 10).train()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"input_ids": [2, 5, 6, 3], "attention_mask": [1] * 4, "labels": [2, 5, 6, 3]},
+            "no token",
+        ),
+        ({"image_sizes": [8, 8]}, r"\['image_sizes'\], by which Llava.* more or less"),
+    ],
+)
+def test_images_whose_tokens_are_not_known_to_be_theirs_are_refused(changes, message, tmp_path):
+    rows = [row("llava", 0) | changes for _ in range(40)]
+    with pytest.raises(UnsupportedModelError, match=message):
+        trainer(tmp_path, "llava", rows).train()
 
 
 def test_an_image_that_some_models_take_for_padding_is_refused(tmp_path):
