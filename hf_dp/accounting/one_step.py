@@ -1,8 +1,9 @@
 """The privacy-loss distribution of one Poisson-sampled step, all grid points at once.
 
-That of one example per draw is dp-accounting's ``from_gaussian_mechanism``, with its own mechanism
-and tails. The inverse of the privacy loss and the connect-the-dots rule are evaluated here: the
-package does so point by point in Python, which was most of the time of an answer.
+Those of one example per draw are dp-accounting's ``from_gaussian_mechanism`` and
+``from_truncated_subsampled_gaussian_mechanism``, with its own mechanism and tails. The inverse of
+the privacy loss and the connect-the-dots rule are evaluated here: the package does so point by
+point in Python, which was most of the time of an answer.
 
 So it is with several sampled rows of one user. With the user a step's outcome has the density P =
 sum over i of p_i N(i, sigma^2), p binomial; without, Q = N(0, sigma^2). The privacy loss log(P(y) /
@@ -23,6 +24,7 @@ from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPriv
 from scipy.special import bdtrc, log_ndtr, logsumexp, ndtr, xlog1py
 from scipy.stats import binom
 
+from hf_dp.accounting.events import TruncatedPoissonSampledGaussian
 from hf_dp.errors import AccountingRangeError
 
 _ROUNDING = 1e-12  # of a delta
@@ -68,14 +70,15 @@ def losses_of(deltas: np.ndarray, interval: float, first: int) -> pld_pmf.DenseP
 
 
 def sampled_gaussian(
-    noise_multiplier: float, sample_rate: float, interval: float
+    noise_multiplier: float, sample_rate: float, interval: float, relation: str = "zero_out"
 ) -> google_pld.PrivacyLossDistribution:
-    """Return the distribution under zero-out, in both directions, pessimistic.
+    """Return the distribution in both directions, or in one where they are equal, pessimistic.
 
-    Args: sample_rate: in (0, 1). interval: between two points of the grid of losses.
+    Args: sample_rate: in (0, 1]. interval: between two points of the grid of losses.
     """
+    adjacencies = [AdjacencyType.REMOVE, AdjacencyType.ADD][: 1 if sample_rate == 1 else 2]
     directions = []
-    for adjacency in (AdjacencyType.REMOVE, AdjacencyType.ADD):
+    for adjacency in [AdjacencyType.REPLACE] if relation == "replace_one" else adjacencies:
         step = GaussianPrivacyLoss(
             noise_multiplier, sampling_prob=sample_rate, adjacency_type=adjacency
         )
@@ -87,25 +90,72 @@ def sampled_gaussian(
     return google_pld.PrivacyLossDistribution(*directions)
 
 
+def truncated_gaussian(
+    event: TruncatedPoissonSampledGaussian, interval: float, relation: str
+) -> google_pld.PrivacyLossDistribution:
+    """Return the distribution of one step whose sample is cut to ``max_batch_size``, pessimistic.
+
+    Where the others alone fill the batch, an example that is drawn takes another's place, so the
+    sum moves as if it replaced one.
+    """
+    sigma, most, others = event.noise_multiplier, event.max_batch_size, event.num_examples - 1
+    whole = sampled_gaussian(sigma, event.sample_rate, interval, relation)
+    filled = float(binom.sf(most - 1, others, event.sample_rate))
+    if filled == 0:
+        return whole
+    cut = float(binom.sf(most, event.num_examples, event.sample_rate))
+    taken = cut * most / filled / event.num_examples  # the example's own chance then
+    return sampled_gaussian(sigma / 2, taken, interval, "replace_one").compute_mixture(
+        whole, filled
+    )
+
+
 def _deltas(step: GaussianPrivacyLoss, epsilons: np.ndarray) -> np.ndarray:
     """Return the delta of one direction at each epsilon.
 
-    The loss is above epsilon exactly below some outcome x. An example takes part with probability
-    q, so under removal the loss is ``log(1 - q + q exp(loss with q = 1))``, and under addition the
-    negative of that.
+    The loss is above epsilon exactly below some outcome x.
+    """
+    if step.adjacency_type == AdjacencyType.REPLACE:
+        reached, x = np.full(len(epsilons), True), _replaced(step, epsilons)
+    else:
+        reached, x = _outcomes(step, epsilons)
+    removal = step.adjacency_type == AdjacencyType.REMOVE
+    deltas = np.where(reached | (not removal), 0.0, -np.expm1(np.minimum(epsilons, 0.0)))
+    deltas[reached] = step.mu_upper_cdf(x) - np.exp(epsilons[reached] + step.mu_lower_log_cdf(x))
+    return np.clip(deltas, 0.0, 1.0)
+
+
+def _outcomes(step: GaussianPrivacyLoss, epsilons: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return which epsilons some outcome's loss is below under removal or addition, and where.
+
+    An example takes part with probability q, so under removal the loss is ``log(1 - q + q exp(loss
+    with q = 1))``, and under addition the negative of that.
     """
     rate, removal = step.sampling_prob, step.adjacency_type == AdjacencyType.REMOVE
     losses = epsilons if removal else -epsilons
-    reached = losses > math.log1p(-rate)  # no outcome has a smaller one
-    deltas = np.where(reached | (not removal), 0.0, -np.expm1(np.minimum(epsilons, 0.0)))
-    # log(1 + (exp(loss) - 1) / q), rounded as the package rounds it.
-    scaled = losses[reached] + math.log(1 / rate)
     with np.errstate(divide="ignore"):  # of what rounds to 0: infinitely far out
-        inverse = scaled + np.log1p(-np.minimum(np.exp(math.log(1 / rate - 1) - scaled), 1.0))
+        reached = losses > np.log1p(-rate)  # no outcome has a smaller one
+        # log(1 + (exp(loss) - 1) / q), rounded as the package rounds it.
+        scaled = losses[reached] + math.log(1 / rate)
+        inverse = scaled + np.log1p(-np.minimum(np.exp(np.log(1 / rate - 1) - scaled), 1.0))
     variance = step.standard_deviation**2
-    x = -0.5 - inverse * variance if removal else 1 + (-0.5 + inverse * variance)
-    deltas[reached] = step.mu_upper_cdf(x) - np.exp(epsilons[reached] + step.mu_lower_log_cdf(x))
-    return np.clip(deltas, 0.0, 1.0)
+    return reached, -0.5 - inverse * variance if removal else 1 + (-0.5 + inverse * variance)
+
+
+def _replaced(step: GaussianPrivacyLoss, losses: np.ndarray) -> np.ndarray:
+    """Return the outcomes that have these losses where one example replaces another.
+
+    The densities are symmetric about 0, so the loss is odd. It is ``log((1 - q + q exp(-1 / (2
+    sigma^2) - x / sigma^2)) / (1 - q + q exp(-1 / (2 sigma^2) + x / sigma^2)))``.
+    """
+    variance, rate = step.standard_deviation**2, step.sampling_prob
+    half = np.abs(losses) / 2
+    with np.errstate(divide="ignore"):  # of a loss of 0, and of a rate of 1
+        sinh = half + np.log(-np.expm1(-2 * half)) - math.log(2)
+        scaled = 0.5 / variance + np.log1p(-rate) - math.log(rate) + sinh
+    # exp(300) is so large that arcsinh is a logarithm there, up to rounding
+    arcsinh = np.arcsinh(np.exp(np.minimum(scaled, 300.0))) + np.maximum(scaled - 300.0, 0.0)
+    return -variance * np.sign(losses) * (arcsinh + half)
 
 
 def sampled_rows(

@@ -37,7 +37,7 @@ from hf_dp.accounting.events import (
 )
 from hf_dp.accounting.grid import composed_by, directions, epsilon_at, on_grid, self_composed
 from hf_dp.accounting.knows import POISSON, VISIBLE
-from hf_dp.accounting.one_step import sampled_gaussian, sampled_rows
+from hf_dp.accounting.one_step import sampled_gaussian, sampled_rows, truncated_gaussian
 from hf_dp.errors import UnsupportedEventError
 
 # Each limit is the edge of what was compared with independent computations (an FFT with exponential
@@ -244,22 +244,8 @@ def _one_step(event: Secret, interval: float, relation: str) -> Distribution:
     if isinstance(event, UserRowsGaussian):
         return sampled_rows(sigma, rate, event.max_rows, interval)
     if isinstance(event, TruncatedPoissonSampledGaussian):
-        return google_pld.from_truncated_subsampled_gaussian_mechanism(
-            dataset_size=event.num_examples,
-            sampling_probability=rate,
-            truncated_batch_size=event.max_batch_size,
-            noise_multiplier=sigma,
-            value_discretization_interval=interval,
-            neighboring_relation=_RELATIONS[relation],
-        )
-    if rate < 1 and relation != "replace_one":
-        return sampled_gaussian(sigma, rate, interval)
-    return google_pld.from_gaussian_mechanism(
-        sigma,
-        sampling_prob=rate,
-        value_discretization_interval=interval,
-        neighboring_relation=_RELATIONS[relation],
-    )
+        return truncated_gaussian(event, interval, relation)
+    return sampled_gaussian(sigma, rate, interval, relation)
 
 
 # Cached for calibration with prior events, which do not change.

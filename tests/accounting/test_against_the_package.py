@@ -8,6 +8,7 @@ import logging
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from dp_accounting.rdp import rdp_privacy_accountant as google_rdp
 from scipy.stats import binom
 
 from hf_dp.accounting import grid, one_step, rdp
+from hf_dp.accounting.events import TruncatedPoissonSampledGaussian
 from hf_dp.accounting.rdp import ORDERS, RANGE
 
 # -- Renyi divergences --
@@ -68,22 +70,31 @@ def test_planted_errors_of_the_moments_are_seen(name, wrong, monkeypatch):
 
 
 @functools.cache
-def by_the_package(sigma: float, rate: float, interval: float):
-    return google_pld.from_gaussian_mechanism(
-        sigma,
-        sampling_prob=rate,
-        value_discretization_interval=interval,
-        neighboring_relation=NeighboringRelation.REPLACE_SPECIAL,
-    )
+def by_the_package(sigma: float, rate: float, interval: float, relation: str, *cut: int):
+    options = {
+        "value_discretization_interval": interval,
+        "neighboring_relation": NeighboringRelation[RELATIONS[relation]],
+    }
+    if cut:
+        return google_pld.from_truncated_subsampled_gaussian_mechanism(
+            cut[0], rate, cut[1], sigma, **options
+        )
+    return google_pld.from_gaussian_mechanism(sigma, sampling_prob=rate, **options)
 
 
-def difference_of_steps(sigma: float, rate: float, interval: float) -> float:
+def difference_of_steps(
+    sigma: float, rate: float, interval: float, relation: str = "zero_out", *cut: int
+) -> float:
     """Between ours and theirs, over all points of both directions and the infinite loss.
 
     In units of the rounding of a delta, which connect-the-dots divides by the interval.
     """
-    ours = one_step.sampled_gaussian(sigma, rate, interval)
-    theirs = by_the_package(sigma, rate, interval)
+    if cut:
+        event = TruncatedPoissonSampledGaussian(sigma, rate, 1, *cut)
+        ours = one_step.truncated_gaussian(event, interval, relation)
+    else:
+        ours = one_step.sampled_gaussian(sigma, rate, interval, relation)
+    theirs = by_the_package(sigma, rate, interval, relation, *cut)
     found = []
     for pair in ((ours._pmf_remove, theirs._pmf_remove), (ours._pmf_add, theirs._pmf_add)):
         mine, other = (pmf.to_dense_pmf() for pmf in pair)
@@ -92,10 +103,11 @@ def difference_of_steps(sigma: float, rate: float, interval: float) -> float:
         assert mine._lower_loss == other._lower_loss and mine.size == other.size
         found.append(np.abs(np.asarray(mine._probs) - np.asarray(other._probs)).max())
         found.append(abs(mine._infinity_mass - other._infinity_mass))
-    assert ours._symmetric is theirs._symmetric is False
+    assert ours._symmetric is theirs._symmetric
     return float(max(found)) / (np.finfo(float).eps / interval)
 
 
+RELATIONS = {"zero_out": "REPLACE_SPECIAL", "replace_one": "REPLACE_ONE"}
 ROUNDINGS = 4
 STEPS = [
     (1.0, 0.2, 1e-3),
@@ -106,6 +118,13 @@ STEPS = [
     (2.0, 0.002, 1e-5),
     (100.0, 0.3, 1e-5),
     (100.0, 1e-5, 1e-5),
+    (1.0, 1.0, 1e-3),
+    *[(sigma, rate, 1e-3, "replace_one") for sigma, rate in [(1.0, 0.2), (0.3, 0.5), (1.0, 1.0)]],
+    # examples, and how many of them a step takes
+    (1.0, 0.2, 1e-3, "zero_out", 40, 8),
+    (0.5, 0.01, 1e-3, "zero_out", 1000, 20),
+    (1.0, 0.2, 1e-3, "replace_one", 40, 8),
+    (1.0, 0.2, 1e-3, "zero_out", 40, 40),
 ]
 
 
@@ -114,7 +133,8 @@ def test_a_step_is_the_packages(case):
     assert difference_of_steps(*case) < ROUNDINGS
 
 
-@pytest.mark.parametrize("case", STEPS[:5])
+# (At a rate of 1, its planted error makes two directions of one.)
+@pytest.mark.parametrize("case", [*STEPS[:5], *STEPS[9:11], *STEPS[12:15]])
 @pytest.mark.parametrize("planted", ["rate", "shift"])
 def test_planted_errors_of_a_step_are_seen(case, planted, monkeypatch):
     original = one_step._deltas
@@ -131,6 +151,12 @@ def test_planted_errors_of_a_step_are_seen(case, planted, monkeypatch):
 
     monkeypatch.setattr(one_step, "_deltas", wrong)
     assert difference_of_steps(*case) > 10 * ROUNDINGS
+
+
+def test_a_planted_error_of_a_cut_is_seen(monkeypatch):
+    wrong = SimpleNamespace(sf=lambda *law: binom.sf(*law) * (1 - 1e-6))
+    monkeypatch.setattr(one_step, "binom", wrong)
+    assert difference_of_steps(1.0, 0.2, 1e-3, "zero_out", 40, 8) > 10 * ROUNDINGS
 
 
 def test_a_grid_point_at_the_end_of_the_losses():
