@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 pytest_plugins = ["seeds"]
+gc.disable()  # while millions of objects are made that stay: until the tests are collected
 
 SHORT_RUNS = ("trainer", "run", "distributed", "cli", "publishing", "tuners", "features")
 
@@ -35,6 +36,7 @@ def pytest_collection_finish() -> None:
     transformers and the collected tests: a third of a second, longer than most runs here take.
     """
     _keep_what_lives()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
