@@ -37,7 +37,7 @@ slow: $(VENV)/installed-slow
 
 # The first minutes on a GPU (recipes/gpu/README.md), with what is installed beside PYTHON; nothing is installed here.
 GPU_TESTS = tests/clipping/test_architectures.py tests/clipping/test_engine_contract.py tests/clipping/test_sensitivity.py \
-	tests/clipping/test_sharded.py tests/test_noise.py
+	tests/clipping/test_sharded.py tests/clipping/test_compiled.py tests/test_noise.py
 
 gpu:
 	@$(PYTHON) -c "import sys, torch; torch.cuda.is_available() or sys.exit('make gpu needs a CUDA device, and torch sees none.')"

@@ -7,6 +7,7 @@ import pytest
 import torch
 from models import (
     ARCHITECTURES,
+    DEVICES,
     EXACT,
     alone,
     assert_equal,
@@ -14,10 +15,10 @@ from models import (
     built,
     collate,
     loop,
+    on,
     shaken,
     together,
 )
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensor
@@ -32,11 +33,14 @@ LENGTHS = (5, 1, 3)
 COMPILER = pytest.mark.skipif(not (which("g++") or which("clang++")), reason="no C++ compiler")
 LINEAR = torch.ops.aten.linear.default
 MODELS = ["bert", "gpt2_tied", "llama", LORA := "LoRA of a Llama"]
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in MODELS[:3]]
+SLOW = [pytest.param(name, "cpu", marks=pytest.mark.slow) for name in MODELS[:3]]
+ON_GPU = pytest.param("llama", "cuda", marks=DEVICES[-1].marks)
 
 
 def of(name, dropout=0.0):
     if name == LORA:
+        from peft import LoraConfig, get_peft_model  # not in the kit for GPUs
+
         architecture = ARCHITECTURES["llama"]
         adapter = LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj", "up_proj"])
         model = shaken(get_peft_model(architecture.build(), adapter)).double().train()
@@ -81,11 +85,11 @@ def test_sums_are_those_of_single_examples_also_when_weights_change(name):
 
 
 @COMPILER
-@pytest.mark.parametrize("name", [LORA, *SLOW])
-def test_sums_by_inductor_are_those_of_eager(name):
+@pytest.mark.parametrize(("name", "device"), [(LORA, "cpu"), ON_GPU, *SLOW])
+def test_sums_by_inductor_are_those_of_eager(name, device):
     """In float32: a few hundred roundings of 6e-8 in another order, relative to C in a sum."""
     _, model, examples = of(name)
-    model, batch = model.float(), collate(model, examples)
+    model, batch = model.float().to(device), on(device, collate(model, examples))
     norms, expected = sums(model, batch, 1.0)
     norm = 0.99 * float(norms.median())
     program = Compiled()
