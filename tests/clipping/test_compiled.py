@@ -70,7 +70,9 @@ def moved(model):
             parameter.mul_(1.1)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["bert", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS[1:3]), LORA]
+)
 def test_sums_are_those_of_single_examples_also_when_weights_change(name):
     architecture, model, examples = of(name)
     program, batch = Compiled("aot_eager"), collate(model, examples)
@@ -104,6 +106,7 @@ def test_sums_by_inductor_are_those_of_eager(name, device):
 
 
 @COMPILER
+@pytest.mark.slow
 def test_by_inductor_dropout_is_of_the_stream_at_run_time():
     """With the generator's own numbers, as eager draws them, the sums are eager's in float64."""
     _, model, examples = of("bert", 0.5)
@@ -129,7 +132,7 @@ def check(model, program, lengths=LENGTHS):
     self_check(model, together, batch, singles, compiled=program)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("dropout", [0.0, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_the_self_check_runs_on_the_compiled_path(dropout):
     program = Compiled("aot_eager")
     check(of("bert", dropout)[1], program)

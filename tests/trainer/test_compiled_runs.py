@@ -50,6 +50,7 @@ def test_a_compiled_run_ends_with_the_weights_of_another(tmp_path):
         assert len(graphs.seen) == 4 and len({*graphs.seen}) == 1  # none after the first draw
 
 
+@pytest.mark.slow
 def test_two_compiled_processes_make_the_update_of_one(tmp_path):
     options = {"shapes": "one", "longest_row": 9, "per_device_train_batch_size": 4} | COMPILED
     given = ("bert", torch.float64)
@@ -59,6 +60,7 @@ def test_two_compiled_processes_make_the_update_of_one(tmp_path):
         assert silence.distance(weights, expected, "bert") < 1e-9
 
 
+@pytest.mark.slow
 def test_dropout_differs_between_steps(tmp_path):
     """Two steps of the same batch, at the same weights."""
     made = trainer(tmp_path, tiny.model(0.5), **COMPILED)
