@@ -24,7 +24,7 @@ sys.exit(pytest.main(collected))
 """
 
 
-def tests_for_gpus() -> list[str]:
+def files_for_gpus() -> list[str]:
     (line,) = re.findall(r"GPU_TESTS = ((?:.*\\\n)*.*)", (ROOT / "Makefile").read_text())
     return line.replace("\\\n", " ").split()
 
@@ -33,7 +33,7 @@ def tests_for_gpus() -> list[str]:
 def made(tmp_path_factory) -> tuple[str, Path]:
     """What one process without the rest prints and writes: it measures, and finds the tests."""
     out = tmp_path_factory.mktemp("gpu") / "new" / "gpu.json"
-    options = ["-q", "--collect-only", "-m", "gpu", "-p", "no:cacheprovider", *tests_for_gpus()]
+    options = ["-q", "--collect-only", "-m", "gpu", "-p", "no:cacheprovider", *files_for_gpus()]
     command = [sys.executable, "-c", PROGRAM, str(out), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -53,5 +53,5 @@ def test_each_mode_of_each_case_is_printed_and_written_and_one_that_fails_costs_
     assert printed.count("no time left") == 2
 
 
-def test_the_tests_for_gpus_are_found_without_the_rest(made):
-    assert all(f"{name}::" in made[0] for name in tests_for_gpus())
+def test_the_files_for_gpus_are_found_without_the_rest(made):
+    assert all(f"{name}::" in made[0] for name in files_for_gpus())
