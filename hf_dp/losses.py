@@ -416,7 +416,7 @@ def _span_loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     output = model(**inputs)
     losses = []
     for logits, place in zip((output.start_logits, output.end_logits), places, strict=True):
-        logits = _widened(logits)
+        logits = widened(logits)
         if mask is not None:  # virtual tokens of an adapter stand before the example's own
             logits = logits[:, -mask.shape[1] :].masked_fill(mask == 0, -torch.inf)
         losses.append(F.cross_entropy(logits, place, reduction="none"))
@@ -543,13 +543,14 @@ def _require_one_per_token(labels: Tensor, values: Tensor) -> None:
         )
 
 
-def _widened(logits: Tensor) -> Tensor:
+def widened(logits: Tensor) -> Tensor:
+    """Return logits in float32 where they have 16 bits."""
     return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
 
 def classification_loss(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
     """Return one loss per example, (b,), by the model's problem type, for logits (b, K)."""
-    kind, logits = problem_type(model, labels), _widened(logits)
+    kind, logits = problem_type(model, labels), widened(logits)
     if kind == "single_label_classification":
         if labels.shape != logits.shape[:1]:
             raise DataError(
@@ -579,7 +580,7 @@ def classification_loss(model: nn.Module, logits: Tensor, labels: Tensor) -> Ten
 
 def _choice(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
     """Return the cross-entropy of the right one of each example's k choices, logits (b, k)."""
-    return F.cross_entropy(_widened(logits), labels.reshape(-1), reduction="none")
+    return F.cross_entropy(widened(logits), labels.reshape(-1), reduction="none")
 
 
 def _tokens(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
@@ -587,7 +588,7 @@ def _tokens(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
     _require_one_per_token(labels, logits)
     # With the classes last: a GPU took 75 times as long for a softmax over another dimension.
     tokens = F.cross_entropy(
-        _widened(logits).flatten(0, 1),
+        widened(logits).flatten(0, 1),
         labels.flatten(),
         reduction="none",
         ignore_index=IGNORED_LABEL,

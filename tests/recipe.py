@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 
-from hf_dp.cli.config import load_yaml
 from hf_dp.cli.main import main
 
 
@@ -33,7 +32,7 @@ class Recipe:
 
     @property
     def values(self) -> dict[str, Any]:
-        return load_yaml(self.file.read_text())
+        return yaml.safe_load(self.file.read_text())
 
     def change(self, **values: Any) -> str:
         """Set these keys, or remove those that are None; return the file's name."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from all_recipes import RECIPES, values_of
 from pages import ROOT
 from torch import nn
@@ -29,7 +30,7 @@ from transformers import (
 
 from hf_dp.accounting import PoissonSampledGaussian, RecordRelease, SampledRecordRelease, epsilon
 from hf_dp.cli import cells, sweep
-from hf_dp.cli.config import load_yaml, parse, peft_config
+from hf_dp.cli.config import parse, peft_config
 from hf_dp.cli.tasks import generation
 from hf_dp.cli.tasks.masked_lm import PretrainingArguments
 from hf_dp.plans.privacy import PrivacyPlan
@@ -75,7 +76,7 @@ def test_a_template_takes_the_recipes_columns(name):
 
 # -- recipes that reproduce a paper ---
 
-PAPERS = load_yaml((ROOT / "tests/golden/papers.yaml").read_text(encoding="utf-8"))
+PAPERS = yaml.safe_load((ROOT / "tests/golden/papers.yaml").read_text(encoding="utf-8"))
 # Keys that say where data are and how a run is carried out. Every other key of a recipe decides its
 # result, and must be in papers.yaml.
 NO_SETTINGS = {

@@ -28,9 +28,9 @@ class Limits:
         places: columns that name one of the row's own tokens.
         read_labels: labels in the type in which they are trained on.
         any_mask: whether an attention mask may have holes, begin with 0 or be 0 everywhere.
-        marks: how often each row has tokens that stand for images, by id. Of a batch, the model
-            puts all that it makes of images at all these places, in order: with one too few in a
-            row, it would take from its neighbor.
+        marks: how often each row has tokens that stand for images, by id. The model puts what it
+            makes of all images of a batch at all these places, in order: with one too few in a
+            row, the row would take from its neighbor.
         of_choices: whether the label is the place of one of the row's choices.
         padded_on_the_left: whether the tokenizer pads on the left.
         check_tokens: raises DataError for attended tokens, (T,), that the model refuses.
@@ -94,8 +94,10 @@ class Limits:
             if name == "labels" and self.read_labels is not None:
                 leaf = self.read_labels(leaf)
             if leaf.is_floating_point():
-                if self.marks and name == "pixel_values" and not bool(leaf.any()):
-                    raise DataError("`pixel_values` are all 0, as padding is. Leave the row out.")
+                if self.marks and name == "pixel_values" and leaf.dim() > 3:
+                    if not bool(leaf.flatten(-3).any(-1).all()):
+                        why = "`pixel_values` of an image are all 0, as padding is."
+                        raise DataError(f"{why} Leave the row out.")
                 if bool(leaf.isnan().any()):
                     raise DataError(f"`{name}` holds NaN. Leave the row out, or give it a value.")
                 continue

@@ -102,7 +102,9 @@ class PhysicalBatches:
         return [self.padded([reads[i] for i in group]) for group in self.cut(examples, keys)]
 
     def fits(self, example: Example) -> bool:
-        """Return whether an example is at most as long as the layout allows."""
+        """Return whether an example is at most as long as the layout allows. Raises: DataError, as
+        :meth:`Layout.check`."""
+        self.layout.check(example)
         most = {name: leaf.most for name, leaf in self.layout.leaves.items()}
         return all(
             all(size <= limit for size, limit in zip(leaf.shape, most[name], strict=True))

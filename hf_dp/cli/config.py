@@ -73,24 +73,16 @@ class _Loader(yaml.SafeLoader):
     """Reads 1e-3 as a number, as YAML 1.2 does; PyYAML's own loader takes it for text."""
 
 
-class _Quick(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """The same by libyaml, where PyYAML has it: ten times as fast, but its errors show no line."""
-
-
-for _each in (_Loader, _Quick):
-    _each.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
-        list("-+.0123456789"),
-    )
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
 
 
 def load_yaml(text: str) -> Any:
     """Return the value of a YAML text."""
-    try:
-        return yaml.load(text, Loader=_Quick)  # noqa: S506 - a SafeLoader
-    except yaml.YAMLError:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
 
 
 def read_yaml(path: str) -> Recipe:

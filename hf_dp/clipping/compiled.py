@@ -52,8 +52,8 @@ def not_compiled(what: str, why: str, instead: str = "") -> UnsupportedModelErro
 
 @dataclass
 class _Trace:
-    """What one run of a forward shows: each tapped output, what was kept of it, and whose rule sees
-    its gradient."""
+    """Notes what one run of a forward shows: each tapped output, what was kept of it, and whose
+    rule sees its gradient."""
 
     taps: Sequence[Tensor] | None = None  # None: nothing is added
     tapped: list[Tensor] = field(default_factory=list)
@@ -96,7 +96,7 @@ class _Graph:
 
 @dataclass
 class _Waiting:
-    """What waits for the gradients of taps."""
+    """Holds what waits for the gradients of taps."""
 
     see: Sequence[See]
     places: Sequence[Sequence[int | None]]

@@ -455,7 +455,7 @@ class ClippingEngine:
         named = [kwargs.get(name) for name in ("input_ids", "inputs_embeds", "pixel_values")]
         for value in (*named, *args, *kwargs.values()):
             if isinstance(value, Tensor) and value.dim() > 0:
-                # Of (b, k, ...) these models make (b * k, ...) and know no examples any more.
+                # These models fold (b, k, ...) into (b * k, ...), and know no examples any more.
                 self._tape.folded = value.shape[1] if self._folds and value.dim() > 2 else 1
                 self._tape.examples = value.shape[0] * self._tape.folded
                 return

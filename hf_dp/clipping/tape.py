@@ -37,7 +37,7 @@ def has_own_forward(module: nn.Module) -> bool:
 
 
 class Noted(NamedTuple):
-    """What a forward used, once for each use; and first dimensions and positions it worked on."""
+    """Tells what a forward used, once for each use, and the first dimensions and positions."""
 
     uses: list[nn.Parameter | None]
     batches: set[tuple[int, int]]
@@ -260,7 +260,7 @@ class Tape:
 
 
 class Trace(Protocol):
-    """What stands for autograd functions while a forward is traced."""
+    """Stands for autograd functions while a forward is traced."""
 
     def tap(
         self, output: Tensor, kept: Sequence[Tensor | None], see: Callable[[Tape], See]

@@ -313,6 +313,7 @@ class PrivacyPlan(Schedule):
 
 
 def steps_of(max_steps: int, num_train_epochs: float, drawn_from: int, batch_size: float) -> int:
+    """Return how many steps a run has: ``max_steps`` where above 0, else those of its epochs."""
     if max_steps > 0:
         return _validate.integer("max_steps", max_steps, 1)
     steps = _validate.positive("num_train_epochs", num_train_epochs) * drawn_from / batch_size

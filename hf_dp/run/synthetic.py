@@ -4,6 +4,7 @@ data set, which go through its collator; no value of a private row is used."""
 from __future__ import annotations
 
 import inspect
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -131,7 +132,8 @@ def made_up_tokens(model: nn.Module, shape: tuple[int, ...], row: Tensor) -> Ten
     base = base_model(model)
     config = getattr(base, "config", None)
     pad, eos = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
-    tokens = torch.full(shape, next(token for token in (1, 2, 3) if token not in (pad, eos)))
+    others = (pad, eos, *placeholders_of(model))
+    tokens = torch.full(shape, next(token for token in itertools.count(1) if token not in others))
     if isinstance(eos, int):
         tokens[..., -1:] = eos  # some heads read its position
     row = row[..., : shape[-1]]

@@ -69,7 +69,7 @@ class Stream(IterableDataset[Row]):
             ends, rows = np.load(part / ENDS), self._table(part / ROWS)
             if ends.shape != (plan.steps,) or (np.diff(ends, prepend=0) < 0).any():
                 raise damaged(part / ENDS, f"it is not of {plan.steps} steps")
-            # Of Poisson draws the number of rows follows from the key alone, whose seal holds.
+            # How many rows Poisson draws have follows from the key alone, whose seal holds.
             expected = ends[-1] if plan.sampling == POISSON else plan.rows
             if not len(rows) == ends[-1] == expected:
                 raise damaged(part / ROWS, f"it has {len(rows)} rows and not {expected}")

@@ -209,7 +209,7 @@ def _planned(folder: Path, plan: Plan) -> Plan:
         replace_file(folder / PLAN, [json.dumps(vars(plan)).encode()])
         return plan
     begun = Plan.read(folder)
-    for name in ("rows", "sampling", "steps", "source"):
+    for name in ("rows", "sampling", "steps", "expected_batch_size", "source"):
         if getattr(begun, name) != getattr(plan, name):
             raise DataError(
                 f"{str(folder)!r} is of a task that was killed, whose {name} was "

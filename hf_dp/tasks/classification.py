@@ -40,7 +40,7 @@ class DataArguments(ClassificationArguments):
     train_file: str | None = argument(
         None,
         "Training rows: .parquet, .csv, .json or .jsonl, or a folder that `hf-dp shard` "
-        "made, with sampling random_allocation and look_over when_drawn.",
+        "made, with the same sampling, and look_over when_drawn.",
     )
     text_columns: list[str] = argument(["sentence"], "One or two columns of text.")
     max_length: int = argument(128, "Longest text, in tokens; longer ones are cut.")

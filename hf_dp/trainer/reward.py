@@ -17,7 +17,7 @@ from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBas
 
 from hf_dp._validate import invalid
 from hf_dp.batches.structure import Batch
-from hf_dp.losses import each_row_read_as_alone, with_position_ids
+from hf_dp.losses import each_row_read_as_alone, widened, with_position_ids
 from hf_dp.trainer import trl_preparation as trl
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.inherited import Refusal, only
@@ -131,7 +131,7 @@ class DPRewardTrainer(trl.TrainedOnPairs):
             texts = {name: inputs[f"{prefix}{name}"] for name in ("input_ids", "attention_mask")}
             with each_row_read_as_alone(model):
                 found.append(model(**with_position_ids(model, texts)).logits[:, 0])
-        return torch.stack(found, 1).float()
+        return widened(torch.stack(found, 1))
 
     def scored(self, model: nn.Module, inputs: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss of each pair, (b,), its rewards, (b, 2), and zeros, (b,)."""

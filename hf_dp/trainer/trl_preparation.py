@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import reprlib
 import sys
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -67,7 +68,7 @@ TRL_REFUSED: Mapping[str, Refusal] = {
         "It acts in TRL's own step, which does not run. Set gradient_checkpointing=True.", False
     )
 }
-# Of those that train on what a model writes.
+# Those of trainers of language models, too.
 LM_WORKS = TRL_WORKS | {"truncation_mode"}
 LM_REFUSED: Mapping[str, Refusal] = {
     **TRL_REFUSED,
@@ -284,10 +285,10 @@ class TrainedOnPairs(PreparedByTRL):
         padding = {"rejected_input_ids": made.processing_class.pad_token_id}
         args.padding_values = padding | args.padding_values
 
+    @abstractmethod
     def scored(self, model: nn.Module, inputs: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss of each pair, (b,), and what is predicted and what is right of it, (b,)
         or (b, 2), each from that pair alone."""
-        raise NotImplementedError
 
     def compute_per_example_loss(self, model: nn.Module, inputs: Batch) -> Tensor:
         """Return the loss of each pair, (b,)."""

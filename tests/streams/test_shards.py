@@ -66,9 +66,10 @@ LAW, ALL_OR_NONE = law(0.1), np.eye(16)[15] * 0.1 + np.eye(16)[0] * 0.9
 
 
 def test_a_row_joins_each_step_independently_and_by_its_place_alone():
-    which, steps = participations(KEY, 0, 200_000, 4, 0.1)
+    plan = Plan("", 200_000, "poisson", 20_000, 4, (KEY.hex(),), "")
+    which, steps = plan.taking_part(0, 0, 200_000)
     assert not seen_by_patterns(which, steps)
-    some, at = participations(KEY, 1500, 3000, 4, 0.1)
+    some, at = plan.taking_part(0, 1500, 3000)
     kept = (which >= 1500) & (which < 4500)
     assert (some == which[kept] - 1500).all() and (at == steps[kept]).all()
     first = which[steps == 0]  # planted: in all steps or none; at a rate that is 4 % too high
@@ -249,6 +250,13 @@ def test_a_killed_task_goes_on_with_the_same_data_alone(tmp_path, monkeypatch):
         shard(data, tmp_path / "shards", expected_batch_size=100, num_train_epochs=2)
     with pytest.raises(DataError, match="of 2 epochs and not 1"):
         shard(data, tmp_path / "shards", expected_batch_size=50)
+    poisson = {"folder": tmp_path / "other", "sampling": "poisson"}
+    with monkeypatch.context() as patch:
+        dying(patch, 5)
+        with pytest.raises(Killed):
+            shard(data, expected_batch_size=100.1, **poisson)
+    with pytest.raises(DataError, match=r"expected_batch_size was 100\.1 and not 100\.2"):
+        shard(data, expected_batch_size=100.2, **poisson)  # of as many steps
     os.utime(data[0], (1, 1))
     with pytest.raises(DataError, match="whose source was"):
         shard(data, tmp_path / "shards", expected_batch_size=50, num_train_epochs=2)

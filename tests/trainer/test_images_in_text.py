@@ -136,6 +136,8 @@ def test_images_whose_tokens_are_not_known_to_be_theirs_are_refused(changes, mes
 
 def test_an_image_that_some_models_take_for_padding_is_refused(tmp_path):
     rows = [row("smolvlm", number) for number in range(40)]
-    rows[7]["pixel_values"] = torch.zeros(1, 3, 8, 8).tolist()
-    with pytest.raises(DataError, match="Row 7 .*`pixel_values` are all 0"):
+    for each in rows:
+        each["pixel_values"] *= 2
+    rows[7]["pixel_values"][1] = torch.zeros(3, 8, 8).tolist()
+    with pytest.raises(DataError, match="Row 7 .*`pixel_values` of an image are all 0"):
         trainer(tmp_path, "smolvlm", rows).train()

@@ -45,7 +45,7 @@ def run_experts(
     """
     tape.refuse_parameter(module, hidden_states)
     tokens, chosen = top_k_index.shape
-    # Of one expert, pairs remain in the order of examples.
+    # The pairs of one expert remain in the order of their examples.
     experts, order = top_k_index.flatten().sort(stable=True)
     (first, up), (_, down) = ((n, module.get_parameter(n)) for n in module._parameters)
     counts = experts.bincount(minlength=len(up)).tolist()
