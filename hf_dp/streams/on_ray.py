@@ -20,6 +20,19 @@ import pyarrow as pa
 from hf_dp.errors import ConfigError, DataError
 
 
+def check(files: Sequence[tuple[Path, int]]) -> None:
+    """Raise ConfigError without Ray, and DataError without files to read."""
+    if not files:
+        raise DataError("The engine 'ray' reads files. Write the data set to Parquet files.")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would report to its makers
+    try:
+        import ray.data  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            "The engine 'ray' is not installed. Install it with: pip install 'hf-dp[ray]'"
+        ) from None
+
+
 def sort(
     files: Sequence[tuple[Path, int]],
     read: Callable[[str, int, int], Iterator[pa.Table]],
@@ -33,17 +46,9 @@ def sort(
         read: ``(path, place of its first row, after its last) -> tables``, which have the column.
         by: the column. schema: of the tables.
 
-    Raises: ConfigError without Ray; DataError without files, and what a task raises, as Ray does.
+    Raises: what a task raises, as Ray does.
     """
-    if not files:
-        raise DataError("The engine 'ray' reads files. Write the data set to Parquet files.")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would report to its makers
-    try:
-        import ray.data
-    except ImportError:
-        raise ConfigError(
-            "The engine 'ray' is not installed. Install it with: pip install 'hf-dp[ray]'"
-        ) from None
+    import ray.data
 
     def each(batch: pa.Table) -> Iterator[pa.Table]:
         for file in batch.to_pylist():

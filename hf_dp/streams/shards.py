@@ -111,6 +111,8 @@ def shard(
     if folder.exists():
         next_move = "Choose another, or delete it if no run has read it."
         raise invalid("folder", str(folder), "to be new", next_move)
+    if engine == RAY:
+        on_ray.check(source.files)
     given = sampling, expected_batch_size, num_train_epochs
     plan = Plan.new(len(source), *given, source.fingerprint)
     with named_disk_errors("The shards", folder, "Then run the same again: it goes on."):
