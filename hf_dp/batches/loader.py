@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from multiprocessing.context import BaseContext
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -51,8 +51,9 @@ class BatchOptions:
     Args:
         physical_batch_size: most examples of a physical batch.
         max_tokens: most tokens of one, padding included; None: no limit.
-        shapes: "any", or "one": each is filled up with examples that count nothing, and all are as
-            long as the longest may be. How many batches a draw has still depends on the draw.
+        shapes: "any"; or "one": each is filled up with examples that count nothing, and all are as
+            long as the longest may be; or "few": as long as that, or a half, a quarter or an eighth
+            of it. How many batches a draw has, and of which length, still depends on the draw.
         quiet: no progress bars.
         num_workers, pin_memory, persistent_workers, prefetch_factor, multiprocessing_context: as
             :class:`torch.utils.data.DataLoader` takes them.
@@ -77,9 +78,12 @@ class PhysicalBatches:
         float32 round an example's gradient to about 2^-8 of it, and differently for another padded
         length. So the length to which it is padded must not depend on its neighbors. Each is padded
         by itself (:meth:`hf_dp.batches.padding.Padding.alone`), so that there are few shapes.
-        filler: an example that counts nothing. Each batch is filled up with it to ``size``, and all
-        are as long as the layout allows, so that there is one shape. It has a weight of exactly 0
-        in sums over a batch, and moves nobody to another one. It also stands for a longer example.
+        fillers: examples that count nothing, from short to long; none for batches of any shape.
+        An example is padded to the first that is as long. It shares a batch with examples of that
+        length, and the filler fills the batch up to ``size``. So there are as many shapes as
+        fillers, and which one an example has depends on its own length alone. A filler has a weight
+        of exactly 0 in sums over a batch, and moves nobody to another one. The longest also stands
+        for an example that is longer.
     """
 
     padding: Padding
@@ -87,35 +91,32 @@ class PhysicalBatches:
     size: int
     max_tokens: int | None = None
     one_shape: bool = False
-    filler: Example | None = None
+    fillers: Sequence[Example] = ()
 
     def __call__(self, drawn: Sequence[Drawn[Example]]) -> list[Batch]:
         """Return the physical batches, each with the examples in its first dimension; those of
         which some do not count as :class:`Masked`."""
-        if self.filler is not None:
+        if self.fillers:
             drawn = [
-                one if self.fits(one.unit) else Drawn(self.filler, one.key, frozenset({0}))
+                one if self.filler(one.unit) else Drawn(self.fillers[-1], one.key, frozenset({0}))
                 for one in drawn
             ]
         examples, keys = [self.shaped(one.unit) for one in drawn], [one.key for one in drawn]
         reads = [Read(each, not one.missing) for each, one in zip(examples, drawn, strict=True)]
         return [self.padded([reads[i] for i in group]) for group in self.cut(examples, keys)]
 
-    def fits(self, example: Example) -> bool:
-        """Return whether an example is at most as long as the layout allows. Raises: DataError, as
+    def filler(self, example: Example) -> Example | None:
+        """Return the first filler that is as long as an example, or None. Raises: DataError, as
         :meth:`Layout.check`."""
         self.layout.check(example)
-        most = {name: leaf.most for name, leaf in self.layout.leaves.items()}
-        return all(
-            all(size <= limit for size, limit in zip(leaf.shape, most[name], strict=True))
-            for name, leaf in leaves(example)
-            if isinstance(leaf, Tensor)
-        )
+        found = dict(shape_of(example))
+        return next((each for each in self.fillers if _fits(found, dict(shape_of(each)))), None)
 
     def padded(self, reads: Sequence[Read]) -> Batch:
         """Return one physical batch, in order."""
-        if self.filler is not None:
-            reads = [*reads, *[Read(self.filler, False)] * (self.size - len(reads))]
+        if self.fillers:
+            filler = self.filler(reads[0].example)
+            reads = [*reads, *[Read(filler, False)] * (self.size - len(reads))]
         batch = self.padding.together([example for example, _ in reads], self.layout)
         counts = [counts for _, counts in reads]
         return batch if all(counts) else Masked(batch, torch.tensor(counts))
@@ -124,13 +125,14 @@ class PhysicalBatches:
         """Return an example in its shape. A model that takes one example at a time may be one that
         takes no padding. Raises: DataError, as :meth:`Layout.check`."""
         self.layout.check(example)
-        if self.filler is not None:
-            return self.padding.longest(example, self.layout)
+        if self.fillers:
+            return self.padding.as_long_as(self.filler(example), example, self.layout)
         return self.padding.alone(example) if self.one_shape and self.size > 1 else example
 
     def cut(self, examples: Sequence[Example], keys: Sequence[int]) -> list[list[int]]:
         """Return the indices of the examples in each physical batch."""
-        shapes = [shape_of(example) for example in examples] if self.one_shape else None
+        alike = self.one_shape or self.fillers
+        shapes = [shape_of(example) for example in examples] if alike else None
         return physical_batches(self.lengths(examples), keys, self.size, self.max_tokens, shapes)
 
     def lengths(self, examples: Sequence[Example]) -> list[int]:
@@ -279,8 +281,17 @@ def length_of(example: Example) -> int:
     return tokens.shape[-1] if isinstance(tokens, Tensor) else 0
 
 
-def shape_of(example: Example) -> Hashable:
+def shape_of(example: Example) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Return the shapes of all tensors of an example, by name."""
     return tuple(
         (name, tuple(leaf.shape)) for name, leaf in leaves(example) if isinstance(leaf, Tensor)
+    )
+
+
+def _fits(shapes: Mapping[str, tuple[int, ...]], into: Mapping[str, tuple[int, ...]]) -> bool:
+    """Return whether no size is above that of the same dimension."""
+    return all(
+        size <= most
+        for name, shape in shapes.items()
+        for size, most in zip(shape, into[name], strict=True)
     )

@@ -144,17 +144,17 @@ class Padding:
 
         return combined([example], lengthen)
 
-    def longest(self, example: Example, layout: Layout) -> Example:
-        """Return an example with each column that varies as long as the layout allows."""
+    def as_long_as(self, other: Example, example: Example, layout: Layout) -> Example:
+        """Return an example with each column that varies as long as another example's."""
 
         def lengthen(name: str, values: list[Example]) -> object:
-            leaf = layout.leaves[name]
-            if not leaf.varying:
-                return values[0]
-            most = leaf.most[self.dimension(name, len(leaf.most))]
-            return self._to(most, name, values, layout)[0]
+            value, most = values
+            if not layout.leaves[name].varying:
+                return value
+            dimension = self.dimension(name, value.dim())
+            return self._to(most.shape[dimension], name, [value], layout)[0]
 
-        return combined([example], lengthen)
+        return combined([example, other], lengthen)
 
     def _lengthened(self, layout: Layout) -> list[str]:
         """Return the columns that have a length, or none where one of them cannot be padded."""

@@ -207,7 +207,8 @@ class Compiled:
             f"inputs of the shapes {[tuple(each.shape) for each in tensors]} now",
             "they, or other types, modes or places of weights, were not compiled before the first "
             "draw, and compiling takes minutes in the midst of it",
-            "give all batches one shape (shapes='one'), and change nothing after the self-check",
+            "give batches known shapes (shapes='few' or 'one'), and change nothing after the "
+            "self-check",
         )
 
     def _key(self, module: nn.Module, leaves: Sequence[object], spec: object) -> object:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ class EngineCheck:
         has_own_examples: whether these are the user's own.
         alone: whether the last check ran as if no example had a neighbor.
         made_up: its examples as one batch.
-        compiled: runs forwards of the run's one shape; None: they run as they are.
+        compiled: runs forwards of the run's known shapes; None: they run as they are.
     """
 
     def __init__(self, run: Run, synthetic: Callable[[], list[Example]] | None):
@@ -80,26 +81,28 @@ class EngineCheck:
         return self.run.options.batches.physical_batch_size > 1
 
     def _compiled(self, alone: list[Example]) -> Compiled:
-        """Compile forward and backward for the shape of the run's batches, and compare them."""
+        """Compile forward and backward for each shape of the run's batches, and compare them."""
         run, options = self.run, self.run.options
         logger.info("Compiling forward and backward, which may take minutes.")
         compiled = Compiled(options.torch_compile_backend or "inductor", options.torch_compile_mode)
         data = run.training_data()
         batches = data.batches()
-        fitting = [each for each in alone if batches.fits(each)] or [run.placed(data.made_up)]
-        examples = [fitting[place % len(fitting)] for place in range(batches.size)]
-        padded = batches.padded([Read(batches.shaped(example)) for example in examples])
-        self_check(
-            run.model,
-            run.loss_of,
-            run.placed(padded),
-            examples,
-            clipping=run.plan.clipping,
-            strategy=run.strategy(),
-            rtol=AUTOCAST_TOLERANCE if run.precision().is_rounded else None,
-            have_neighbors=False,
-            compiled=compiled,
-        )
+        for filler in data.fillers:
+            of_shape = replace(batches, fillers=[filler])
+            fitting = [each for each in alone if of_shape.filler(each)] or [run.placed(filler)]
+            examples = [fitting[place % len(fitting)] for place in range(batches.size)]
+            padded = of_shape.padded([Read(of_shape.shaped(example)) for example in examples])
+            self_check(
+                run.model,
+                run.loss_of,
+                run.placed(padded),
+                examples,
+                clipping=run.plan.clipping,
+                strategy=run.strategy(),
+                rtol=AUTOCAST_TOLERANCE if run.precision().is_rounded else None,
+                have_neighbors=False,
+                compiled=compiled,
+            )
         compiled.seal()
         return compiled
 

@@ -10,7 +10,7 @@ from hf_dp._validate import invalid
 from hf_dp.batches.loader import BatchOptions
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.plans.dp_sgd import MEMORY_RATIO
-from hf_dp.statement.facts import ALL, ANY, ONE
+from hf_dp.statement.facts import ALL, ANY
 
 # A hf_dp.run.private_run.PrivateRun, for the parts of it that it imports.
 Run = Any
@@ -28,7 +28,7 @@ class RunOptions:
         representation_module: DP-FP's last layer, where it is not found by itself.
         look_over: which rows are looked at before the first draw: "all" or "when_drawn".
         longest_row: the most tokens of a row that is looked at when it is drawn, or of any where
-            batches have one shape; None: all have as many as the first.
+            batches have known shapes; None: all have as many as the first.
         padding_values: fill values, by column, of columns that transformers does not know.
         rows_are_chunks: whether each row is a piece of a longer text.
         adapter_init_data_is_public: whether data that an adapter was initialized from, or that
@@ -56,7 +56,10 @@ class RunOptions:
     torch_compile_mode: str | None = None
 
     def __post_init__(self) -> None:
-        if self.torch_compile and self.batches.shapes != ONE:
-            why = "Each shape is compiled before the first draw. Set shapes='one' and longest_row."
+        if self.torch_compile and self.batches.shapes == ANY:
+            why = (
+                "Each shape is compiled before the first draw. Set shapes='few' or 'one', and "
+                "longest_row."
+            )
             expected, error = f"to be False with shapes={ANY!r}", UnsupportedArgumentError
             raise invalid("torch_compile", True, expected, why, error)

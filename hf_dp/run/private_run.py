@@ -52,7 +52,7 @@ from hf_dp.run.other_training import OtherTraining, note_training, pay_for_step
 from hf_dp.run.precision import Precision, run_facts
 from hf_dp.run.training_data import TrainingData
 from hf_dp.statement.audited import AuditResult
-from hf_dp.statement.facts import ALL, EVALUATION_ON_TRAINING_ROWS, ONE, WHEN_DRAWN, Flags, RunFacts
+from hf_dp.statement.facts import ALL, ANY, EVALUATION_ON_TRAINING_ROWS, WHEN_DRAWN, Flags, RunFacts
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.streams.reading import OF_SHARDS, Reading, Stream, check_for_stream, sampler_of
 
@@ -370,7 +370,7 @@ class PrivateRun:
         if self.units is not None and users is not None and not users.by_row:
             units = (self.units, users)
         options, first = self.options, None
-        if options.look_over == WHEN_DRAWN or options.batches.shapes == ONE:
+        if options.look_over == WHEN_DRAWN or options.batches.shapes != ANY:
             first = FirstRows(options.longest_row, all_rows=options.look_over == ALL)
         data = TrainingData(
             dataset,

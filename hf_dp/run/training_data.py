@@ -22,6 +22,7 @@ from hf_dp.batches.loader import (
     Place,
     Watch,
     private_dataloader,
+    shape_of,
 )
 from hf_dp.batches.look_over import LookedOver, has_target, look_over
 from hf_dp.batches.padding import LABELS, Padding
@@ -43,7 +44,7 @@ from hf_dp.plans.samplers import Sampler
 from hf_dp.plans.units import Users
 from hf_dp.run.precision import Watched
 from hf_dp.run.synthetic import made_up_rows, made_up_tokens, synthetic_examples, up_to_marks
-from hf_dp.statement.facts import ALL, ANY, ONE, WHEN_DRAWN
+from hf_dp.statement.facts import ALL, ANY, FEW, WHEN_DRAWN
 
 logger = logging.get_logger(__name__)
 
@@ -66,6 +67,7 @@ class TrainingData:
     Attributes:
         computed: types shorter than float32 that a forward was seen to compute in.
         made_up: an example as long as the longest row, once the model was seen to take it.
+        fillers: such examples of each known shape, from short to long; none of any shape.
         when_drawn: whether some rows are looked at when they are drawn.
     """
 
@@ -83,19 +85,20 @@ class TrainingData:
     ):
         self.units, self.views, self.first = units, views, first
         self.when_drawn = first is not None and not first.all_rows
-        if options.shapes == ONE and (units or views > 1 or options.max_tokens):
+        if options.shapes != ANY and (units or views > 1 or options.max_tokens):
             raise invalid(
                 "shapes",
-                ONE,
+                options.shapes,
                 f"to be {ANY!r} with users of several rows, several views of a row, or "
                 "max_tokens_per_physical_batch",
-                "Batches of one shape are of rows that each are clipped alone. Remove one of them.",
+                "Batches of known shapes are of rows that are clipped alone. Remove one of them.",
                 UnsupportedArgumentError,
             )
         self.examples = Examples(dataset, collator, randomness)
         self.padding, self.limits, self.options = padding, limits, options
         self.computed: frozenset[str] = frozenset()
         self.made_up: Example = None
+        self.fillers: list[Example] = []
 
     @cached_property
     def looked_over(self) -> LookedOver:
@@ -124,17 +127,18 @@ class TrainingData:
             self._check_images(model)
         layout, training = self.looked_over.layout, model.training
         self.made_up = longest = self._longest(model)
-        shorter = None
+        self.fillers = self._fillers(model)
+        shorter = self.fillers[:-1]
         if self.when_drawn:
             # A column of a fixed size may have to be as long as the tokens.
             tokens = layout.leaves["input_ids"].most[-1] if "input_ids" in layout.leaves else 1
-            shorter = self._longest(model, max(1, tokens // 2))
+            shorter.append(self._longest(model, max(1, tokens // 2)))
         try:
             model.eval()
             with torch.no_grad(), self.examples.randomness.streams(), Watched() as watched:
                 found = losses(longest)
-                if shorter is not None:
-                    losses(shorter)
+                for each in shorter:
+                    losses(each)
             if not isinstance(found, Tensor) or found.shape != (1,):
                 shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
                 raise UnsupportedLossError(
@@ -184,6 +188,17 @@ class TrainingData:
         """Return a made-up example as long as the longest row, or ``at_most``."""
         row, layout = self.examples[self.looked_over.longest], self.looked_over.layout
         return _as_long_as_the_longest(row, layout, model, at_most)
+
+    def _fillers(self, model: nn.Module) -> list[Example]:
+        """Return made-up examples of each shape that physical batches may have: as long as the
+        longest row, and with few shapes a half, a quarter and an eighth of it."""
+        if self.options.shapes == ANY:
+            return []
+        found = self.looked_over.layout.leaves.values()
+        most = max((leaf.most[at] for leaf in found for at in leaf.varying), default=1)
+        halvings = range(3, -1, -1) if self.options.shapes == FEW else range(1)
+        made = [self._longest(model, -(-most >> at)) for at in halvings]  # rounded up
+        return [*{shape_of(each): each for each in made}.values()]
 
     def _check_images(self, model: nn.Module) -> None:
         """Raise UnsupportedModelError for rows with images of which it is not known that each has
@@ -260,9 +275,8 @@ class TrainingData:
     def batches(self, one_shape: bool = False) -> PhysicalBatches:
         """Return the object that cuts and pads drawn examples; see :class:`PhysicalBatches`."""
         options, layout = self.options, self.looked_over.layout
-        filler = self.made_up if options.shapes == ONE else None
         size, most = options.physical_batch_size, options.max_tokens
-        return PhysicalBatches(self.padding, layout, size, most, one_shape, filler)
+        return PhysicalBatches(self.padding, layout, size, most, one_shape, self.fillers)
 
     def loader(
         self, sampler: Sampler, one_shape: bool, watched: Watch

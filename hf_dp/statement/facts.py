@@ -23,7 +23,7 @@ PUBLIC_ROWS, OTHER_ROWS = "public_rows", "other_rows"
 OTHER_TRAINING = (PUBLIC_ROWS, OTHER_ROWS)  # the latter weakens a claim more
 # Which rows are looked at before the first draw (:mod:`hf_dp.batches.when_drawn`).
 ALL, WHEN_DRAWN = LOOK_OVERS = ("all", "when_drawn")
-ANY, ONE = SHAPES = ("any", "one")  # of physical batches
+ANY, FEW, ONE = SHAPES = ("any", "few", "one")  # of physical batches
 FIRST, LONGEST = 10_000, "longest_row"  # of the latter, how many still are; and its argument
 EVALUATION_ON_TRAINING_ROWS = "evaluation_on_training_rows"  # a name among those `released`
 

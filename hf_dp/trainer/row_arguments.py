@@ -182,14 +182,15 @@ class RowArguments(ArgumentGroup):
     )
     longest_row: int | None = argument(
         None,
-        "With look_over=when_drawn or shapes=one, the most tokens of a row, as collated; a longer "
-        "one adds 0, and with look_over=all is refused. It is public: do not read it off the data. "
-        "Unset means that all rows have as many as the first.",
+        "With look_over=when_drawn or shapes=few or one, the most tokens of a row, as collated; a "
+        "longer one adds 0, and with look_over=all is refused. It is public: do not read it off "
+        "the data. Unset means that all rows have as many as the first.",
     )
     shapes: str = argument(
         ANY,
         "Of physical batches: any, or one: each is filled up with made-up rows that add exactly 0, "
-        "and padded to longest_row. How many a step has still varies with its draw.",
+        "and padded to longest_row; or few: to longest_row or a half, a quarter or an eighth of "
+        "it. How many a step has still varies with its draw.",
         SHAPES,
     )
     rows_are_chunks: bool = argument(

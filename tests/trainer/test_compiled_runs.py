@@ -36,12 +36,17 @@ def trainer(folder, model=None, cls=tiny.DPTrainer, peft_config=None, **options)
 
 def test_a_compiled_run_ends_with_the_weights_of_another(tmp_path):
     adapter = LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS", lora_dropout=0.0)
-    for name, config in (("full", None), ("lora", adapter)):
+    runs = (("full", None, "one", 1), ("lora", adapter, "few", 4))
+    for name, config, shapes, count in runs:
         ordinary, compiled = (
-            tiny.trained(trainer(tmp_path / f"{name}{len(options)}", peft_config=config, **options))
+            tiny.trained(
+                trainer(
+                    tmp_path / f"{name}{len(options)}", peft_config=config, shapes=shapes, **options
+                )
+            )
             for options in ({}, COMPILED)
         )
-        assert len(compiled.run.engine_check.compiled) == 1
+        assert len(compiled.run.engine_check.compiled) == count
         assert ordinary.run.engine_check.compiled is None
         assert ordinary.epsilon() == compiled.epsilon()
         expected, found = tiny.weights(ordinary.model), tiny.weights(compiled.model)

@@ -1,4 +1,4 @@
-"""All physical batches of one shape add up to what batches of any shape do."""
+"""All physical batches of one shape, or of a few, add up to what batches of any shape do."""
 
 import pytest
 import tiny
@@ -36,14 +36,18 @@ def parts(made, batches):
     return [users.flat(found.values), found.loss_sum, *found.beside.values()]
 
 
-def test_every_batch_has_the_shape_and_the_sums_are_those_of_any_shapes(tmp_path):
+@pytest.mark.parametrize(("shapes", "lengths"), [("one", {LONGEST}), ("few", {3, 5, LONGEST})])
+def test_every_batch_has_a_known_shape_and_the_sums_are_those_of_any(shapes, lengths, tmp_path):
     """In float64 to the rounding of another order; the loss is summed in float32."""
-    one, any_shapes = (trainer(tmp_path / name, **o) for name, o in (("one", ONE), ("any", {})))
+    known = {**ONE, "shapes": shapes}
+    one, any_shapes = (trainer(tmp_path / name, **o) for name, o in (("one", known), ("any", {})))
+    all_found = set()
     assert one.privacy_plan == any_shapes.privacy_plan
     for count in (1, 5, ROWS):
         batches = drawn(one, count)
         found = {tuple(e.shape) for b in batches for e in getattr(b, "inputs", b).values()}
-        assert found == {(SIZE, LONGEST), (SIZE,)}
+        assert found <= {(SIZE,), *[(SIZE, length) for length in lengths]}
+        all_found |= found
         filled = sum(int((~b.counts).sum()) for b in batches if isinstance(b, Masked))
         assert SIZE * len(batches) == count + filled
         expected = parts(any_shapes, drawn(any_shapes, count))
@@ -51,6 +55,7 @@ def test_every_batch_has_the_shape_and_the_sums_are_those_of_any_shapes(tmp_path
             parts(one, batches), expected, (1e-9, 1e-6, 0, 0), strict=True
         ):
             torch.testing.assert_close(each, other, rtol=rtol, atol=1e-12)
+    assert len(all_found) == 1 + len(lengths)
     reads = one.get_train_dataloader()
     longer = reads.dataset.__getitems__([0])[0]
     longer.unit.update({n: torch.cat([v] * 4, 1) for n, v in longer.unit.items() if v.dim() > 1})
