@@ -46,6 +46,14 @@ def is_experts(module: nn.Module) -> bool:
 _OF_EXPERTS = moe.use_experts_implementation(type("Experts", (nn.Module,), {})).forward.__code__
 
 
+def routers_of(model: nn.Module) -> list[Any]:
+    """Return the routers of a mixture of experts, in order: transformers records what they return,
+    logits (N, E), scores, and the chosen experts (N, k)."""
+    recorded = [getattr(each, "_can_record_outputs", None) or {} for each in model.modules()]
+    classes = {each["router_logits"].target_class for each in recorded if "router_logits" in each}
+    return [each for each in model.modules() if type(each) in classes]
+
+
 def gated(module: Any, x: Tensor) -> Tensor:
     """Return what experts make of their first product."""
     inner: Tensor = module._apply_gate(x) if module.has_gate else module.act_fn(x)

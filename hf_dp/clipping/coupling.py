@@ -92,7 +92,8 @@ def _refuse_config(config: object) -> None:
     if getattr(config, "output_router_logits", False):
         raise UnsupportedModelError(
             "The config sets output_router_logits=True: the load-balancing loss of a mixture of "
-            "experts averages over the batch and couples examples. Set it to False."
+            "experts averages over the batch and couples examples. Set it to False; DPTrainer's "
+            "router_balance=0.01 balances experts by noised loads."
         )
 
 

@@ -5,7 +5,8 @@ Any optimizer then makes it DP-Adam and so on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -17,6 +18,7 @@ from hf_dp.accounting import LOSS, SUM
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.mechanisms.base import Batches, Clipped, Mechanism, register_mechanism
 from hf_dp.mechanisms.gauge import Gauge
+from hf_dp.plans.balance import LOADS
 from hf_dp.plans.dp_sgd import DpSgdPlan
 from hf_dp.plans.mechanism import MechanismPlan
 from hf_dp.plans.quantile import LOG
@@ -41,6 +43,8 @@ class DpSgd(Mechanism):
         self.logs = tuple(name for name, part in asked.items() if part is not None)
         if self.gauge.scales is not None:
             self.needs_whole_weights = "Scales of a part of the gradients are not implemented."
+        if self.gauge.balance is not None:
+            self.needs_whole_weights = "Balanced routers of a sharded model are not implemented."
 
     def start(self, checkpoint: str | None = None) -> None:
         self.gauge.load(checkpoint)
@@ -53,6 +57,8 @@ class DpSgd(Mechanism):
             why, error = "It clips other numbers than gradients.", UnsupportedArgumentError
             name = type(self.tuner).__name__
             raise invalid("peft_config", name, f"to be one without it with `{BETA}`", why, error)
+        if self.gauge.balance is not None:
+            self.gauge.balance.check()
         if self.run.options.torch_compile and self.tuner.clips_in_its_own_way:
             why, error = "Its own engine is not compiled.", UnsupportedArgumentError
             name = type(self.tuner).__name__
@@ -63,13 +69,16 @@ class DpSgd(Mechanism):
         """Return, by parameter, the sum of clipped gradients: ``sum_i w_i g_i``, norms at most C
         in units of the gauge; and the other sums that the plan releases. Not private."""
         run, part, beside = self.run, self.plan.loss, {}
-        losses = None
+        watch: list[Callable[[Tensor], None]] = []
         if part is not None:
             losses = BoundedLosses(part.bound, part.unit(run.plan), run.device)
             beside[LOSS] = losses.total
+            watch.append(losses.add)
         with self.tuner.engine(run) as engine:
             beside |= self.gauge.measure(engine)
-            loss_sum = run.feed(engine, batches, None if losses is None else losses.add)
+            if self.gauge.balance is not None:
+                watch.append(partial(self.gauge.balance.add, beside[LOADS]))
+            loss_sum = run.feed(engine, batches, watch)
             sums = engine.collect()
         return Clipped(sums, loss_sum, beside)
 

@@ -26,7 +26,9 @@ from torch import Tensor
 from hf_dp.clipping import ClippingEngine
 from hf_dp.clipping.scales import Scale, sides
 from hf_dp.errors import ConfigError
+from hf_dp.mechanisms.balance import Balance
 from hf_dp.mechanisms.scales import Scales
+from hf_dp.plans.balance import LOADS
 from hf_dp.plans.dp_sgd import DpSgdPlan
 from hf_dp.plans.quantile import COUNT, HIGHEST, LOG, LOWEST
 from hf_dp.run.private_run import PrivateRun
@@ -40,11 +42,14 @@ class Gauge:
     """The gauge of a run's steps, which moves as the plan ``rules`` says; by default it stays 1.
 
     Attributes: ratio: the norm of the next step, divided by C. scales: what the gradients of the
-        next step are multiplied by; None: 1.
+        next step are multiplied by; None: 1. balance: what the routers of a mixture are asked for,
+        which also follows from releases; None: nothing.
     """
 
     def __init__(self, run: PrivateRun, rules: DpSgdPlan):
         self.run, self.plan, self.quantile, self.ratio = run, run.plan, rules.clipping_quantile, 1.0
+        balance = rules.router_balance
+        self.balance = None if balance is None else Balance(run, balance)
         beta = rules.gradient_scaling_beta
         self.scales = None if beta is None else Scales(beta, run.processes)
 
@@ -62,17 +67,18 @@ class Gauge:
             now, named = self.scales.now, dict(self.run.model.named_parameters())
             for name in engine.groups:  # what trains may change between steps
                 scales[name] = now.get(name) or Scale(*map(torch.ones, sides(named[name].shape)))
+        found = {} if self.balance is None else {LOADS: self.balance.sum_of_loads()}
         if quantile is None:
             engine.measure(scales=scales)
-            return {}
+            return found
         total = torch.zeros((), dtype=torch.float64, device=device)
 
         def count(sizes: Tensor, used: Tensor) -> None:
-            found = quantile.counted(sizes[0], used, norm, engine.regrouped, self.plan)
-            total.add_(found.to(device))
+            counted = quantile.counted(sizes[0], used, norm, engine.regrouped, self.plan)
+            total.add_(counted.to(device))
 
         engine.measure(self.ratio, count, scales)
-        return {COUNT: total}
+        return found | {COUNT: total}
 
     @torch.no_grad()
     def undo(self, noised: Mapping[str, Tensor]) -> float:
@@ -94,6 +100,8 @@ class Gauge:
         by part of the event. Return what this one's log may say."""
         if self.scales is not None:
             self.scales.learn(gradients)
+        if self.balance is not None:
+            self.balance.learn(released[LOADS])
         if self.quantile is None:
             return {}
         used = torch.tensor(self.clipping_norm, dtype=torch.float64)
@@ -105,6 +113,8 @@ class Gauge:
     def save(self, folder: str) -> None:
         """Write into a checkpoint what :meth:`load` reads."""
         kept = {} if self.scales is None else self.scales.kept()
+        if self.balance is not None:
+            kept |= self.balance.kept()
         if self.quantile is not None:
             kept[_RATIO] = torch.tensor(self.ratio, dtype=torch.float64)
         if kept:
@@ -112,7 +122,7 @@ class Gauge:
 
     def load(self, checkpoint: str | None) -> None:
         """Go on from a checkpoint. Raises: ConfigError if it does not say where the gauge was."""
-        if checkpoint is None or (self.quantile is None and self.scales is None):
+        if checkpoint is None or not (self.quantile or self.scales or self.balance):
             return
         path = Path(checkpoint, FILE_NAME)
         try:
@@ -122,6 +132,8 @@ class Gauge:
                 raise ValueError(_RATIO)
             if self.scales is not None:
                 self.scales.go_on(kept, self.run.model)
+            if self.balance is not None:
+                self.balance.go_on(kept)
         except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
             raise ConfigError(
                 f"Cannot resume: the checkpoint {path.parent.name!r} has no {FILE_NAME} that says "

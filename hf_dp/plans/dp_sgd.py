@@ -18,6 +18,8 @@ from hf_dp.accounting.event import joint_noise_multiplier
 from hf_dp.accounting.knows import LOSS as LOSS_KIND
 from hf_dp.accounting.knows import SEARCH, SELECTION, USER_ROWS, Asked, refuse_together
 from hf_dp.errors import UnsupportedArgumentError
+from hf_dp.plans.balance import BUDGET_RATIO as BALANCE_RATIO
+from hf_dp.plans.balance import COEFFICIENT, RouterBalance
 from hf_dp.plans.bands import BANDS, Banded, banded
 from hf_dp.plans.draws import POISSON, Draw, Poisson, Schedule, draw_of
 from hf_dp.plans.mechanism import MechanismPlan, Words, register_plan
@@ -205,6 +207,8 @@ class DpSgdPlan(MechanismPlan):
             from noised counts; C is then the first. None: it is C in all.
         gradient_scaling_beta: how slowly scales, by which gradients are multiplied before they are
             clipped, follow noised gradients. None: they are 1.
+        router_balance: the loads of experts that a step releases with noise of their own, and the
+            loss that they make; None: none.
         views_per_example: K; a drawn row enters a step as K random views, of which neither draw nor
             event know (:mod:`hf_dp.batches.views`).
 
@@ -218,6 +222,7 @@ class DpSgdPlan(MechanismPlan):
     clipping_quantile: ClippingQuantile | None = unless_asked(None)
     gradient_scaling_beta: float | None = unless_asked(None)
     views_per_example: int = unless_asked(1)
+    router_balance: RouterBalance | None = unless_asked(None)
 
     name: ClassVar[str] = "dp_sgd"
     privacy_mode: ClassVar[str] = DP_SGD
@@ -230,9 +235,13 @@ class DpSgdPlan(MechanismPlan):
             self.clipping_quantile.check(self.clipping, self.clipping_norm)
         if self.gradient_scaling_beta is not None:
             check_beta(BETA, self.gradient_scaling_beta)
-        adapts = self.clipping_quantile or self.gradient_scaling_beta is not None
-        if adapts and isinstance(self.draw, Banded):
-            found = NORM_QUANTILE if self.clipping_quantile else BETA
+        adapts = {
+            NORM_QUANTILE: self.clipping_quantile,
+            BETA: self.gradient_scaling_beta,
+            COEFFICIENT: self.router_balance,
+        }
+        found = next((name for name, value in adapts.items() if value is not None), None)
+        if found is not None and isinstance(self.draw, Banded):
             expected, error = f"to be unset with `{found}`", UnsupportedArgumentError
             why = "The two are not implemented together. Remove one."
             raise _validate.invalid(BANDS, self.draw.bands, expected, why, error)
@@ -257,6 +266,8 @@ class DpSgdPlan(MechanismPlan):
         clipping_quantile_budget_ratio: float = BUDGET_RATIO,
         gradient_scaling_beta: float | None = None,
         views_per_example: int = 1,
+        router_balance: float | None = None,
+        router_balance_budget_ratio: float = BALANCE_RATIO,
     ) -> Self:
         """Return the plan that these arguments ask for; the draw's as :func:`draw_of`, and then
         :func:`banded`.
@@ -279,6 +290,9 @@ class DpSgdPlan(MechanismPlan):
         if clipping_quantile is not None:
             counts = (clipping_quantile_learning_rate, clipping_quantile_budget_ratio)
             plan = replace(plan, clipping_quantile=ClippingQuantile(clipping_quantile, *counts))
+        if router_balance is not None:
+            balance = RouterBalance(router_balance, router_balance_budget_ratio)
+            plan = replace(plan, router_balance=balance)
         return replace(plan, gradient_scaling_beta=gradient_scaling_beta)
 
     @property
@@ -302,7 +316,9 @@ class DpSgdPlan(MechanismPlan):
     def sensitivities(self, schedule: Schedule) -> Mapping[str, float]:
         own = {SUM: self.clipping_norm * (1 + self.margin(schedule))}
         own |= {} if self.loss is None else {LOSS: self.loss.bound}
-        return own if self.clipping_quantile is None else own | self.clipping_quantile.sensitivities
+        for part in (self.clipping_quantile, self.router_balance):
+            own |= {} if part is None else part.sensitivities
+        return own
 
     @property
     def gradients(self) -> Self:
@@ -312,7 +328,7 @@ class DpSgdPlan(MechanismPlan):
     def _beside(self, noise_multiplier: float) -> dict[str, float]:
         """Return the noise multipliers beside this one of the gradients, by part."""
         found: dict[str, float] = {}
-        for each in (self.loss, self.clipping_quantile):
+        for each in (self.loss, self.clipping_quantile, self.router_balance):
             found |= {} if each is None else each.part(noise_multiplier)
         return found
 
@@ -331,6 +347,8 @@ class DpSgdPlan(MechanismPlan):
             asked.append(Asked(LOSS_KIND, BOUND, self.loss.bound))
         if self.clipping_quantile is not None:  # another sum over the draw, as losses are
             asked.append(Asked(LOSS_KIND, NORM_QUANTILE, self.clipping_quantile.quantile))
+        if self.router_balance is not None:
+            asked.append(Asked(LOSS_KIND, COEFFICIENT, self.router_balance.coefficient))
         if selects:
             asked.append(Asked(SELECTION, "peft_config", "one that selects what trains"))
         refuse_together(asked, schedule.accountant)
@@ -342,7 +360,9 @@ class DpSgdPlan(MechanismPlan):
         loss = [] if self.loss is None else [self.loss.outline(schedule, self.sigma)]
         counts = self.clipping_quantile
         norm = [] if counts is None else [counts.outline(schedule, self.sigma, self._joint())]
-        return (*lines[views == 1 :], *loss, *norm)
+        balance = self.router_balance
+        loads = [] if balance is None else [balance.outline(self.sigma, self._joint())]
+        return (*lines[views == 1 :], *loss, *norm, *loads)
 
     def _joint(self) -> float:
         """Return the noise multiplier of all sums of a step, as of one."""
@@ -392,6 +412,8 @@ class DpSgdPlan(MechanismPlan):
             words = self.loss.words(words, schedule, self.sigma, self.views_per_example)
         if self.clipping_quantile is not None:
             words = self.clipping_quantile.words(words, schedule, self.sigma, self._joint())
+        if self.router_balance is not None:
+            words = self.router_balance.words(words, self.sigma, self._joint())
         return words if self.search is None else self.search.words(words)
 
 

@@ -119,7 +119,7 @@ class EngineCheck:
             have_neighbors=self._have_neighbors,
         )
         if not run.has_own_loss:
-            refuse_another_loss(run.model, run.loss_of, alone[0], rounded=rtol is not None)
+            refuse_another_loss(run.model, run.own_losses, alone[0], rounded=rtol is not None)
 
     def _compare_beside(self, longest: Example, short: Example) -> None:
         run = self.run

@@ -135,8 +135,8 @@ class Release:
         return sums
 
     def beside(self, part: str, total: Tensor) -> Tensor:
-        """Add up one sum of bounded numbers, (), over the examples of all processes, add noise
-        once, in place, and return it.
+        """Add up one sum of bounded numbers or vectors over the examples of all processes, add
+        noise to each number once, in place, and return it.
 
         Args: part: of the event, such as :data:`hf_dp.accounting.LOSS`.
 

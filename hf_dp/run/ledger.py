@@ -40,6 +40,7 @@ _ARGUMENTS = {
     "target_epsilon": "",
     "loss": "`noised_loss_bound`, `noised_loss_budget_ratio`",
     "clipping_quantile": "",
+    "router_balance": "",
     "noise_multiplier": "",
     "delta": "`target_delta`",
     "draw": "`sampling`, `max_logical_batch_size`, `unit_sampling`",

@@ -85,6 +85,8 @@ class PrivateRun:
         engine_check: compares the clipping engine with one-by-one gradients.
         arguments: which all processes must have in common.
         columns: returns the training set without what the model does not take, and its collator.
+        add_to_losses: of the losses' function, model and batch, returns what trains: the losses
+            with what a mechanism adds to each. None: as they are.
         inside: who sees what is not noised. audit: what an audit among them found.
         selections: which this run made, and its ledger counts.
         other: what else trained the weights.
@@ -136,6 +138,7 @@ class PrivateRun:
         self.units, self._rows_of_units = units, train_dataset
         self.train_dataset, self.data_collator = train_dataset, data_collator
         self.processing_class, self.accelerator = processing_class, accelerator
+        self.add_to_losses: Callable[[PerExampleLoss, nn.Module, Batch], Tensor] | None = None
         self.has_own_loss = compute_per_example_loss is not None
         self._of_model: PerExampleLoss = compute_per_example_loss or per_example_loss
         self.forward_context = forward_context
@@ -459,6 +462,13 @@ class PrivateRun:
     def loss_of(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the per-example losses, (b,), by a model, of a batch that is on its device."""
         with each_row_read_as_alone(model):
+            if self.add_to_losses is not None:
+                return self.add_to_losses(self._of_model, model, batch)
+            return self._of_model(model, batch)
+
+    def own_losses(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return :meth:`loss_of` without what a mechanism adds."""
+        with each_row_read_as_alone(model):
             return self._of_model(model, batch)
 
     def placed(self, batch: Batch) -> Batch:
@@ -496,14 +506,14 @@ class PrivateRun:
         self,
         engine: ClippingEngine,
         batches: Iterable[Batch],
-        watch: Callable[[Tensor], object] | None = None,
+        watch: Sequence[Callable[[Tensor], object]] = (),
     ) -> Tensor:
         """Run this process's part of a logical batch through the model into the engine, and return
         the sum of its losses, which is not private.
 
-        ``watch`` is called with the losses of each physical batch, (b,), of users with the means
-        over their rows. A sharded model is gathered by all processes for each forward, so that all
-        make as many: those that are missing run on made-up examples, which count nothing.
+        Each ``watch`` is called with the losses of each physical batch, (b,), of users with the
+        means over their rows. A sharded model is gathered by all processes for each forward, so
+        that all make as many: those that are missing run on made-up examples, which count nothing.
         """
         self._drawn_for = batches.step if isinstance(batches, OfStep) else None
         size = self.options.batches.physical_batch_size
@@ -525,8 +535,8 @@ class PrivateRun:
                 made_up = self.processes.largest(len(own)) - len(own)
             for losses in self._clipped(engine, own):
                 loss_sum += losses.nan_to_num().sum()
-                if watch is not None:
-                    watch(losses)
+                for each in watch:
+                    each(losses)
             for _ in range(made_up):
                 engine.backward(self.losses(self.engine_check.made_up), counted=False)
         return loss_sum

@@ -14,7 +14,7 @@ from hf_dp.accounting import ACCOUNTANTS, epsilon
 from hf_dp.accounting.event import Event
 from hf_dp.accounting.knows import NO_BOUND
 from hf_dp.errors import ConfigError, UnsupportedArgumentError
-from hf_dp.plans import dp_sgd, quantile, scaling
+from hf_dp.plans import balance, dp_sgd, quantile, scaling
 from hf_dp.plans.bands import AUTO, BANDS, banded, check_bands
 from hf_dp.plans.dp_fp import DP_FP, PRIVATE_ENCODER, PUBLISHED
 from hf_dp.plans.draws import POISSON, check_sampling
@@ -184,6 +184,18 @@ class StepArguments(ArgumentGroup):
         "noised sum is divided by the scales (arXiv 2507.01129). It costs no privacy.",
         scaling.check_beta,
     )
+    router_balance: float | None = argument(
+        None,
+        "Only for dp_sgd on a mixture of experts: the weight of a load-balancing loss (as "
+        "transformers' router_aux_loss_coef, 0.001 to 0.02) by noised loads, which epsilon covers.",
+        balance.check_coefficient,
+    )
+    router_balance_budget_ratio: float = argument(
+        balance.BUDGET_RATIO,
+        "With router_balance: the share of the privacy budget, in (0, 1), that the loads get; the "
+        "gradient's noise grows by the factor 1/sqrt(1 - share).",
+        balance.check_ratio,
+    )
     max_grad_norm: float | None = argument(
         None,
         "The Trainer's own clip, of the averaged gradient after noise. Unset means 0 (off) in "
@@ -216,6 +228,7 @@ class StepArguments(ArgumentGroup):
         ),
         Need(scaling.BETA, "audit_scores", _NOT_DIRECTIONS, _EITHER, UnsupportedArgumentError),
         Need(f"{quantile.RATE} {quantile.RATIO}", quantile.NORM_QUANTILE, is_given, "Set both."),
+        Need(balance.RATIO, balance.COEFFICIENT, is_given, "Set both."),
         Need(
             "adam_bc_floor audit_canaries",
             BANDS,
@@ -224,7 +237,8 @@ class StepArguments(ArgumentGroup):
             UnsupportedArgumentError,
         ),
         Need(
-            f"views_per_example {BANDS} {quantile.NORM_QUANTILE} {scaling.BETA}",
+            f"views_per_example {BANDS} {quantile.NORM_QUANTILE} {scaling.BETA} "
+            f"{balance.COEFFICIENT}",
             "privacy_mode",
             (dp_sgd.DP_SGD,),
             "Only a step of DP-SGD does this with gradients before it clips them, or has noise "
@@ -421,6 +435,8 @@ def gradient_plan(args: Any, num_classes: int | None) -> dp_sgd.DpSgdPlan:
         clipping_quantile_budget_ratio=args.clipping_quantile_budget_ratio,
         gradient_scaling_beta=args.gradient_scaling_beta,
         views_per_example=args.views_per_example,
+        router_balance=args.router_balance,
+        router_balance_budget_ratio=args.router_balance_budget_ratio,
     )
 
 

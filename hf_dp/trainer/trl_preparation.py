@@ -74,7 +74,9 @@ LM_REFUSED: Mapping[str, Refusal] = {
     **TRL_REFUSED,
     "padding_free": only("It flattens a batch, so no layer sees examples. Remove it.", False),
     "router_aux_loss_coef": only(
-        "It is a mean over all tokens of a batch, so neighbors share a loss. Remove it.", None, 0
+        "It is a mean over all tokens of a batch, so neighbors share a loss. Use router_balance.",
+        None,
+        0,
     ),
 }
 
