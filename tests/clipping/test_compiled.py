@@ -228,7 +228,9 @@ def test_what_would_be_compiled_later_is_refused():
     run(batch=X)
     program.seal()
     run(batch=X + 1)
-    with pytest.raises(UnsupportedModelError, match=r"shapes \[\(2, 4\)\] now.*shapes='few' or 'one'"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"shapes \[\(2, 4\)\] now.*shapes='few' or 'one'"
+    ):
         run(batch=X[:2])
     with pytest.raises(UnsupportedModelError, match="does not call the model's forward"):
         run(batch=X, loss=lambda model, x: model.last(model.first(x)).square().sum(-1))

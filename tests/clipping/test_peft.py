@@ -3,8 +3,10 @@
 The base model is left alone.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -30,9 +32,11 @@ from models import (
     together,
     token_mean,
 )
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_dp import clipping as library
 from hf_dp.clipping import ClippingEngine
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.errors import HfDpError
@@ -49,12 +53,11 @@ class Case:
         self.architecture: Architecture = ARCHITECTURES[base]
         self.config, self.options = config, options
 
-    def build(self, dropout: float = 0.0, **more: Any) -> Any:
-        """The adapted model in float64."""
+    def build(self, dropout: float = 0.0, dtype: Any = torch.float64, **more: Any) -> Any:
+        """The adapted model in float64. Args: dtype: of the base, before it is adapted."""
         torch.manual_seed(0)
-        model = peft.get_peft_model(
-            self.architecture.build(dropout=dropout), self.config(**self.options | more)
-        )
+        base = self.architecture.build(dropout=dropout, dtype=dtype)
+        model = peft.get_peft_model(base, self.config(**self.options | more))
         return shaken(model).double().train()
 
     def examples(self, model: Any, lengths: Sequence[int]) -> list[Batch]:
@@ -359,3 +362,62 @@ def test_adapters_on_a_quantized_base(strategy):
     assert_net_exact(model, torch.randint(0, VOCABULARY, (4, 6)), strategy)
     assert_untouched(model, before)
     assert model.first.base.weight.dtype == torch.int8
+
+
+# -- each kind that PEFT has is what the page says ---
+
+PAGE = (Path(library.__file__).parents[1] / "tuners" / "README.md").read_text()
+ROWS = dict(re.findall(r"^\| (exact[^|]*|refused[^|]*|not tried[^|]*) \| ([^|]*) \|$", PAGE, re.M))
+KINDS = {status: re.findall(r"`(\w+)`", names) for status, names in ROWS.items()}
+OWN = {  # options beside target_modules and r
+    "adalora": {"init_r": 4, "total_step": 10},
+    "boft": {"boft_block_size": 4},
+    "c3a": {"block_size": 4},
+    "cartridge": PROMPT,
+    "fourierft": {"n_frequency": 5},
+    "ia3": {"feedforward_modules": []},
+    "ln_tuning": {"target_modules": ["LayerNorm"]},
+    "oft": {"oft_block_size": 4, "r": 0},
+    "p_tuning": {**PROMPT, "encoder_hidden_size": 8},
+    "prefix_tuning": PREFIX,
+    "prompt_tuning": PROMPT,
+    "road": {"group_size": 4},
+    "trainable_tokens": {"target_modules": ["word_embeddings"], "token_indices": [7, 9]},
+    "unilora": {"theta_d_length": 16},
+    "vblora": {"num_vectors": 4, "vector_length": 4, "topk": 2},
+    "waveft": {"n_frequency": 5},
+}
+
+
+def test_the_page_names_each_kind_once():
+    """Of PEFT's versions that may be installed, in which kinds come."""
+    named = [kind for kinds in KINDS.values() for kind in kinds]
+    assert len(KINDS) == 5 and len(named) == len({*named})
+    assert {each.value.lower() for each in peft.PeftType} <= {*named}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(status, kind) for status, kinds in KINDS.items() for kind in kinds if "not" not in status],
+)
+def test_it_is_what_the_page_says(status, kind):
+    config = PEFT_TYPE_TO_CONFIG_MAPPING[kind.upper()]
+    usual = {"target_modules": ["query", "value"], "r": 2}
+    fields = {field.name for field in dataclasses.fields(config)}
+    options = {name: value for name, value in usual.items() if name in fields}
+    case = Case("bert", config, task_type="SEQ_CLS", **options | OWN.get(kind, {}))
+    # PSOFT computes its start in float32.
+    model = case.build(dtype=torch.float32 if kind == "psoft" else torch.float64)
+    for lengths in LENGTHS:
+        expected = expectation(case, model, lengths)
+        if "refused" in status:
+            with pytest.raises(HfDpError):
+                result(case, model, lengths, expected.clipping_norm, STRATEGIES[0])
+            continue
+        found = result(case, model, lengths, expected.clipping_norm, STRATEGIES[0])
+        if "float32" not in status:
+            assert_equal(*found, expected)
+            continue
+        for name, total in expected.sums.items():
+            assert float((found[1][name] - total).abs().max()) <= 1e-6 * float(total.abs().max())

@@ -151,7 +151,10 @@ def test_the_event_has_the_loads_and_costs_what_the_budget_says():
     assert event.noise_multipliers == {"sum": SIGMA, "loads": pytest.approx(2.0)}
     assert event.joint_noise_multiplier == pytest.approx(SIGMA * math.sqrt(1 - RULE.budget_ratio))
     assert type(plan).from_dict(plan.to_dict()) == plan
-    assert "noised loads" in plan.words.name and "noise multiplier 2" in plan.mechanism.outline(plan)[-1]
+    assert (
+        "noised loads" in plan.words.name
+        and "noise multiplier 2" in plan.mechanism.outline(plan)[-1]
+    )
 
 
 def test_what_it_is_not_implemented_with_is_refused(tmp_path):
