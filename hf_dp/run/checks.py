@@ -292,7 +292,8 @@ def meet(run: Run) -> None:
 
 def _in_common(run: Run) -> dict[str, str]:
     """Return, by name, what all processes of a run must have in common."""
-    options = run.options
+    options, reading = run.options, run.reading
+    rows = digest_of_rows(run.train_dataset) if reading is None else reading.stream.plan.id
     loud = replace(options, batches=replace(options.batches, quiet=False))  # bars are one's own
     groups: dict[str, Mapping[str, object]] = {
         "the privacy plan's": run.plan.to_dict(),
@@ -310,7 +311,7 @@ def _in_common(run: Run) -> dict[str, str]:
         found |= {f"{of} `{name}`": _shown(repr(value)) for name, value in values.items()}
     return found | {
         "the number of rows": str(len(run.train_dataset)),
-        "the rows of train_dataset": digest_of_rows(run.train_dataset),
+        "the rows of train_dataset": rows,
         "whose each row is": "their own" if run.units is None else run.units.digest(),
         "the data collator": type(run.data_collator).__qualname__,
         "the parameters of the model": _digest(json.dumps(layout)),

@@ -264,7 +264,7 @@ class PrivateRun:
         checks.meet(self)
         self.book.open()
         if self.reading is not None:
-            self.reading.check()
+            self.processes.on_main(self.reading.check)
         if (units := self.units) is not None:
             book, begun = self.book, self.ledger.steps() > self.ledger.steps(EARLIER)
             self.processes.on_main(lambda: same_users(book.folder, book.run_id, units, begun))
@@ -276,8 +276,10 @@ class PrivateRun:
         reading = self.reading
         if reading is None:
             return self.book.start(planned_steps, planned_releases)
-        self.book.start(reading.to_pay(planned_steps), planned_releases)
-        self.book.paid = reading.paid
+        of_stream = lambda: (reading.to_pay(planned_steps), reading.paid)  # noqa: E731
+        to_pay, paid = self.processes.on_main(of_stream)
+        self.book.start(to_pay, planned_releases)
+        self.book.paid = paid
 
     def stop(self) -> None:
         """Let another process go on with this run."""
@@ -431,13 +433,14 @@ class PrivateRun:
 
     def _pay_ahead(self) -> None:
         """Record a whole allocation, before it is drawn; not one that a stream goes on with."""
-        if self.reading is None or self.reading.begins:
+        reading = self.reading
+        if reading is None or self.processes.on_main(lambda: reading.begins):
             self._gate.pay_ahead(self.plan.step_release())
 
     def _of_rows(self, sampler: Sampler) -> Sampler:
         """Return a sampler, or what reads sharded rows for it."""
         reading = self.reading
-        return sampler if reading is None else sampler_of(sampler, reading, self.processes.count)
+        return sampler if reading is None else sampler_of(sampler, reading)
 
     # -- losses and their clipped sums --
 

@@ -133,7 +133,9 @@ class Stream(IterableDataset[Row]):
     def recorded(self, epoch: int) -> int:
         """Return how many steps of an epoch were recorded, from the first on."""
         try:
-            return (self.folder / name_of(epoch) / READ).stat().st_size
+            # Opened, since a network's file system may remember an older size until then.
+            with open(self.folder / name_of(epoch) / READ, "rb") as stream:
+                return os.fstat(stream.fileno()).st_size
         except FileNotFoundError:
             return 0
 
@@ -171,7 +173,8 @@ class Book(Protocol):
 
 
 class Reading:
-    """Tells what a run has read of a stream, and records it."""
+    """Tells what a run has read of a stream, and records it: in its main process, if there are
+    several, which see the same folders."""
 
     def __init__(self, stream: Stream, book: Book):
         self.stream, self._book = stream, book
@@ -351,16 +354,9 @@ def check_for_stream(stream: Stream, **given: object) -> None:
             raise invalid(name, value, expected, why, UnsupportedArgumentError)
 
 
-def sampler_of(sampler: Sampler, reading: Reading, processes: int = 1) -> StreamSampler:
+def sampler_of(sampler: Sampler, reading: Reading) -> StreamSampler:
     """Return the sampler that reads a stream for a plan's. Raises: InvalidArgumentError,
-    UnsupportedArgumentError for a plan whose draws are not those of the stream, and for several
-    processes."""
-    if processes > 1:
-        raise UnsupportedArgumentError(
-            f"Expected one process for a stream of shards, got {processes}: that each reads a part "
-            "of a step is not implemented. Launch one process, or give several the rows as a data "
-            "set."
-        )
+    UnsupportedArgumentError for a plan whose draws are not those of the stream."""
     check_sampler(sampler, reading.stream.plan)
     assert isinstance(sampler, (AllocationSampler, PoissonSampler))
     return StreamSampler(sampler.num_examples, sampler, reading=reading)

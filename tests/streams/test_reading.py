@@ -6,7 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import silence
 import tiny
+from processes import results
 from watch import watch
 
 from hf_dp import PrivacyPlan, PrivateRun, mechanism_for
@@ -310,9 +312,47 @@ def test_other_rows_are_refused_once_a_run_reads_a_stream(folder, tmp_path):
             made.get_train_dataloader()
 
 
-def test_several_processes_and_other_draws_are_refused(folder, tmp_path):
+def without_noise(out, folder, **options):
+    """The weights of a run in float64 without noise, and its events."""
+    given = {"train_dataset": load(folder), "model": tiny.model().double()}
+    plain = {**OPTIONS, **silence.PLAIN_STEPS, "accountant": "pld"}
+    made = silence.silenced(tiny.trainer(out, given=given, **{**plain, **options}))
+    made.train()
+    return silence.weights(made), made.ledger.events
+
+
+@pytest.mark.parametrize("sampling", [None, pytest.param("poisson", marks=pytest.mark.slow)])
+def test_two_processes_read_one_stream(sampling, folder, tmp_path):
+    """They make the updates of one process, and read each step once."""
+    options = {}
+    if sampling is not None:
+        options = {"sampling": sampling}
+        shutil.rmtree(folder)
+        shard(
+            tiny.dataset(ROWS), folder, expected_batch_size=10, num_train_epochs=EPOCHS, **options
+        )
+    again = Path(shutil.copytree(folder, tmp_path / "again"))
+    expected, events = without_noise(tmp_path / "one", folder, **options)
+    found = results(2, lambda: without_noise(tmp_path / "two", again, **options))
+    for weights, own in found:
+        assert own == events
+        assert silence.distance(weights, expected, "bert") < 1e-6
+    assert load(again).recorded(1 if sampling is None else 0) == (
+        STEPS if sampling is None else STEPS * EPOCHS
+    )
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_with_the_stream_of_one(folder, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path, folder, [Dies(5)]).train()
+    resumed = lambda: tiny.resumed(trainer(tmp_path, folder), 3).ledger.events  # noqa: E731
+    for events in results(2, resumed):
+        assert events == (RandomAllocationGaussian(1.0, STEPS, STEPS * EPOCHS),)
+    assert load(folder).recorded(1) == STEPS
+
+
+def test_other_draws_are_refused(folder, tmp_path):
     known = Reading(load(folder), book(tmp_path))
-    with pytest.raises(UnsupportedArgumentError, match="Expected one process for a stream"):
-        sampler_of(AllocationSampler(ROWS, STEPS), known, processes=2)
     with pytest.raises(UnsupportedArgumentError, match="got 'PoissonSampler'"):
         sampler_of(PoissonSampler(ROWS, 0.1, STEPS), known)
