@@ -19,6 +19,7 @@ EXTRAS = {
     "matplotlib": "plot", "opacus": "bench", "bitsandbytes": "quantized",
     "sacrebleu": "generation", "nltk": "generation", "rouge_score": "generation",
     "pycocoevalcap": "generation", "bert_score": "generation", "trl": "trl",
+    "sentence_transformers": "embeddings",
     "PIL": "images", "ray": "ray",
 }  # fmt: skip
 # Modules that are not called as their package.

@@ -151,6 +151,28 @@ class UserRowsGaussian(NoisedSum):
 
 @register_event
 @dataclass(frozen=True)
+class GroupedGaussian(NoisedSum):
+    """The Gaussian mechanism on a fresh Poisson sample of fixed groups, each clipped as one, where
+    what is protected is one example of a group.
+
+    An example's place alone says which group it is in. Without it, or with another in its place,
+    the group contributes another vector of norm at most 1: it moves by up to 2, and is in a sample
+    exactly when it was before. So under either relation a step is dominated by that of a
+    :class:`PoissonSampledGaussian` under replace-one, (1 - q) N(0, sigma^2) + q N(1, sigma^2)
+    against (1 - q) N(0, sigma^2) + q N(-1, sigma^2). (A group with all of its examples, replaced by
+    nothing, costs what that event does under zero-out.)
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    steps: int
+
+    relations: ClassVar[tuple[str, ...]] = ("zero_out", "replace_one")
+    restriction: ClassVar[str] = "One more would move others into other groups."
+
+
+@register_event
+@dataclass(frozen=True)
 class RandomAllocationGaussian(NoisedSum):
     """The Gaussian mechanism in which each example takes part once in ``steps_per_allocation``
     steps, in a uniformly random one, independently of all others; then it is allocated anew.

@@ -19,6 +19,7 @@ from hf_dp.errors import UnsupportedArgumentError, UnsupportedEventError
 POISSON = "PoissonSampledGaussian"
 TRUNCATED = "TruncatedPoissonSampledGaussian"
 USER_ROWS = "UserRowsGaussian"
+GROUPED = "GroupedGaussian"
 ALLOCATION = "RandomAllocationGaussian"
 BANDED, TRUNCATED_BANDED = "BandedGaussian", "TruncatedBandedGaussian"  # canonically those above
 OUTSIDE = "events from outside hf_dp"  # which dp-accounting knows
@@ -28,14 +29,17 @@ PUBLISHED = "PublishedForwardNoise"
 SEARCH = "BestOfRandomRuns"
 REPLACE_ONE = "relation 'replace_one'"  # the other relations are known wherever a kind is
 KINDS = (
-    POISSON, TRUNCATED, USER_ROWS, ALLOCATION, OUTSIDE, VISIBLE, PUBLISHED, SEARCH, REPLACE_ONE,
+    POISSON, TRUNCATED, USER_ROWS, GROUPED, ALLOCATION, OUTSIDE, VISIBLE, PUBLISHED, SEARCH,
+    REPLACE_ONE,
 )  # fmt: skip
 # What a plan may add to a draw: a noised loss, which is one Gaussian with the sum's; and a private
 # selection of what trains, which is Poisson-sampled.
 LOSS, SELECTION = "noised loss", "selection"
 
 KNOWS: dict[str, frozenset[str]] = {
-    "pld": frozenset({POISSON, TRUNCATED, USER_ROWS, ALLOCATION, OUTSIDE, VISIBLE, REPLACE_ONE}),
+    "pld": frozenset(
+        {POISSON, TRUNCATED, USER_ROWS, GROUPED, ALLOCATION, OUTSIDE, VISIBLE, REPLACE_ONE}
+    ),
     "rdp": frozenset({POISSON, VISIBLE, SEARCH}),
     "prv": frozenset({POISSON}),
     "gdp_clt": frozenset({POISSON, PUBLISHED}),
@@ -51,7 +55,7 @@ BOUNDS: list[str] = ["pld", "rdp", "prv"]
 NOT_TOGETHER = {
     BANDED: frozenset({SELECTION, SEARCH}),
     TRUNCATED_BANDED: frozenset({SELECTION, SEARCH}),
-    SELECTION: frozenset({ALLOCATION, USER_ROWS, SEARCH}),
+    SELECTION: frozenset({ALLOCATION, USER_ROWS, GROUPED, SEARCH}),
     LOSS: frozenset({ALLOCATION, USER_ROWS, SEARCH, OUTSIDE}),
 }
 NO_BOUND = "No bound is known for both together."

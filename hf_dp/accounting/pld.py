@@ -5,8 +5,8 @@ pessimistic connect-the-dots rule (Doroshenko, Ghazi, Kamath, Kumar, Manurangsi 
 2207.04380) and composed by FFT; both directions of zero-out are computed, and the worse one counts.
 The result is min(PLD + SLACK, RDP). Both are upper bounds; RDP is tighter in a few corners (few
 steps of very weak mechanisms, where the grid is coarser than the loss). RDP does not know
-replace-one, truncated samples and allocations, so there the result is PLD + SLACK. Rates below
-SMALL_RATE have a grid of their own and no slack (:mod:`hf_dp.accounting.tilted`).
+replace-one, groups, truncated samples and allocations, so there the result is PLD + SLACK. Rates
+below SMALL_RATE have a grid of their own and no slack (:mod:`hf_dp.accounting.tilted`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from hf_dp.accounting.allocation import allocated
 from hf_dp.accounting.composition import Composition, Epsilon, Range
 from hf_dp.accounting.event import Event
 from hf_dp.accounting.events import (
+    GroupedGaussian,
     PoissonSampledGaussian,
     RandomAllocationGaussian,
     SampledRecordRelease,
@@ -61,17 +62,17 @@ SMALL_RATE = 1e-5
 # 2e-3 at 1e-9 and by 0.014 at 1e-10. There, tilted distributions are composed, three times as slow.
 TILTED_BELOW = 1e-8
 
-# Truncated samples, visible samples and replace-one have heavier tails, where FFT rounding takes
-# more: at noise 0.3, rate 1e-5 and delta 1e-8 the result is 0.003 too small after 1e5 steps and
-# 0.015 after 9e5 (against a tilted FFT of the same pair); 2.2e-4 at delta 1e-7 and 1e5 steps. RDP
-# cannot replace it for truncated samples and replace-one.
+# Truncated samples, visible samples, groups and replace-one have heavier tails, where FFT rounding
+# takes more: at noise 0.3, rate 1e-5 and delta 1e-8 the result is 0.003 too small after 1e5 steps
+# and 0.015 after 9e5 (against a tilted FFT of the same pair); 2.2e-4 at delta 1e-7 and 1e5 steps.
+# RDP cannot replace it for truncated samples, groups and replace-one.
 HEAVY_TAILS = dataclasses.replace(
     RANGE,
     min_sample_rate=SMALL_RATE,
     max_steps=10**5,
     min_delta=1e-7,
     next_move='For visible samples, use accountant="rdp". No other accountant describes truncated '
-    "samples or replace-one.",
+    "samples, groups or replace-one.",
 )
 
 # Less noise spreads the grid of an allocation over too much.
@@ -118,6 +119,7 @@ _RELATIONS = {
 Distribution: TypeAlias = google_pld.PrivacyLossDistribution
 Secret: TypeAlias = (
     PoissonSampledGaussian
+    | GroupedGaussian
     | RandomAllocationGaussian
     | TruncatedPoissonSampledGaussian
     | UserRowsGaussian
@@ -170,6 +172,7 @@ def _secret(composition: Composition) -> tuple[Secret, ...]:
         *composition.of(RandomAllocationGaussian),
         *composition.of(TruncatedPoissonSampledGaussian),
         *composition.of(UserRowsGaussian),
+        *composition.of(GroupedGaussian),
         *([PoissonSampledGaussian(1 / mu, 1.0, 1)] if mu > 0 else []),
     )
 
@@ -245,6 +248,8 @@ def _one_step(event: Secret, interval: float, relation: str) -> Distribution:
         return sampled_rows(sigma, rate, event.max_rows, interval)
     if isinstance(event, TruncatedPoissonSampledGaussian):
         return truncated_gaussian(event, interval, relation)
+    if isinstance(event, GroupedGaussian):
+        relation = "replace_one"
     return sampled_gaussian(sigma, rate, interval, relation)
 
 

@@ -451,6 +451,8 @@ class ClippingEngine:
     def _note_inputs(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
+        for features in args:  # as sentence-transformers has them
+            kwargs = {**kwargs, **features} if isinstance(features, Mapping) else kwargs
         self._tape.note_positions((*args, *kwargs.values()))
         named = [kwargs.get(name) for name in ("input_ids", "inputs_embeds", "pixel_values")]
         for value in (*named, *args, *kwargs.values()):

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 from hf_dp import _validate
 from hf_dp._dataclasses import Named, register
 from hf_dp.accounting import Event
-from hf_dp.accounting.knows import ALLOCATION, TRUNCATED, USER_ROWS, Asked
+from hf_dp.accounting.events import GroupedGaussian
+from hf_dp.accounting.knows import ALLOCATION, GROUPED, TRUNCATED, USER_ROWS, Asked
 from hf_dp.accounting.knows import POISSON as POISSON_SAMPLED
 from hf_dp.errors import ConfigError, UnsupportedArgumentError
 from hf_dp.plans.samplers import AllocationSampler, PoissonSampler, Sampler
@@ -222,6 +223,60 @@ def _users(schedule: Schedule) -> Users:
     if schedule.users is None:
         raise ConfigError("Expected a plan whose `users` say how many rows are one user's.")
     return schedule.users
+
+
+GROUP = "rows_per_group"
+
+
+@register_draw
+@dataclass(frozen=True)
+class Groups(Poisson):
+    """Each group joins each step independently with the probability B / N, and is clipped as one.
+
+    Rows 0 to k - 1 are the first group, the next k the second, and so on: places alone decide,
+    before any draw, and the last N mod k rows take no part. (Groups cut from a draw would not do:
+    one row less in it moves all that follow into other groups.) B counts rows. What is protected is
+    one row, whose absence changes its group's gradient and not who is drawn.
+
+    Args: rows_per_group: k >= 2.
+    """
+
+    rows_per_group: int
+
+    name: ClassVar[str] = "groups"
+    kind: ClassVar[str] = GROUPED
+    drawn: ClassVar[str] = "Poisson sampling of fixed groups"
+    moved: ClassVar[int] = 2  # a group of another length leaves one batch and joins another
+
+    def __post_init__(self) -> None:
+        _validate.integer(GROUP, self.rows_per_group, 2)
+
+    @property
+    def asked(self) -> Asked:
+        return Asked(self.kind, GROUP, self.rows_per_group)
+
+    def sampler(self, schedule: Schedule, steps: int) -> PoissonSampler:
+        groups = schedule.num_examples // self.rows_per_group
+        return PoissonSampler(groups, self.sample_rate(schedule), steps)
+
+    def event(self, schedule: Schedule, noise_multiplier: float, steps: int) -> Event:
+        return GroupedGaussian(noise_multiplier, self.sample_rate(schedule), steps)
+
+    def words(self, schedule: Schedule) -> str:
+        return (
+            f"Poisson: each group of {self.rows_per_group} rows, formed by their places before any "
+            "draw, joins each step independently with the probability sample_rate and is clipped "
+            "as one; an empty draw is a step"
+        )
+
+
+def grouped(draw: Draw, rows_per_group: int) -> Draw:
+    """Return a draw of groups in place of one of rows. Raises: UnsupportedArgumentError."""
+    if type(draw) is Poisson:
+        return Groups(rows_per_group)
+    expected, error = f"to be unset with {draw.asked}", UnsupportedArgumentError
+    why = "Groups are drawn as Poisson samples. Remove one of the two."
+    raise _validate.invalid(GROUP, rows_per_group, expected, why, error)
 
 
 @register_draw

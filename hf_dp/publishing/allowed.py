@@ -19,6 +19,9 @@ _GOES = {
         "noised weights, which epsilon covers"
     ),
     r"model\.safetensors\.index\.json": "which shard holds which weight",
+    r"\d+_[A-Za-z]+/model\.safetensors": "noised weights, of a module beside the transformer",
+    r"modules\.json|config_sentence_transformers\.json|sentence_bert_config\.json"
+    r"|\d+_[A-Za-z]+/config\.json": "which modules an embedding model has",
     r"adapter_config\.json": "how the adapter is built, and on which base",
     r"config\.json": "what the model is built from",
     r"generation_config\.json": "defaults of generation",

@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from hf_dp.accounting import EARLIER, Epsilon, Ledger
 from hf_dp.batches.examples import Collator
+from hf_dp.batches.groups import in_groups
 from hf_dp.batches.limits import Limits
 from hf_dp.batches.loader import Masked
 from hf_dp.batches.padding import Padding
@@ -378,7 +379,7 @@ class PrivateRun:
         if options.look_over == WHEN_DRAWN or options.batches.shapes != ANY:
             first = FirstRows(options.longest_row, all_rows=options.look_over == ALL)
         data = TrainingData(
-            dataset,
+            in_groups(dataset, self.plan.mechanism.draw),
             collator,
             padding,
             limits,

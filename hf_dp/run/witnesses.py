@@ -151,8 +151,10 @@ HEAD_KEY = "hf_dp_ledger_head"  # in the metadata
 
 def weights_files(folder: Path) -> list[Path]:
     """List the safetensors files with weights in a folder: a model, its shards or an adapter, which
-    PEFT puts into a folder of its name if it has one."""
-    found = [*folder.glob("*.safetensors"), *folder.glob("*/adapter_model*.safetensors")]
+    PEFT puts into a folder of its name if it has one; and those of a module in a numbered folder,
+    as sentence-transformers has them."""
+    patterns = ("*.safetensors", "*/adapter_model*.safetensors", "[0-9]*_*/model.safetensors")
+    found = [path for pattern in patterns for path in folder.glob(pattern)]
     return sorted(
         path
         for path in found

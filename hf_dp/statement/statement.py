@@ -153,7 +153,7 @@ class PrivacyStatement:
     @property
     def neighboring_relation(self) -> str:
         """Against which change, in words."""
-        return wording.relation_in_words(self.relation_code, self.plan.users)
+        return wording.relation_in_words(self.relation_code, self.plan)
 
     @property
     def mechanism(self) -> str:

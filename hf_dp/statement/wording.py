@@ -12,6 +12,7 @@ from hf_dp.accounting import BOUNDS, Epsilon, Ledger, round_up
 from hf_dp.accounting.accountants import Answer, compare
 from hf_dp.errors import AccountingRangeError
 from hf_dp.plans import units
+from hf_dp.plans.draws import Groups
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.statement.facts import EVALUATION_ON_TRAINING_ROWS, OTHER_ROWS, PUBLIC_ROWS, RunFacts
 
@@ -119,13 +120,21 @@ _VECTOR_RELATION = (
 _RELATIONS = {
     units.ZERO_OUT: (
         "zero-out: the contribution of one {one} is replaced by nothing, while the number of {all} "
-        "is public. The value of epsilon is the same as for adding or removing one {one}, but that "
-        "relation is not claimed, because sample rate, steps, delta and divisor are derived from "
-        "the number of {all}"
+        "is public. {cost}"
     ),
     units.RECORD_ZERO_OUT: _VECTOR_RELATION,
     units.NONE: "none: nothing is established for any relation",
 }
+_AS_ADDED = (
+    "The value of epsilon is the same as for adding or removing one {one}, but that relation is "
+    "not claimed, because sample rate, steps, delta and divisor are derived from the number of "
+    "{all}"
+)
+_IN_A_GROUP = (
+    "Its group then has another gradient, of any direction, and epsilon is that of such a move: so "
+    "it holds for a row that another replaces, too. Adding or removing a row is not covered, "
+    "because others would move into other groups"
+)
 _RELEASES = {
     EVALUATION_ON_TRAINING_ROWS: " (metrics computed on training rows)",
     "clipped_gradient_norm": " (norms of clipped gradients before noise)",
@@ -163,11 +172,13 @@ def unit_in_words(unit: str, facts: RunFacts, users: units.Users | None) -> str:
     return f"{_UNITS[unit]}; {who} {_K_FOLD}"
 
 
-def relation_in_words(relation: str, users: units.Users | None) -> str:
+def relation_in_words(relation: str, plan: PrivacyPlan) -> str:
     """Say against which change a row, or user, is protected, by its code in
     :mod:`hf_dp.plans.units`."""
+    users = plan.users
     one, every = ("row", "rows") if users is None else (users.name, f"units (each a {users.name})")
-    return _RELATIONS[relation].format(one=one, all=every)
+    cost = _IN_A_GROUP if isinstance(plan.mechanism.draw, Groups) else _AS_ADDED
+    return _RELATIONS[relation].format(one=one, all=every, cost=cost.format(one=one, all=every))
 
 
 def released_in_words(facts: RunFacts) -> list[str]:

@@ -339,6 +339,7 @@ NEEDED: Mapping[str, object] = {
     "privacy_unit": EXAMPLE,
     "views_per_example": 1,
     "audit_canaries": None,
+    "rows_per_group": None,
 }
 # What a statement says of where the steps of rows came from.
 OF_SHARDS = "BLAKE2b, keyed with 256 bits by the operating system's cryptographic generator"

@@ -17,10 +17,10 @@ from hf_dp.errors import ConfigError, UnsupportedArgumentError
 from hf_dp.plans import balance, dp_sgd, quantile, scaling
 from hf_dp.plans.bands import AUTO, BANDS, banded, check_bands
 from hf_dp.plans.dp_fp import DP_FP, PRIVATE_ENCODER, PUBLISHED
-from hf_dp.plans.draws import POISSON, check_sampling
+from hf_dp.plans.draws import GROUP, POISSON, check_sampling, grouped
 from hf_dp.plans.mechanism import MechanismPlan
 from hf_dp.plans.privacy import PrivacyPlan
-from hf_dp.plans.units import BY_ROW, NEIGHBORING_RELATIONS, USER
+from hf_dp.plans.units import BY_ROW, EXAMPLE, NEIGHBORING_RELATIONS, USER
 from hf_dp.statement.facts import CLIPPED_GRADIENT_NORM, RELEASABLE
 from hf_dp.trainer.forward_arguments import forward_plan
 from hf_dp.trainer.row_arguments import users_of
@@ -149,6 +149,14 @@ class StepArguments(ArgumentGroup):
         "Only for dp_sgd. Needs a transform, a collator or dropout that is random; time and "
         "memory count views.",
     )
+    rows_per_group: int | None = argument(
+        None,
+        "Clip so many rows, 2 or more, as one: fixed groups, by place, of which a loss of your own "
+        "may compare the rows. One row is protected, and pays for a whole group that changes. The "
+        "collator gets groups, each a list of rows. expected_batch_size counts rows. Only for "
+        "dp_sgd; only accountant pld knows it.",
+        lambda name, value: integer(name, value, 2),
+    )
     per_example_max_grad_norm: float = argument(
         0.1, "Largest L2 norm with which one example's gradient enters the sum, above 0."
     )
@@ -237,7 +245,7 @@ class StepArguments(ArgumentGroup):
             UnsupportedArgumentError,
         ),
         Need(
-            f"views_per_example {BANDS} {quantile.NORM_QUANTILE} {scaling.BETA} "
+            f"views_per_example {BANDS} {GROUP} {quantile.NORM_QUANTILE} {scaling.BETA} "
             f"{balance.COEFFICIENT}",
             "privacy_mode",
             (dp_sgd.DP_SGD,),
@@ -245,6 +253,8 @@ class StepArguments(ArgumentGroup):
             "that is correlated with others'. Remove it.",
             UnsupportedArgumentError,
         ),
+        Need(GROUP, "privacy_unit", (EXAMPLE,), _EITHER, UnsupportedArgumentError),
+        Need("audit_canaries views_per_example", GROUP, (None,), _EITHER, UnsupportedArgumentError),
     )
 
     @staticmethod
@@ -420,7 +430,7 @@ PlanOfArguments = Callable[[Any, int | None], MechanismPlan]
 
 def gradient_plan(args: Any, num_classes: int | None) -> dp_sgd.DpSgdPlan:
     """Return the plan of ``privacy_mode="dp_sgd"``."""
-    return dp_sgd.DpSgdPlan.of(
+    plan = dp_sgd.DpSgdPlan.of(
         args.per_example_max_grad_norm,
         args.noise_multiplier,
         args.clipping,
@@ -438,6 +448,9 @@ def gradient_plan(args: Any, num_classes: int | None) -> dp_sgd.DpSgdPlan:
         router_balance=args.router_balance,
         router_balance_budget_ratio=args.router_balance_budget_ratio,
     )
+    if args.rows_per_group is None:
+        return plan
+    return replace(plan, draw=grouped(plan.draw, args.rows_per_group))
 
 
 MODES: dict[str, PlanOfArguments] = {dp_sgd.DP_SGD: gradient_plan, DP_FP: forward_plan}

@@ -30,6 +30,7 @@ from hf_dp.accounting import (
     register_accountant,
 )
 from hf_dp.accounting.composition import compose
+from hf_dp.accounting.events import GroupedGaussian
 from hf_dp.errors import (
     AccountingRangeError,
     ConfigError,
@@ -54,6 +55,7 @@ EVENTS = [
     SampledRecordRelease(1.5, 0.1, 3, 4),
     SumAndRows(1.0, 2.0, 0.1, 2),
     PublishedForwardNoise(0.3, 0.01, 8, 5),
+    GroupedGaussian(1.5, 0.1, 3),
 ]
 
 
@@ -192,6 +194,7 @@ BY_KIND = {
     knows.POISSON: PoissonSampledGaussian(2.0, 0.01, 10),
     knows.TRUNCATED: TruncatedPoissonSampledGaussian(6.0, 0.01, 10, 1000, 20),
     knows.USER_ROWS: UserRowsGaussian(4.0, 0.01, 10, 3),
+    knows.GROUPED: GroupedGaussian(4.0, 0.01, 10),
     knows.ALLOCATION: RandomAllocationGaussian(2.0, 100, 100),
     knows.VISIBLE: SampledRecordRelease(4.0, 0.01, 10),
     knows.PUBLISHED: PublishedForwardNoise(2.0, 0.01, 1, 10),

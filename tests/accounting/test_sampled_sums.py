@@ -17,6 +17,7 @@ from hf_dp.accounting import (
     epsilon,
     one_step,
 )
+from hf_dp.accounting.events import GroupedGaussian
 from hf_dp.errors import UnsupportedEventError
 
 GRID = np.linspace(-30, 45, 60_001)
@@ -217,3 +218,23 @@ def test_noise_is_calibrated_to_it():
     sigma = calibrate_noise_multiplier(0.3, 1e-5, 0.02, 10, event=event)
     assert epsilon(event(sigma, 10), 1e-5).value <= 0.3
     assert epsilon(event(sigma * 0.99, 10), 1e-5).value > 0.3
+
+
+@pytest.mark.parametrize(("sigma", "q"), [(1.0, 0.1), (2.0, 0.5)])
+def test_a_row_costs_what_a_group_does_that_becomes_any_other(sigma, q):
+    def density(side):
+        return (1 - q) * noise_around(0, sigma) + q * noise_around(side, sigma)
+
+    found = epsilon(GroupedGaussian(sigma, q, 1), 1e-3).value - 1e-3  # pld's slack
+    for p, other in ((1, -1), (-1, 1)):
+        assert hockey_stick(density(p), density(other), found) <= 1e-3 * (1 + 1e-6)
+        assert hockey_stick(density(p), density(other), found - 3e-3) > 1e-3
+    of_row, of_group = GroupedGaussian(sigma, q, 50), PoissonSampledGaussian(sigma, q, 50)
+    cost = epsilon(of_row, 1e-5).value
+    assert cost == epsilon(of_group, 1e-5, relation="replace_one").value
+    assert cost > 1.2 * epsilon(of_group, 1e-5).value  # planted: as if a row moved it by C
+    assert epsilon((of_row, of_group), 1e-5).value > cost
+    always = epsilon(GroupedGaussian(2 * sigma, 1.0, 3), 1e-5).value
+    assert always == pytest.approx(epsilon(Gaussian(sigma, 3), 1e-5).value, abs=3e-3)
+    with pytest.raises(UnsupportedEventError, match="into other groups"):
+        epsilon(of_row, 1e-5, relation="add_remove")
