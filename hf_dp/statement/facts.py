@@ -44,6 +44,7 @@ class Flags(Kept):
         other_training: what rows other training of these weights was on, as the user declared: one
             of :data:`OTHER_TRAINING`; None where there was none beside the runs that count.
         experts: whether the model chooses among experts, which rounding may decide.
+        public_teacher: whether losses read another model, which the user states to be public.
         observers: names of code that is not hf_dp's and saw what was not noised. No epsilon is
             established for such a run.
 
@@ -58,11 +59,12 @@ class Flags(Kept):
     other_training: str | None = None
     observers: tuple[str, ...] = ()
     experts: bool = unless_asked(False)
+    public_teacher: bool = unless_asked(False)
 
     def __post_init__(self) -> None:
         for name in (
             *("insecure_seed", "model_selection", "rows_are_chunks", "evaluation_compared"),
-            "experts",
+            *("experts", "public_teacher"),
         ):
             if not isinstance(getattr(self, name), bool):
                 raise _validate.invalid(name, getattr(self, name), "to be True or False")
@@ -90,6 +92,7 @@ class Flags(Kept):
             ),
             observers=(*self.observers, *other.observers),
             experts=self.experts or other.experts,
+            public_teacher=self.public_teacher or other.public_teacher,
         )
 
     def includes(self, other: Flags) -> bool:

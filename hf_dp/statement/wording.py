@@ -210,6 +210,11 @@ def not_covered(facts: RunFacts, plan: PrivacyPlan) -> Iterator[str]:
             "beside it may decide which experts it gets, and so change its row's gradient (seldom "
             "in float32; never where a physical batch is one row)"
         )
+    if any(run.public_teacher for run in facts.everywhere):
+        yield (
+            "what another model was trained on whose outputs are in the losses, such as a teacher: "
+            "the user states that it is public. If it saw the training set, this epsilon is wrong"
+        )
     yield plan.words.tuning
     yield from plan.words.conditions
     yield "tokenizer, vocabulary or label set, if built from the training set"

@@ -129,6 +129,8 @@ class PrivateTraining(Training):
             run.let_inside(inside)
             inside.enter(run, self.tuner)
         self.refuse_optimizers()
+        if args.teacher_is_public:
+            run.book.weaken(Flags(public_teacher=True))
         if args.bands == AUTO and (trainer.optimizer or trainer.lr_scheduler) is not None:
             expected = "to be a number with an optimizer or schedule of your own"
             why = "`hf-dp plan` compares numbers for those of the arguments."
@@ -272,8 +274,32 @@ class PrivateTraining(Training):
 
     def loader(self, stock: Callable[[], DataLoader]) -> DataLoader:
         self.sync()
+        self._refuse_teachers()
         with self._trainer.silent():  # rows are looked over
             return self.mechanism.loader()
+
+    def _refuse_teachers(self) -> None:
+        """Raise UnsupportedArgumentError for another model that a loss of the user's own may read,
+        unless it is stated to be public: it may know other rows."""
+        trainer, model = self._trainer, {id(p) for p in self._trainer.model.parameters()}
+        known = ("hf_dp", "transformers")
+        of_user = [
+            each
+            for each in type(trainer).__mro__[:-1]  # the last is object
+            if each.__module__.partition(".")[0] not in known
+        ]
+        if self.args.teacher_is_public or not of_user:
+            return
+        for name, value in vars(trainer).items():
+            others = value.parameters() if isinstance(value, nn.Module) else ()
+            if any(id(parameter) not in model for parameter in others):
+                expected = f"to be True for {of_user[0].__name__}, which has a model in `{name}`"
+                why = (
+                    "Through one that was trained on the training rows, each row's loss would know "
+                    "the others. If it saw public data alone, say so; the card repeats it."
+                )
+                error = UnsupportedArgumentError
+                raise invalid("teacher_is_public", False, expected, why, error)
 
     def operations(self, stock: Callable[[], int]) -> int:
         """Return 0: the sum over steps would tell the sizes of the samples."""

@@ -203,6 +203,11 @@ class RowArguments(ArgumentGroup):
         "Whether the data is public from which an adapter's initial weights were computed (EVA, "
         "CorDA, LoRA-GA), or another run's selection (FROST). Otherwise it is refused.",
     )
+    teacher_is_public: bool = argument(
+        False,
+        "Whether the data is public that another model was trained on which a loss of your own "
+        "runs, such as a teacher. Otherwise it is refused. The card says so.",
+    )
     evaluate_on_training_rows: bool = argument(
         False,
         "Whether evaluation sets may hold rows of the training set. Their metrics are then "
