@@ -30,7 +30,7 @@ class Schedule:
         num_examples: N, the rows of the training set (the users, where they are protected), stated
             as public.
         expected_batch_size: B, the expected logical batch; also the divisor of the noisy sum. Where
-            users' rows are drawn one by one, it counts rows.
+            users' rows are drawn one by one, it counts rows; of groups, groups.
         accountant: the one that calibrates, and whose epsilon is the headline.
         target_epsilon: what the noise is calibrated to; None when the noise is given.
         users: whose rows are one unit, where users are protected.
@@ -100,6 +100,10 @@ class Draw(Named, ABC):
     def event(self, schedule: Schedule, noise_multiplier: float, steps: int) -> Event:
         """Return what ``steps`` steps with this noise release."""
         return self.sampler(schedule, 1).event(noise_multiplier, steps)
+
+    def drawn_from(self, rows: int) -> int:
+        """Return how many things a step draws from, of so many rows or users."""
+        return rows
 
     def sample_rate(self, schedule: Schedule) -> float:
         """Return q, the probability with which each example takes part in a step."""
@@ -231,12 +235,13 @@ GROUP = "rows_per_group"
 @register_draw
 @dataclass(frozen=True)
 class Groups(Poisson):
-    """Each group joins each step independently with the probability B / N, and is clipped as one.
+    """Each group of rows joins each step independently with the probability B / (their number), and
+    is clipped as one.
 
     Rows 0 to k - 1 are the first group, the next k the second, and so on: places alone decide,
     before any draw, and the last N mod k rows take no part. (Groups cut from a draw would not do:
-    one row less in it moves all that follow into other groups.) B counts rows. What is protected is
-    one row, whose absence changes its group's gradient and not who is drawn.
+    one row less in it moves all that follow into other groups.) B counts groups, and N rows. What
+    is protected is one row, whose absence changes its group's gradient and not who is drawn.
 
     Args: rows_per_group: k >= 2.
     """
@@ -255,9 +260,8 @@ class Groups(Poisson):
     def asked(self) -> Asked:
         return Asked(self.kind, GROUP, self.rows_per_group)
 
-    def sampler(self, schedule: Schedule, steps: int) -> PoissonSampler:
-        groups = schedule.num_examples // self.rows_per_group
-        return PoissonSampler(groups, self.sample_rate(schedule), steps)
+    def drawn_from(self, rows: int) -> int:
+        return rows // self.rows_per_group
 
     def event(self, schedule: Schedule, noise_multiplier: float, steps: int) -> Event:
         return GroupedGaussian(noise_multiplier, self.sample_rate(schedule), steps)

@@ -83,6 +83,7 @@ class PrivacyPlan(Schedule):
         n, b = self.drawn_from, self.expected_batch_size
         if b > n:
             name = "num_examples" if n == self.num_examples else "num_rows"
+            name = "the number of groups" if n < self.num_examples else name
             expected = f"to be at most {name} ({n})"
             raise _validate.invalid("expected_batch_size", b, expected, "Lower it.")
         of_epoch = self.mechanism.draw.steps_per_epoch(n, b)
@@ -91,6 +92,10 @@ class PrivacyPlan(Schedule):
             raise _validate.invalid("expected_batch_size", b, expected)
 
     # -- numbers --
+
+    @property
+    def drawn_from(self) -> int:
+        return self.mechanism.draw.drawn_from(super().drawn_from)
 
     @property
     def unit(self) -> str:
@@ -249,6 +254,7 @@ class PrivacyPlan(Schedule):
         hint = "It is the logical batch size; 1024 suits many tasks."
         b = _validate.positive("expected_batch_size", expected_batch_size, hint)
         drawn_from = n if users is None or users.num_rows is None else users.num_rows
+        drawn_from = mechanism.draw.drawn_from(drawn_from)
         of_epoch = mechanism.draw.steps_per_epoch(drawn_from, b)
         if of_epoch is None:
             steps = steps_of(max_steps, num_train_epochs, drawn_from, b)

@@ -336,7 +336,7 @@ class PrivateRun:
         Raises: DataError for other data than planned, or rows that cannot be trained on.
         """
         users, units, rows = self.plan.users, self.units, len(self.train_dataset)
-        planned = self.plan.drawn_from
+        planned = self.plan.num_examples if users is None else self.plan.drawn_from
         if units is not None and users is not None and not users.by_row:
             planned = units.num_rows
         replaced = units is not None and self.train_dataset is not self._rows_of_units

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -264,7 +265,8 @@ class DPSentenceTransformerTrainer(DPTrainer, _InTheirLayout):
         columns = [torch.stack(embeddings[first : first + rows], 1) for first in firsts]
         labels = inputs.get(_LABELS, [None] * len(columns[0]))
         examples = zip(zip(*columns, strict=True), labels, strict=True)
-        return torch.stack([self._of_embeddings(own, label) for own, label in examples])
+        with warnings.catch_warnings(action="ignore"):  # which tell of a row's label
+            return torch.stack([self._of_embeddings(own, label) for own, label in examples])
 
     def _of_embeddings(self, columns: Sequence[Tensor], labels: Tensor | None) -> Tensor:
         """Return the loss of rows, of which each column has the embeddings, (k, d)."""

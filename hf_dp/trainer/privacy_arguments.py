@@ -153,7 +153,7 @@ class StepArguments(ArgumentGroup):
         None,
         "Clip so many rows, 2 or more, as one: fixed groups, by place, of which a loss of your own "
         "may compare the rows. One row is protected, and pays for a whole group that changes. The "
-        "collator gets groups, each a list of rows. expected_batch_size counts rows. Only for "
+        "collator gets groups, each a list of rows. expected_batch_size counts groups. Only for "
         "dp_sgd; only accountant pld knows it.",
         lambda name, value: integer(name, value, 2),
     )

@@ -85,9 +85,13 @@ def test_examples_are_clipped_as_by_their_own_loss_alone(case, tmp_path):
     """The oracle is sentence-transformers' own loss of the texts of one example, in float64."""
     build, loss, data, per_group = CASES[case]
     made = build(tmp_path).double()
-    tested = trainer(tmp_path, made, data, loss(made), rows_per_group=per_group)
+    tested = trainer(
+        tmp_path, made, data, loss(made), rows_per_group=per_group, expected_batch_size=4
+    )
     examples = GroupedRows(data, per_group or 1)
-    assert len(examples) == 22 // (per_group or 1)
+    size = per_group or 1
+    assert len(examples) == 22 // size
+    assert examples[1] == [data[place] for place in range(size, 2 * size)]
     parameters = {name: p for name, p in made.named_parameters() if "pooler" not in name}
     alone = []
     for group in examples:
@@ -137,7 +141,7 @@ def noised(folder: Path, monkeypatch: Any, score: float) -> Any:
     data = Dataset.from_list([{**pair, "score": score if i == 5 else 5.0} for i in range(8)])
     loss = losses.CosineSimilarityLoss(made)
     tested = trainer(
-        folder, made, data, loss, rows_per_group=2, expected_batch_size=8, max_steps=1, insecure_seed=5
+        folder, made, data, loss, rows_per_group=2, expected_batch_size=4, max_steps=1, insecure_seed=5
     )  # fmt: skip
     with monkeypatch.context() as patch:
         seen = watch(
@@ -164,7 +168,13 @@ def test_a_row_moves_a_step_by_twice_the_clipping_norm_and_pays_for_it(tmp_path,
 
 def test_what_is_saved_is_a_sentence_transformer_with_its_card(tmp_path):
     made = with_head(tmp_path)
-    run = {"rows_per_group": 3, "save_strategy": "steps", "save_steps": 1, "target_epsilon": 8.0}
+    run = {
+        "rows_per_group": 3,
+        "expected_batch_size": 3,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "target_epsilon": 8.0,
+    }
     held_out = Dataset.from_list(
         [{f"text_{t}": f"not {w} {t}" for t in range(2)} for w in tiny.WORDS[:3]]
     )
@@ -176,8 +186,9 @@ def test_what_is_saved_is_a_sentence_transformer_with_its_card(tmp_path):
     texts = rows(2)["text_0"]
     assert abs(again.encode(texts) - made.encode(texts)).max() < 1e-6
     assert abs(with_head(tmp_path / "as it was").encode(texts) - made.encode(texts)).max() > 1e-3
-    statement = tested.privacy_statement()
+    statement, plan = tested.privacy_statement(), tested.privacy_plan
     assert statement.status == "proven" and statement.epsilon <= 8
+    assert plan.sample_rate == 3 / 7 and plan.sampler().num_examples == 7 and plan.delta == 1 / 44
     card = " ".join((folder / "README.md").read_text().split())
     for said in (
         "zero-out of one row of the training set of 22 rows", "each group of 3 rows, formed by their places",
