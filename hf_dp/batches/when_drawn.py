@@ -44,7 +44,7 @@ from hf_dp.batches.loader import Read
 from hf_dp.batches.look_over import LookedOver, look_over
 from hf_dp.batches.padding import Padding
 from hf_dp.batches.structure import Example, Layout, Leaf, leaves
-from hf_dp.errors import DataError, SharedStateError
+from hf_dp.errors import DataError, SharedStateError, is_out_of_memory
 from hf_dp.statement.facts import FIRST, LONGEST
 
 
@@ -124,7 +124,7 @@ class WhenDrawn:
             self._check_sizes(example)
             self.limits.check(example)
         except Exception as problem:  # of whatever kind: to stop would tell that it was drawn
-            if (cause := _not_of_the_row(problem)) is None:
+            if (cause := not_of_the_row(problem)) is None:
                 return Read(self.made_up, False)
             raise DataError(
                 f"A drawn row could not be read, and the cause may lie outside it ({cause}). Which "
@@ -145,12 +145,12 @@ class WhenDrawn:
 _OF_THE_MACHINE = (ENOMEM, EMFILE, ENFILE, ENOSPC, EDQUOT, EIO)
 
 
-def _not_of_the_row(problem: BaseException | None) -> str | None:
+def not_of_the_row(problem: BaseException | None) -> str | None:
     """Return what, among the causes of an error, other rows or the machine may have a part in."""
     while problem is not None:
         if isinstance(problem, SharedStateError):
             return str(problem)
-        if isinstance(problem, MemoryError):
+        if is_out_of_memory(problem):
             return "memory ran out"
         if isinstance(problem, OSError) and problem.errno in _OF_THE_MACHINE:
             return os.strerror(problem.errno)

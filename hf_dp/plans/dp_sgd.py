@@ -41,6 +41,12 @@ BOUND, RATIO = "noised_loss_bound", "noised_loss_budget_ratio"
 MEAN_RUNS = "private_selection_mean_runs"
 
 _LARGEST_BOUND = 1e30  # near the ends of float32 a loss is not computed any more
+_VIEWS = "views of each drawn row"
+_OF_COMPLETIONS = (
+    "reward functions: what they keep outside of a call, and the data that a model in them was "
+    "trained on",
+    "completions that cannot be scored: their prompt adds exactly 0, and nothing says so",
+)
 _CLIPPED = {
     "flat": "clipped to an L2 norm of at most",
     "automatic": "rescaled (automatic clipping) to an L2 norm of at most",
@@ -211,6 +217,8 @@ class DpSgdPlan(MechanismPlan):
             loss that they make; None: none.
         views_per_example: K; a drawn row enters a step as K random views, of which neither draw nor
             event know (:mod:`hf_dp.batches.views`).
+        views_are_completions: whether a row is a prompt, and its views are K completions that the
+            model writes to it (:mod:`hf_dp.trainer.grpo`).
 
     Raises: InvalidArgumentError.
     """
@@ -223,6 +231,7 @@ class DpSgdPlan(MechanismPlan):
     gradient_scaling_beta: float | None = unless_asked(None)
     views_per_example: int = unless_asked(1)
     router_balance: RouterBalance | None = unless_asked(None)
+    views_are_completions: bool = unless_asked(False)
 
     name: ClassVar[str] = "dp_sgd"
     privacy_mode: ClassVar[str] = DP_SGD
@@ -268,6 +277,7 @@ class DpSgdPlan(MechanismPlan):
         views_per_example: int = 1,
         router_balance: float | None = None,
         router_balance_budget_ratio: float = BALANCE_RATIO,
+        views_are_completions: bool = False,
     ) -> Self:
         """Return the plan that these arguments ask for; the draw's as :func:`draw_of`, and then
         :func:`banded`.
@@ -286,7 +296,9 @@ class DpSgdPlan(MechanismPlan):
         if bands is not None:
             draw = banded(draw, bands)
         own = (clipping_norm, noise_multiplier, clipping, draw, loss, search)
-        plan = cls(*own, views_per_example=views_per_example)
+        plan = cls(
+            *own, views_per_example=views_per_example, views_are_completions=views_are_completions
+        )
         if clipping_quantile is not None:
             counts = (clipping_quantile_learning_rate, clipping_quantile_budget_ratio)
             plan = replace(plan, clipping_quantile=ClippingQuantile(clipping_quantile, *counts))
@@ -356,7 +368,8 @@ class DpSgdPlan(MechanismPlan):
 
     def outline(self, schedule: Schedule) -> tuple[str, ...]:
         views = self.views_per_example
-        lines = [f"{views} views of each drawn row: {views} x as many go through the model"]
+        what = "completions of each drawn prompt" if self.views_are_completions else _VIEWS
+        lines = [f"{views} {what}: {views} x as many go through the model"]
         loss = [] if self.loss is None else [self.loss.outline(schedule, self.sigma)]
         counts = self.clipping_quantile
         norm = [] if counts is None else [counts.outline(schedule, self.sigma, self._joint())]
@@ -369,7 +382,7 @@ class DpSgdPlan(MechanismPlan):
         return joint_noise_multiplier(self.sigma, *self._beside(self.sigma).values())
 
     def words(self, schedule: Schedule) -> Words:
-        users, one = schedule.users, schedule.one
+        users, one, conditions = schedule.users, schedule.one, self.draw.conditions
         sampling, gradients = self.draw.words(schedule), "per-example gradients"
         clipping, views, name = "per-example clipping", "", "DP-SGD"
         if (k := self.views_per_example) > 1:
@@ -377,10 +390,17 @@ class DpSgdPlan(MechanismPlan):
             views = f"mean of {k} random views, made anew in each step"
             gradients = f"the gradient of each drawn row, the {views},"
             clipping = "one clipping for all views of a row"
+        if self.views_are_completions:
+            name = f"DP-SGD on {k} completions of each prompt"
+            views = f"mean of {k} completions, written anew in each step"
+            conditions += _OF_COMPLETIONS
         if users is not None and not users.by_row:
             gradients = f"the gradient of each drawn {one}, the {users.reduction} over its rows,"
             gradients += f" of which each is the {views}," * bool(views)
             clipping = f"one clipping for all rows of a {one}"
+            if self.views_are_completions:
+                gradients = f"the gradient of each drawn {one}, the {views},"
+                clipping = "one clipping for all completions of a prompt"
             sampling += (
                 f"; of a drawn {one} with more than {users.max_rows} rows, that many of them are "
                 "used, chosen uniformly at random in each draw"
@@ -405,7 +425,7 @@ class DpSgdPlan(MechanismPlan):
             proof=f"{self.draw.drawn}, {clipping} {noise}, composed over the steps in the ledger",
             tag="dp-sgd",
             sampling_code=self.draw.sampling,
-            conditions=self.draw.conditions,
+            conditions=conditions,
         )
         if isinstance(self.draw, Banded):
             words = self.draw.of_noise(words)

@@ -170,6 +170,11 @@ class MechanismPlan(Named, ABC):
         return 1
 
     @property
+    def views_are_completions(self) -> bool:
+        """Whether a row is a prompt, and its views are what the model writes to it."""
+        return False
+
+    @property
     def is_searched(self) -> bool:
         """Whether a run is one of several, of which the best by a score is released."""
         return False

@@ -500,7 +500,9 @@ class PrivateRun:
         gradients; and then the errors of :func:`hf_dp.batches.views.refuse_views`.
         """
         self.engine_check.check()
-        if (views := self.plan.mechanism.views_per_example) > 1:
+        mechanism = self.plan.mechanism
+        views = mechanism.views_per_example
+        if views > 1 and not mechanism.views_are_completions:
             # It reads rows in training mode. A layer that keeps something of its first batch was
             # refused above, on made-up examples.
             examples = self.training_data().examples

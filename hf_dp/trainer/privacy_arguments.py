@@ -105,6 +105,8 @@ _NOT_DIRECTIONS = (None, "gradients", "losses")
 class StepArguments(ArgumentGroup):
     """Parameters of a step."""
 
+    views_are_completions: ClassVar[bool] = False  # of a prompt; only a trainer that writes them
+
     expected_batch_size: int | None = argument(
         None,
         "Expected number of examples in a logical batch: a random draw, the unit of one optimizer "
@@ -447,6 +449,7 @@ def gradient_plan(args: Any, num_classes: int | None) -> dp_sgd.DpSgdPlan:
         views_per_example=args.views_per_example,
         router_balance=args.router_balance,
         router_balance_budget_ratio=args.router_balance_budget_ratio,
+        views_are_completions=args.views_are_completions,
     )
     if args.rows_per_group is None:
         return plan

@@ -22,11 +22,13 @@ try:
     from trl import DPOConfig as DPOConfig
     from trl import (
         DPOTrainer,
+        GRPOTrainer,
         RewardTrainer,
         SFTTrainer,
         is_conversational,
         is_conversational_from_value,
     )
+    from trl import GRPOConfig as GRPOConfig
     from trl import RewardConfig as RewardConfig
     from trl import SFTConfig as SFTConfig
 except ImportError as missing:
@@ -100,7 +102,7 @@ class Preparation(Trainer):
 
     model: Any
     data_collator: Any
-    args: SFTConfig | DPOConfig | RewardConfig
+    args: SFTConfig | DPOConfig | RewardConfig | GRPOConfig
     dropped = "have no token to predict within"  # the rows that TRL leaves out
     processing_class: PreTrainedTokenizerBase
     _between: tuple[object, ...] = ()  # what _prepare_dataset takes between arguments and name
@@ -171,6 +173,12 @@ class RewardPreparation(Preparation, RewardTrainer, _InPlaceOfTrainer):
     """The preparation of RewardTrainer: tokens of both texts, each with its prompt."""
 
     dropped = "have a text that is longer than"
+
+
+class GRPOPreparation(Preparation, GRPOTrainer, _InPlaceOfTrainer):
+    """The preparation of GRPOTrainer: model, tokenizer and end tokens; rows stay as they are."""
+
+    eos_token_ids: list[int]
 
 
 class PreparedByTRL(DPTrainer):
@@ -280,9 +288,7 @@ class TrainedOnPairs(PreparedByTRL):
 
     def _complete(self, made: Preparation, args: Any) -> None:
         if args.disable_dropout:
-            for module in made.model.modules():
-                if isinstance(module, nn.Dropout):
-                    module.p = 0.0
+            disable_dropout(made.model)
         made.data_collator = PairCollator(made.data_collator)
         padding = {"rejected_input_ids": made.processing_class.pad_token_id}
         args.padding_values = padding | args.padding_values
@@ -312,6 +318,13 @@ class TrainedOnPairs(PreparedByTRL):
         """Return made-up texts in twos of other lengths, as token ids."""
         made = [example["input_ids"][0].tolist() for example in synthetic_examples(self.model)]
         return list(zip(made, made[1:] + made[:1], strict=True))
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Let no dropout module of a model drop anything, for good."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
 
 
 def by_row(dataset: Dataset, prepare: Callable[[Dataset], Dataset], name: str) -> Dataset:
