@@ -11,7 +11,7 @@ import yaml
 from chat import model, tokenizer, words
 from datasets import Dataset
 from transformers import HfArgumentParser
-from trl import DPOConfig, RewardConfig, SFTConfig, SFTTrainer
+from trl import DPOConfig, GRPOConfig, RewardConfig, SFTConfig, SFTTrainer
 from warm import run_program
 
 from hf_dp import DPSeq2SeqTrainer, DPSeq2SeqTrainingArguments
@@ -21,6 +21,7 @@ from hf_dp.statement.evidence import read
 from hf_dp.tasks.generation.encoding import ChatEncoding
 from hf_dp.trainer import trl_preparation
 from hf_dp.trainer.dpo import DPO_REFUSED, DPO_WORKS, DPDPOConfig
+from hf_dp.trainer.grpo import GRPO_REFUSED, GRPO_WORKS
 from hf_dp.trainer.inherited import unknown_fields
 from hf_dp.trainer.reward import REWARD_REFUSED, REWARD_WORKS, DPRewardConfig
 from hf_dp.trainer.sft import SFT_REFUSED, SFT_WORKS, DPSFTConfig, DPSFTTrainer
@@ -236,12 +237,19 @@ def test_what_needs_several_rows_is_refused(option, value, message, mode, tmp_pa
         arguments(tmp_path, privacy_mode=mode, **{option: value})
 
 
+OF_HF_DP = set(
+    "privacy_mode privacy_unit privacy_unit_column max_rows_per_unit unit_sampling "
+    "max_tokens_per_physical_batch noised_loss_bound".split()
+)
+
+
 @pytest.mark.parametrize(
     ("config", "works", "refused", "more"),
     [
         (SFTConfig, SFT_WORKS, SFT_REFUSED, set()),
         (DPOConfig, DPO_WORKS, DPO_REFUSED, {"privacy_mode"}),
         (RewardConfig, REWARD_WORKS, REWARD_REFUSED, {"privacy_mode"}),
+        (GRPOConfig, GRPO_WORKS, GRPO_REFUSED, OF_HF_DP),
     ],
 )
 def test_every_argument_of_trl_has_a_row(config, works, refused, more):
