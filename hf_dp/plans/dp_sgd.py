@@ -392,7 +392,7 @@ class DpSgdPlan(MechanismPlan):
             clipping = "one clipping for all views of a row"
         if self.views_are_completions:
             name = f"DP-SGD on {k} completions of each prompt"
-            views = f"mean of {k} completions, written anew in each step"
+            views = f"mean over {k} completions, written anew in each step"
             conditions += _OF_COMPLETIONS
         if users is not None and not users.by_row:
             gradients = f"the gradient of each drawn {one}, the {users.reduction} over its rows,"
