@@ -74,7 +74,8 @@ from hf_dp.tuners.methods import tuner_for
 RewardFunction = Callable[..., Sequence[float | None]]
 
 # The prompt as text, by which equal prompts are one unit; as it was given; and the whole row.
-_PROMPT, _GIVEN, _ROW = "prompt", "given_prompt", "row"
+_PROMPT, _GIVEN, _ROW = "prompt", "given_prompt", "pickled_row"
+_TOKENS = ("input_ids", "attention_mask", "labels")  # (b, T) each
 _ADVANTAGES, _REFERENCE = "advantages", "reference"
 _TRIED = 64  # rows on which reward functions are tried before the first draw
 _NONE = float("nan")  # the reward of a completion that a function does not judge
@@ -315,7 +316,7 @@ class PromptCollator:
     row's shape does not depend on what is written there.
 
     The places are those with a label. ``input_ids``, ``attention_mask``, ``labels`` and, with a
-    reference, its log-probabilities are (b, T), ``advantages`` (b,), and ``row`` has b rows.
+    reference, its log-probabilities are (b, T), and ``advantages`` (b,).
     """
 
     places: int
@@ -358,6 +359,11 @@ def with_prompts_as_text(dataset: object, name: str) -> Dataset:
         raise DataError(
             f"Expected the {name} set to be a datasets.Dataset with the column {_PROMPT!r}, got "
             f"{found}. Rename the column of prompts (dataset.rename_column)."
+        )
+    if _ROW in dataset.column_names:
+        raise DataError(
+            f"The {name} set has the column {_ROW!r}, so it was prepared before. Give the rows "
+            "that it was made of; or call evaluate() without a data set, for that of the trainer."
         )
     rows: Any = dataset.with_format(None)
     texts = [
@@ -426,34 +432,12 @@ class Author:
         return self.rewards(row, talks, ids)
 
     def complete(self, model: nn.Module, inputs: Batch, rows: slice) -> bool:
-        """Put completions and their advantages into the rows of one prompt, and return whether they
-        could be scored. Where not, the rows may hold anything and must not count.
+        """Do as :meth:`fill`, and return whether it worked; else the rows must not count.
 
         Raises: DataError, which names no row, for what is not the prompt's own error.
         """
-        part = {name: value[rows] for name, value in inputs.items()}
-        prompt, row = next(prompts_of(part))
-        places = (part["labels"][0] != IGNORED_LABEL).nonzero()[:, 0]
         try:
-            written = self.write(model, prompt, len(part["labels"]))
-            advantages = advantages_of(
-                self.score(row, written), scaled=self.args.scale_rewards in ("group", True)
-            ).float()
-            if not advantages.isfinite().all():
-                return False
-            part[_ADVANTAGES].copy_(advantages)
-            part["attention_mask"][:, places] = 0
-            part["labels"][:, places] = IGNORED_LABEL
-            for at, ids in enumerate(written):
-                here = places[: len(ids)]
-                part["input_ids"][at, here] = torch.tensor(ids)
-                part["attention_mask"][at, here] = 1
-                if not self.args.mask_truncated_completions or ids[-1] in self._eos:
-                    part["labels"][at, here] = torch.tensor(ids)
-            if _REFERENCE in part:
-                first, last = prompt_and_places(part, places)
-                alone = {name: part[name][:, first:last] for name in _TOKENS}
-                part[_REFERENCE][:, first:last] = self._of_reference(model, alone)
+            self.fill(model, inputs, rows)
         except Exception as problem:  # of whatever kind: to stop would tell that it was drawn
             if (cause := not_of_the_row(problem)) is None:
                 return False
@@ -463,6 +447,31 @@ class Author:
                 "resume."
             ) from None
         return True
+
+    def fill(self, model: nn.Module, inputs: Batch, rows: slice) -> None:
+        """Put completions into the rows of one prompt, with their advantages and what the reference
+        says of them. Raises: ValueError for advantages that are not finite, and others."""
+        part = {name: value[rows] for name, value in inputs.items()}
+        prompt, row = next(prompts_of(part))
+        places = (part["labels"][0] != IGNORED_LABEL).nonzero()[:, 0]
+        written = self.write(model, prompt, len(part["labels"]))
+        scaled = self.args.scale_rewards in ("group", True)
+        advantages = advantages_of(self.score(row, written), scaled=scaled).float()
+        if not advantages.isfinite().all():
+            raise ValueError("Rewards are too large: advantages are not finite.")
+        part[_ADVANTAGES].copy_(advantages)
+        part["attention_mask"][:, places] = 0
+        part["labels"][:, places] = IGNORED_LABEL
+        for at, ids in enumerate(written):
+            here = places[: len(ids)]
+            part["input_ids"][at, here] = torch.tensor(ids)
+            part["attention_mask"][at, here] = 1
+            if not self.args.mask_truncated_completions or ids[-1] in self._eos:
+                part["labels"][at, here] = torch.tensor(ids)
+        if _REFERENCE in part:
+            alone = slice(int(part["attention_mask"][0].argmax()), int(places[-1]) + 1)
+            texts = {name: part[name][:, alone] for name in _TOKENS}
+            part[_REFERENCE][:, alone] = self._of_reference(model, texts)
 
     def _of_reference(self, model: nn.Module, rows: Mapping[str, Tensor]) -> Tensor:
         reference, without = self._reference, cast("AbstractContextManager[None]", nullcontext())
@@ -474,38 +483,29 @@ class Author:
             on_device = {name: value.to(device) for name, value in rows.items()}
             return log_probs(reference.to(device), on_device, self.args.temperature).float().cpu()
 
-    def look_over(self, model: nn.Module, rows: Dataset) -> None:
-        """Write to the first row's prompt, and try the reward functions on the first rows, with
-        made-up completions: pieces of the prompts, and nothing.
+    def look_over(
+        self, model: nn.Module, rows: Dataset, collate: Callable[[list[Row]], Batch]
+    ) -> None:
+        """Complete the first row, and try the reward functions on the first rows, with made-up
+        completions: pieces of the prompts, and nothing.
 
-        Raises: DataError, which names the row; and what generate() raises.
+        Raises: DataError, which names the row.
         """
-        count, most = self.args.num_generations or 0, self.args.max_completion_length or 0
-        written = self.write(model, torch.tensor(rows[0]["input_ids"]), count)
-        assert len(written) == count and max(map(len, written)) <= most
-        for place in range(min(len(rows), _TRIED)):
-            given = rows[place]
-            pieces = [given["input_ids"][:at] for at in range(count)]
-            try:
-                found = self.score(pickle.loads(given[_ROW]), pieces)
-                advantages_of(found, scaled=False)
-            except Exception as problem:
-                raise DataError(
-                    f"The reward functions {self.rewards.names} fail on row {place} of the "
-                    f"training set, with made-up completions ({type(problem).__name__}: "
-                    f"{problem}). They are called as f(prompts=, completions=, completion_ids=, "
-                    "**columns), with one prompt's completions, and return a number or None for "
-                    "each, whatever text it is. log_metric, log_extra and trainer_state are not "
-                    "given: completions and rewards are not released."
-                ) from problem
-
-
-_TOKENS = ("input_ids", "attention_mask", "labels")  # (b, T) each
-
-
-def prompt_and_places(rows: Mapping[str, Tensor], places: Tensor) -> tuple[int, int]:
-    """Return where the prompt begins and where the places for its completion end."""
-    return int(rows["attention_mask"][0].argmax()), int(places[-1]) + 1
+        count, place = self.args.num_generations or 0, 0
+        try:
+            self.fill(model, collate([rows[0]] * count), slice(count))
+            for place in range(min(len(rows), _TRIED)):
+                pieces = [rows[place]["input_ids"][:at] for at in range(count)]
+                advantages_of(self.score(pickle.loads(rows[place][_ROW]), pieces), scaled=False)
+        except Exception as problem:
+            raise DataError(
+                f"Completions of row {place} of the training set cannot be written, or not be "
+                f"scored by {self.rewards.names} ({type(problem).__name__}: {problem}). Reward "
+                "functions are called as f(prompts=, completions=, completion_ids=, **columns), "
+                "with one prompt's completions, and return a number or None for each, whatever "
+                "text it is. log_metric, log_extra and trainer_state are not given: completions "
+                "and rewards are not released."
+            ) from problem
 
 
 def log_probs(model: nn.Module, rows: Mapping[str, Tensor], temperature: float) -> Tensor:
@@ -622,11 +622,7 @@ class DPGRPOTrainer(trl.PreparedByTRL):
         made.eval_dataset = trl.each_set(made.eval_dataset, self._prepare)
 
     def _prepared(self, dataset: trl.DataSets) -> trl.DataSets:
-        def with_text(rows: Dataset, name: str) -> Dataset:
-            done = isinstance(rows, Dataset) and {_GIVEN, _ROW} & {*rows.column_names}
-            return rows if done else with_prompts_as_text(rows, name)
-
-        return super()._prepared(trl.each_set(dataset, with_text))
+        return super()._prepared(trl.each_set(dataset, with_prompts_as_text))
 
     def _prepare(self, rows: Dataset, name: str) -> Dataset:
         words, options = self._author.words, self._author.args.chat_template_kwargs or {}
@@ -645,8 +641,6 @@ class DPGRPOTrainer(trl.PreparedByTRL):
             others = {name: row[name] for name in row if name not in (_PROMPT, _GIVEN)}
             return {"input_ids": ids, _ROW: pickle.dumps({**others, _PROMPT: prompt})}
 
-        if _ROW in rows.column_names:
-            return rows
         gone = [each for each in rows.column_names if each != _PROMPT]
         return trl.by_row(rows, lambda some: some.map(encoded, remove_columns=gone), name)
 
@@ -667,7 +661,7 @@ class DPGRPOTrainer(trl.PreparedByTRL):
                 "depends on the draw. Train with DDP (an accelerate configuration without FSDP)."
             )
         with self.silent(), self._alone():
-            self._author.look_over(self.model, self.train_dataset)
+            self._author.look_over(self.model, self.train_dataset, self.data_collator)
         return super().train(*args, **kwargs)
 
     def training_step(

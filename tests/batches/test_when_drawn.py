@@ -267,7 +267,7 @@ def test_what_other_rows_may_have_a_part_in_ends_the_run(kind, tmp_path, monkeyp
     with pytest.raises(DataError, match=said) as raised:
         reads.dataset.__getitems__(range(ROWS))
     assert "patient" not in str(raised.value) and "Row 9" not in str(raised.value)
-    monkeypatch.setattr(when_drawn, "_not_of_the_row", lambda problem: None)
+    monkeypatch.setattr(when_drawn, "not_of_the_row", lambda problem: None)
     assert len(reads.dataset.__getitems__(range(ROWS))) == ROWS
     if kind == "a vocabulary":
         assert "patient" in words.get_vocab()

@@ -112,7 +112,7 @@ def of_prompts(batches: list[Any]) -> dict[str, dict[str, torch.Tensor]]:
             found[str(row["prompt"])] = {
                 n: each[:, :used] if each.dim() == 2 else each
                 for n, each in part.items()
-                if n != "row"
+                if n != "pickled_row"
             }
     return found
 
@@ -387,9 +387,9 @@ def test_what_is_not_a_prompts_own_error_ends_the_run_and_names_nobody(tmp_path,
 
 def test_reward_functions_are_tried_before_the_first_draw(tmp_path):
     made = trainer(tmp_path, failing("raises"))
-    with pytest.raises(DataError, match=r"\['reward'\] fail on row 5 .*RuntimeError: SECRET"):
+    with pytest.raises(DataError, match=r"of row 5 .*\['reward'\] \(RuntimeError: SECRET"):
         made.train()
-    with pytest.raises(DataError, match="fail on row 0.*log_metric"):
+    with pytest.raises(DataError, match="of row 0 .*log_metric"):
         trainer(tmp_path / "2", lambda completions, log_metric, **_: [0.0] * G).train()
     assert not made.ledger.steps()
 
@@ -427,6 +427,8 @@ def test_a_private_run_names_its_unit_and_shows_no_completion(made, lora, tmp_pa
     assert predicted.metrics["test_reward"] == pytest.approx(float(predicted.predictions.mean()), nan_ok=True)  # fmt: skip
     with pytest.raises(UnsupportedArgumentError, match="training set"):
         tested.evaluate(made(6))
+    with pytest.raises(DataError, match="was prepared before"):
+        tested.evaluate(tested.eval_dataset)
 
 
 @pytest.mark.slow
