@@ -13,8 +13,9 @@ import transformers as hf
 from chat import tokenizer, words
 from datasets import Dataset
 from peft import LoraConfig
+from processes import results
 from scipy import stats
-from silence import Silent
+from silence import PLAIN_STEPS, Silent, weights
 from trl import GRPOConfig, GRPOTrainer
 
 from hf_dp.accounting import PoissonSampledGaussian, epsilon
@@ -25,11 +26,15 @@ from hf_dp.errors import (
     StepError,
     UnsupportedArgumentError,
 )
+from hf_dp.run.engine_check import EngineCheck
 from hf_dp.statement.evidence import disagreements, read
 from hf_dp.trainer import grpo
 from hf_dp.trainer.grpo import DPGRPOConfig, DPGRPOTrainer, advantages_of
 from hf_dp.tuners.frost.tuner import FrostConfig
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+CHECK = EngineCheck.check  # which tests of other things leave out
 ROWS, G, MOST, C = 12, 4, 5, 0.05
 CLIPS_SOME = {"per_example_max_grad_norm": 1.1}
 PLACES = [0, 3, 5, 10, 11]  # the first, the last, one of the shortest and one of the longest
@@ -314,7 +319,8 @@ class CoupledLoss(DPGRPOTrainer):
         return super().compute_per_example_loss(model, {**inputs, "advantages": inputs["advantages"] - mean})  # fmt: skip
 
 
-def test_a_loss_that_completions_share_is_refused(tmp_path):
+def test_a_loss_that_completions_share_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(EngineCheck, "check", CHECK)
     made = trainer(tmp_path, kind=CoupledLoss)
     with pytest.raises(SelfCheckError):
         made.train()
@@ -337,6 +343,23 @@ def test_reward_functions_remember_nothing_and_hold_no_rows(tmp_path):
 
     with pytest.raises(DataError, match="nearest.*holds rows of the training set"):
         trainer(tmp_path, nearest)
+
+
+def trained(folder: Any, size: int) -> dict[str, torch.Tensor]:
+    sizes = {"per_device_train_batch_size": size, "expected_batch_size": ROWS}  # all take part
+    made = trainer(folder, **sizes, **PLAIN_STEPS)
+    made.run.randomness = Coupled(0, made.run.processes.rank)
+    before = weights(made)
+    made.train()
+    return {name: value - before[name] for name, value in weights(made).items()}
+
+
+def test_the_update_does_not_depend_on_the_processes(tmp_path):
+    alone = trained(tmp_path / "one", 48)
+    assert flat(alone.values()).norm() > 0
+    for found in results(2, lambda: trained(tmp_path / "two", 4)):
+        for name, value in found.items():
+            torch.testing.assert_close(value, alone[name], rtol=1e-8, atol=1e-12)
 
 
 # -- completions that cannot be scored --
