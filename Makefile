@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM = false
 # processes that tests start would compile again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test quick lint slow gpu clean
+.PHONY: demo test quick lint slow gpu docs clean
 
 demo: $(VENV)/installed-demo
 	rm -rf outputs/demo
@@ -44,6 +44,11 @@ gpu:
 	@PYTHONPATH=. timeout 180 $(PYTHON) -m pytest -q -m gpu $(GPU_TESTS); tested=$$?; \
 	PYTHONPATH=. $(PYTHON) recipes/gpu/measure.py outputs/gpu.json --seconds 300; measured=$$?; exit $$((tested | measured))
 
+# The site, in outputs/site. A dead link, a missing picture, a name that does not exist: each ends it.
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --config-file .github/site/mkdocs.yml
+	@echo "outputs/site: look at it with $(BIN)/python -m http.server --directory outputs/site"
+
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check hf_dp tests recipes
 	$(BIN)/ruff format --check hf_dp tests recipes
@@ -66,6 +71,11 @@ $(VENV)/installed-test: $(VENV)/torch pyproject.toml
 # Not for `test`: what imports peft then imports bitsandbytes, too, which takes longer than many a test.
 $(VENV)/installed-slow: $(VENV)/installed-test
 	$(BIN)/python -m pip install --quiet --no-compile -e '.[quantized,ray]' -c constraints.txt
+	touch $@
+
+$(VENV)/installed-docs: $(VENV)/torch pyproject.toml
+	$(BIN)/python -m pip install --quiet --no-compile -e '.[trl,docs]' -c constraints.txt || \
+		{ echo "make docs installs MkDocs once, which needs a package index." >&2; exit 1; }
 	touch $@
 
 clean:

@@ -260,6 +260,11 @@ def test_every_relative_link_of_a_page_leads_somewhere(page):
         assert not anchor or anchor in anchors(target), f"{page}: {link}"
 
 
+def test_every_page_is_in_the_navigation_of_the_site():
+    navigation = (ROOT / ".github" / "site" / "mkdocs.yml").read_text()
+    assert set(PAGES) - set(re.findall(r"(?:: |- )(\S+\.md)$", navigation, flags=re.M)) == set()
+
+
 def test_no_file_names_a_machine():
     tracked = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
