@@ -1,3 +1,3 @@
 """The version, in one place (read by pyproject.toml and written into every privacy.json)."""
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
