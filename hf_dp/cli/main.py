@@ -53,8 +53,24 @@ commands:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 2 for wrong arguments, as argparse has it."""
+    """Run one command and return its exit code: 2 for wrong arguments, as argparse has it, and 141,
+    as a shell has it, where nobody reads on (``| head``)."""
     words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(words)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+            return 141
+        raise  # it was another pipe
+
+
+def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(usage(), file=sys.stdout if words else sys.stderr)
         return 0 if words else 2

@@ -149,7 +149,7 @@ def test_from_scratch_has_no_base(recipe):
 
 
 def test_bad_evaluations(recipe):
-    recipe.refused("could not be loaded", "eval")
+    recipe.refused("There is no model in", "eval")
     recipe.refused("--zero-shot needs `infilling`", "eval", "--zero-shot", infilling=None)
     recipe.refused("did you mean `max_length`", "eval", max_lenght=3)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -39,7 +40,7 @@ from hf_dp.trainer.arguments import GROUPS, DPTrainingArguments
 def test_train_prints_accuracy_epsilons_and_last_the_folder(task):
     text = task.run()
     assert text.strip().splitlines()[-1] == str(task.out)
-    assert "accuracy on the 20 evaluation rows" in text
+    assert "accuracy on the 20 evaluation rows" in text and f"hf-dp inspect {task.out}" in text
     for accountant in ("pld", "rdp", "prv", "gdp_clt"):
         assert accountant in text
     files = {path.name for path in task.out.iterdir()}
@@ -348,6 +349,14 @@ def test_the_nearest_command_and_option_are_named(words, expected, capsys):
 def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"hf-dp {hf_dp.__version__}\n"
+
+
+def test_a_reader_who_stops_reading_is_no_error(monkeypatch):
+    here, there = os.pipe()
+    os.close(here)
+    with os.fdopen(there, "w") as out:
+        monkeypatch.setattr("sys.stdout", out)
+        assert main(["--help"]) == 141
 
 
 STREAMED = {

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from hf_dp._arguments import argument
@@ -147,6 +149,16 @@ class EvalArguments:
     def __post_init__(self) -> None:
         integer("per_device_eval_batch_size", self.per_device_eval_batch_size, 1)
 
+    def place(self, values: Recipe) -> str | None:
+        """Return where what is evaluated lies. Raises: ConfigError where nothing was trained."""
+        folder = values.get("output_dir")
+        if self.trained is None and folder is not None and not Path(folder).is_dir():
+            raise ConfigError(
+                f"There is no model in {str(folder)!r}, the output_dir of the configuration. Train "
+                "it first (hf-dp train), or give its folder or Hub name: --trained NAME."
+            )
+        return self.trained or folder
+
 
 def parse_evaluation(
     kinds: Sequence[type], values: Recipe, words: Sequence[str], prog: str = "hf-dp eval"
@@ -181,6 +193,9 @@ class PrivateTask(ABC):
     def train(self, values: Recipe, words: Sequence[str]) -> int:
         """Train, evaluate and save; print metrics, epsilon, and last the output folder."""
         trainer, evaluate = self._configured(values, words)
+        private, first = trainer.args.is_private, trainer.is_world_process_zero()
+        if private and first:
+            print(f"\n{_planned(trainer)}", file=sys.stderr)
         trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
         try:
             lines = evaluate()
@@ -189,8 +204,8 @@ class PrivateTask(ABC):
         found = {**trainer.evaluation_metrics(), **signal_to_noise(trainer.state.log_history)}
         trainer.save_metrics("eval", found, combined=False)
         trainer.save_state()  # the log; it is never published
-        if trainer.is_world_process_zero():
-            said = [trainer.privacy_statement()] if trainer.args.is_private else []
+        if first:
+            said = [trainer.privacy_statement(), _next(trainer)] if private else []
             print("", *lines, *said, trainer.args.output_dir, sep="\n")
         # Otherwise a process of several may abort at its exit; Trainer.end() does no more.
         trainer.accelerator.end_training()
@@ -218,6 +233,26 @@ class PrivateTask(ABC):
         if args.is_private:
             trainer.describe(**card)
         return trainer, evaluate
+
+
+def _planned(trainer: DPTrainer) -> str:
+    """Return what a private run will do, in public numbers."""
+    plan = trainer.privacy_plan
+    assert plan is not None
+    return (
+        f"{plan.steps:,} steps of {plan.words.name} with {plan.words.drawn}, about "
+        f"{plan.expected_batch_size:g} of {plan.drawn_from:,} in each, noise multiplier "
+        f"{plan.noise_multiplier:.4g}. Checks come before the first step."
+    )
+
+
+def _next(trainer: DPTrainer) -> str:
+    """Return where the card of a private run is, and what its user may do next."""
+    folder = trainer.args.output_dir
+    return (
+        f"Card: {folder}/README.md\nWhat would be published: hf-dp inspect {folder}\n"
+        f"Publish: hf-dp publish {folder} YOU/MODEL --private"
+    )
 
 
 def prepare(

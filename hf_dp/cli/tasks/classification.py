@@ -266,6 +266,7 @@ class Classification(tasks.PrivateTask):
         self, values: Recipe, words: Sequence[str], *, zero_shot: bool
     ) -> tuple[dict[str, float], list[str]]:
         """Return the metrics of a classifier that was trained, or of its untrained base."""
+        import torch
         from transformers import Trainer, TrainingArguments
 
         from hf_dp.losses import each_row_read_as_alone
@@ -284,7 +285,7 @@ class Classification(tasks.PrivateTask):
         if zero_shot:
             made.load()
         else:
-            path = args.trained or values.get("output_dir") or start.model_name_or_path
+            path = args.place(values) or start.model_name_or_path
             made.read_trained(path, values.get("seed", 42))
         measure, words = metrics(data.metrics, len(names)), list[str]()
 
@@ -297,6 +298,7 @@ class Classification(tasks.PrivateTask):
             TrainingArguments(
                 per_device_eval_batch_size=args.per_device_eval_batch_size,
                 use_cpu=args.use_cpu,
+                dataloader_pin_memory=torch.cuda.is_available(),
                 report_to="none",
                 remove_unused_columns=not isinstance(data, ImageArguments),  # as when training
             ),

@@ -143,10 +143,11 @@ class Writing(tasks.PrivateTask):
                 "With `from_scratch` the untrained base knows nothing. Leave --zero-shot out."
             )
         rows = load_evaluation(data)
-        path = args.trained or values.get("output_dir")
+        path = None
         if zero_shot:
             model, tokenizer = load_language_model(model_args, self.kind)
         else:
+            path = args.place(values)
             model, tokenizer = load_trained(path, model_args, self.kind)
         if torch.cuda.is_available() and not args.use_cpu:
             model = model.to("cuda")
@@ -157,7 +158,7 @@ class Writing(tasks.PrivateTask):
             evaluation_sets(rows, data, decoding, encoding_of(self.kind, tokenizer, data)),
             data,
             decoding,
-            folder=path if path and not zero_shot and Path(path).is_dir() else None,
+            folder=path if path and Path(path).is_dir() else None,
             batch_size=args.per_device_eval_batch_size,
         )
         return found.metrics, found.lines
