@@ -31,9 +31,10 @@ sys.path.insert(0, str(ROOT))
 # {title of a page: names below hf_dp}
 REFERENCE = {
     "Trainers": """DPTrainer DPSeq2SeqTrainer trainer.sft.DPSFTTrainer trainer.dpo.DPDPOTrainer
-        trainer.reward.DPRewardTrainer""",
+        trainer.reward.DPRewardTrainer trainer.grpo.DPGRPOTrainer
+        trainer.embeddings.DPSentenceTransformerTrainer""",
     "Arguments": """DPTrainingArguments DPSeq2SeqTrainingArguments trainer.sft.DPSFTConfig
-        trainer.dpo.DPDPOConfig trainer.reward.DPRewardConfig""",
+        trainer.dpo.DPDPOConfig trainer.reward.DPRewardConfig trainer.grpo.DPGRPOConfig""",
     "What trains": """FrostConfig RgpConfig AdapterConfig TopBlocksConfig BitFitConfig HeadConfig
         ParamConfig PvalConfig RandomConfig tuners.selection.SelectionConfig
         tuners.selection.register""",
