@@ -74,7 +74,7 @@ $(VENV)/installed-slow: $(VENV)/installed-test
 	touch $@
 
 $(VENV)/installed-docs: $(VENV)/torch pyproject.toml
-	$(BIN)/python -m pip install --quiet --no-compile -e '.[trl,docs]' -c constraints.txt || \
+	$(BIN)/python -m pip install --quiet --no-compile -e '.[trl,embeddings,docs]' -c constraints.txt || \
 		{ echo "make docs installs MkDocs once, which needs a package index." >&2; exit 1; }
 	touch $@
 
