@@ -33,7 +33,7 @@ import math
 import pickle
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -107,6 +107,17 @@ _OF_A_TOKEN = frozenset(
     suppress_tokens begin_suppress_tokens sequence_bias renormalize_logits
     exponential_decay_length_penalty""".split()
 )
+
+
+def _names_of(settings: object) -> set[str]:
+    """Return the names in a dict, or in JSON text as the command line has it."""
+    with suppress(ValueError):
+        settings = json.loads(settings) if isinstance(settings, str) else settings
+    return (
+        {"no dict"} if isinstance(settings, str) else set(cast(dict[str, object], settings) or ())
+    )
+
+
 _SHOWS = "Completions are not released: nobody noises them. Remove it."
 _BY_ENTROPY = "Entropies of other prompts' tokens would enter. Remove it."
 GRPO_REFUSED: Mapping[str, Refusal] = {
@@ -167,7 +178,7 @@ GRPO_REFUSED: Mapping[str, Refusal] = {
         "dynamic",
     ),
     "generation_kwargs": Refusal(
-        lambda given: given is None or (isinstance(given, dict) and given.keys() <= _OF_A_TOKEN),
+        lambda given: _names_of(given) <= _OF_A_TOKEN,
         f"to be a dict with names among {', '.join(sorted(_OF_A_TOKEN))}",
         "Others may carry something from prompt to prompt, or are not known here. Remove them.",
     ),

@@ -427,6 +427,7 @@ def test_a_private_run_names_its_unit_and_shows_no_completion(made, lora, tmp_pa
     tested = trainer(
         tmp_path, reward, twice, peft_config=adapter, eval_dataset=made(6, 100), beta=0.1 * lora,
         model=chat.model(), mask_truncated_completions=not lora, scale_rewards="none",
+        generation_kwargs='{"min_new_tokens": 2}',
     )  # fmt: skip
     capfd.readouterr()
     tested.train()
@@ -468,7 +469,7 @@ def test_rewards_rise(tmp_path):
     )  # fmt: skip
     before = made.evaluate()["eval_reward"]
     made.train()
-    assert made.evaluate()["eval_reward"] > before + 1.0
+    assert made.evaluate()["eval_reward"] > 2 * before
 
 
 def found_of_canaries(made: Any, streams: int = 40, noises: int = 25) -> tuple[float, float]:
@@ -520,6 +521,7 @@ def test_an_audit_refutes_shared_streams_alone(tmp_path, monkeypatch):
         ("use_transformers_continuous_batching", True, "batch of their own"),
         ("cache_implementation", "static", "longest prompt so far"),
         ("generation_kwargs", {"max_new_tokens": 9}, "names among"),
+        ("generation_kwargs", '{"num_beams": 2}', "names among"),
         ("log_completions", True, "not released"),
         ("log_unique_prompts", True, "not released"),
         ("sync_ref_model", True, "frozen model"),
