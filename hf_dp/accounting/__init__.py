@@ -15,6 +15,7 @@ from hf_dp.accounting.event import event_from_dict as event_from_dict
 from hf_dp.accounting.event import register_event as register_event
 from hf_dp.accounting.events import BestOfRandomRuns as BestOfRandomRuns
 from hf_dp.accounting.events import Gaussian as Gaussian
+from hf_dp.accounting.events import GroupedGaussian as GroupedGaussian
 from hf_dp.accounting.events import PoissonSampledGaussian as PoissonSampledGaussian
 from hf_dp.accounting.events import PublishedForwardNoise as PublishedForwardNoise
 from hf_dp.accounting.events import RandomAllocationGaussian as RandomAllocationGaussian

@@ -14,6 +14,7 @@ from hf_dp.accounting import (
     RELATIONS,
     BestOfRandomRuns,
     Gaussian,
+    GroupedGaussian,
     Ledger,
     PoissonSampledGaussian,
     PublishedForwardNoise,
@@ -30,7 +31,6 @@ from hf_dp.accounting import (
     register_accountant,
 )
 from hf_dp.accounting.composition import compose
-from hf_dp.accounting.events import GroupedGaussian
 from hf_dp.errors import (
     AccountingRangeError,
     ConfigError,

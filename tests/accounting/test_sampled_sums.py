@@ -10,6 +10,7 @@ from scipy.stats import binom, norm
 
 from hf_dp.accounting import (
     Gaussian,
+    GroupedGaussian,
     PoissonSampledGaussian,
     TruncatedPoissonSampledGaussian,
     UserRowsGaussian,
@@ -17,7 +18,6 @@ from hf_dp.accounting import (
     epsilon,
     one_step,
 )
-from hf_dp.accounting.events import GroupedGaussian
 from hf_dp.errors import UnsupportedEventError
 
 GRID = np.linspace(-30, 45, 60_001)

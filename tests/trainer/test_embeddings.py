@@ -1,5 +1,6 @@
 """DPSentenceTransformerTrainer: a row, or a fixed group of rows, is one example."""
 
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import tiny
 import torch
 from datasets import Dataset
+from pages import ROOT
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.sentence_transformer import losses, modules
@@ -224,6 +226,15 @@ def test_public_negatives_are_further_texts_of_each_row(tmp_path):
     )
     with pytest.raises(DataError, match="training set"):
         tested.train()
+
+
+def test_the_negatives_of_the_recipe_are_made_of_the_row_itself():
+    another = runpy.run_path(str(ROOT / "recipes/e2e/retrieval.py"))["another"]
+    table = "name[Zizzi], eatType[pub], customer rating[low], area[riverside]".split(", ")
+    for _ in range(20):
+        made = another(", ".join(table)).split(", ")
+        assert [each.split("[")[0] for each in made] == [each.split("[")[0] for each in table]
+        assert sum(a != b for a, b in zip(made, table)) in (1, 2)
 
 
 @pytest.mark.parametrize(
