@@ -87,9 +87,11 @@ def is_decoder(config: object) -> bool:
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """Return the transformers model inside a PEFT wrapper, or the model itself."""
+    """Return the transformers model inside a PEFT wrapper or a SentenceTransformer, or the model
+    itself."""
     unwrap: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)
-    return model if unwrap is None else unwrap()
+    inside: nn.Module | None = getattr(model, "transformers_model", None)
+    return unwrap() if unwrap is not None else model if inside is None else inside
 
 
 def _config(model: nn.Module) -> Any:

@@ -22,6 +22,7 @@ from hf_dp.clipping import ClippingEngine
 from hf_dp.errors import DataError, SelfCheckError, UnsupportedArgumentError, UnsupportedLossError
 from hf_dp.publishing.allowed import sort_files
 from hf_dp.run.gate import Release
+from hf_dp.run.training_data import looked_up
 from hf_dp.trainer.embeddings import DPSentenceTransformerTrainer
 
 RANKING = losses.MultipleNegativesRankingLoss
@@ -183,6 +184,8 @@ def test_what_is_saved_is_a_sentence_transformer_with_its_card(tmp_path):
     tested = trainer(tmp_path, made, rows(2), RANKING(made), **run)
     tested.train()
     tested.save_model()
+    data = tested.run.training_data()  # no row goes through the model to see whether its ids exist
+    assert not looked_up(made, data.looked_over.layout, data.limits.below)
     folder = tmp_path / "out"
     again = SentenceTransformer(str(folder), device="cpu")
     texts = rows(2)["text_0"]
