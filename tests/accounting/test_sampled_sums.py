@@ -238,3 +238,29 @@ def test_a_row_costs_what_a_group_does_that_becomes_any_other(sigma, q):
     assert always == pytest.approx(epsilon(Gaussian(sigma, 3), 1e-5).value, abs=3e-3)
     with pytest.raises(UnsupportedEventError, match="into other groups"):
         epsilon(of_row, 1e-5, relation="add_remove")
+
+
+@pytest.mark.parametrize(("sigma", "q"), [(0.5, 0.02), (1.0, 0.3)])
+def test_a_group_turned_in_any_direction_loses_no_more_than_in_the_opposite_one(sigma, q):
+    axis = np.linspace(-1 - 8 * sigma, 1 + 8 * sigma, 401)
+    x, y = np.meshgrid(axis, axis)
+
+    def density(angle, length=1.0):
+        def around(a, b):
+            squares = (x - a) ** 2 + (y - b) ** 2
+            return np.exp(-squares / (2 * sigma**2)) / (2 * np.pi * sigma**2)
+
+        moved = around(length * np.cos(angle), length * np.sin(angle))
+        return (1 - q) * around(0, 0) + q * moved
+
+    before, cell = density(0.0), (axis[1] - axis[0]) ** 2
+    for eps in (0.0, 0.5, 2.0, 4.0):
+
+        def delta(p, other, eps=eps):
+            return np.maximum(p - math.exp(eps) * other, 0).sum() * cell
+
+        most = delta(before, density(math.pi))
+        for angle in np.linspace(0, math.pi, 7):
+            for length in (0.0, 0.5, 1.0):
+                after = density(angle, length)
+                assert max(delta(before, after), delta(after, before)) <= most * (1 + 1e-9) + 1e-15
