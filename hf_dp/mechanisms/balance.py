@@ -112,7 +112,9 @@ class Balance:
         assert self._shares is not None
         unit = math.ldexp(1.0, self.run.plan.num_examples.bit_length() - 52)
         loads = (self._shares - self.chosen / self.experts) / self.largest
-        loads = (loads / unit).trunc() * unit
+        # At most 1 but for rounding, and for a row without tokens where k > E / 2.
+        norms = loads.flatten(1).norm(dim=1) * (1 + 1e-12)
+        loads = (loads / norms.clamp(min=1)[:, None, None] / unit).trunc() * unit
         total += loads.where(losses.isfinite()[:, None, None], 0.0).sum(0)
 
     def learn(self, noised: Tensor) -> None:

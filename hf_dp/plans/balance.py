@@ -8,8 +8,8 @@ the releases of earlier steps.
 **The loads.** An example has T tokens, and each of L layers sends h_e T of them to expert e, k
 experts a token. It adds ``v = (h - k / E) / sqrt(k (1 - k / E) L)``, (L, E), to a second sum over
 the draw. Since 0 <= h_e <= 1 and sum_e h_e = k, the squares of a layer's ``h - k / E`` add up to at
-most ``k - k^2 / E``, so |v| <= 1. The sum is noised as a part of the step's event
-(:class:`hf_dp.accounting.event.NoisedSum`).
+most ``k - k^2 / E``, so |v| <= 1; it is clipped to 1 all the same. The sum is noised as a part of
+the step's event (:class:`hf_dp.accounting.event.NoisedSum`).
 
 **The loss.** To an example's loss is added, before its gradient is clipped,
 ``coefficient E / L sum_{layers, e} (f_e - k / E) P_e``, with P_e the mean over the example's own
