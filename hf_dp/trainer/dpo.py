@@ -109,6 +109,7 @@ class DPDPOTrainer(trl.TrainedOnPairs):
     args: DPDPOConfig
     arguments_class: ClassVar[type[DPTrainingArguments]] = DPDPOConfig
     preparation = trl.DPOPreparation
+    _ref_model: nn.Module | None
 
     def __init__(
         self,

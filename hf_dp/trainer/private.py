@@ -3,6 +3,7 @@ on one screen: :meth:`PrivateTraining.step`."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -282,16 +283,18 @@ class PrivateTraining(Training):
         """Raise UnsupportedArgumentError for another model that a loss of the user's own may read,
         unless it is stated to be public: it may know other rows."""
         trainer, model = self._trainer, {id(p) for p in self._trainer.model.parameters()}
-        known = ("hf_dp", "transformers")
-        of_user = [
-            each
-            for each in type(trainer).__mro__[:-1]  # the last is object
-            if each.__module__.partition(".")[0] not in known
-        ]
+        of_user, ours = [], set[str]()  # classes, and what hf_dp's own classes declare
+        for each in type(trainer).__mro__[:-1]:  # the last is object
+            package = each.__module__.partition(".")[0]
+            if package == "hf_dp":
+                ours |= inspect.get_annotations(each).keys()
+            elif package != "transformers":
+                of_user.append(each)
         if self.args.teacher_is_public or not of_user:
             return
         for name, value in vars(trainer).items():
-            others = value.parameters() if isinstance(value, nn.Module) else ()
+            is_theirs = isinstance(value, nn.Module) and name not in ours
+            others = value.parameters() if is_theirs else ()
             if any(id(parameter) not in model for parameter in others):
                 expected = f"to be True for {of_user[0].__name__}, which has a model in `{name}`"
                 why = (
