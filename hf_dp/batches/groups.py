@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.utils.data import Dataset
 
 from hf_dp.batches.structure import DataSet, Row
-from hf_dp.plans.draws import Draw, Groups
+from hf_dp.plans.draws import Draw
 
 
 class GroupedRows(Dataset[list[Row]]):
@@ -25,4 +25,4 @@ class GroupedRows(Dataset[list[Row]]):
 
 def in_groups(rows: DataSet, draw: Draw) -> DataSet:
     """Return the rows as a draw takes them: one by one, or in groups."""
-    return GroupedRows(rows, draw.rows_per_group) if isinstance(draw, Groups) else rows
+    return GroupedRows(rows, draw.group_size) if draw.group_size > 1 else rows

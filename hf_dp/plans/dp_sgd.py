@@ -21,7 +21,7 @@ from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.plans.balance import BUDGET_RATIO as BALANCE_RATIO
 from hf_dp.plans.balance import COEFFICIENT, RouterBalance
 from hf_dp.plans.bands import BANDS, Banded, banded
-from hf_dp.plans.draws import POISSON, Draw, Groups, Poisson, Schedule, draw_of
+from hf_dp.plans.draws import POISSON, Draw, Poisson, Schedule, draw_of
 from hf_dp.plans.mechanism import MechanismPlan, Words, register_plan
 from hf_dp.plans.quantile import BUDGET_RATIO, LEARNING_RATE, NORM_QUANTILE, ClippingQuantile
 from hf_dp.plans.rounding import clipping_share, rounding_margin
@@ -405,8 +405,8 @@ class DpSgdPlan(MechanismPlan):
                 f"; of a drawn {one} with more than {users.max_rows} rows, that many of them are "
                 "used, chosen uniformly at random in each draw"
             )
-        if isinstance(self.draw, Groups):
-            gradients = f"the gradient of each drawn group of {self.draw.rows_per_group} rows,"
+        if (k := self.draw.group_size) > 1:
+            gradients = f"the gradient of each drawn group of {k} rows,"
             clipping = "one clipping for all rows of a group"
         noise = "and Gaussian noise"
         if self.loss is not None:

@@ -105,6 +105,11 @@ class Draw(Named, ABC):
         """Return how many things a step draws from, of so many rows or users."""
         return rows
 
+    @property
+    def group_size(self) -> int:
+        """How many rows are drawn, and clipped, as one."""
+        return 1
+
     def sample_rate(self, schedule: Schedule) -> float:
         """Return q, the probability with which each example takes part in a step."""
         return schedule.expected_batch_size / schedule.drawn_from
@@ -255,6 +260,10 @@ class Groups(Poisson):
 
     def __post_init__(self) -> None:
         _validate.integer(GROUP, self.rows_per_group, 2)
+
+    @property
+    def group_size(self) -> int:
+        return self.rows_per_group
 
     @property
     def asked(self) -> Asked:

@@ -12,7 +12,6 @@ from hf_dp.accounting import BOUNDS, Epsilon, Ledger, round_up
 from hf_dp.accounting.accountants import Answer, compare
 from hf_dp.errors import AccountingRangeError
 from hf_dp.plans import units
-from hf_dp.plans.draws import Groups
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.statement.facts import EVALUATION_ON_TRAINING_ROWS, OTHER_ROWS, PUBLIC_ROWS, RunFacts
 
@@ -177,7 +176,7 @@ def relation_in_words(relation: str, plan: PrivacyPlan) -> str:
     :mod:`hf_dp.plans.units`."""
     users = plan.users
     one, every = ("row", "rows") if users is None else (users.name, f"units (each a {users.name})")
-    cost = _IN_A_GROUP if isinstance(plan.mechanism.draw, Groups) else _AS_ADDED
+    cost = _IN_A_GROUP if plan.mechanism.draw.group_size > 1 else _AS_ADDED
     return _RELATIONS[relation].format(one=one, all=every, cost=cost.format(one=one, all=every))
 
 
