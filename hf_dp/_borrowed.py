@@ -47,10 +47,11 @@ _OF_EXPERTS = moe.use_experts_implementation(type("Experts", (nn.Module,), {})).
 
 
 def routers_of(model: nn.Module) -> list[Any]:
-    """Return the routers of a mixture of experts, in order: transformers records what they return,
-    logits (N, E), scores, and the chosen experts (N, k)."""
+    """Return the routers of a mixture of experts, in order, of which transformers records the first
+    output, logits (N, E). The usual ones return scores and the chosen experts, (N, k), after it."""
     recorded = [getattr(each, "_can_record_outputs", None) or {} for each in model.modules()]
-    classes = {each["router_logits"].target_class for each in recorded if "router_logits" in each}
+    recorders = [each["router_logits"] for each in recorded if "router_logits" in each]
+    classes = {each.target_class for each in recorders if each.index == 0}
     return [each for each in model.modules() if type(each) in classes]
 
 

@@ -1,4 +1,4 @@
-"""What is published works by itself: in an empty environment, without the repository."""
+"""The wheel and the sdist work in an empty environment, without the repository."""
 
 import os
 import shutil

@@ -118,10 +118,17 @@ class Examples(Dataset[Example]):
                 f"It cannot take the images in {pictures}: let a transform make `pixel_values` "
                 "with the model's image processor (dataset.with_transform), and leave them out. "
             )
+            of_group = (
+                f"With rows_per_group a row is a list of {len(row)} rows, which stock collators do "
+                "not take: give one of your own. "
+                if isinstance(row, list)
+                else ""
+            )
             raise DataError(
                 f"{which}, collated alone, failed ({type(problem).__name__}: {problem}). The data "
                 "collator is called with a list of one row, so that no row sees another; the "
-                f"library pads. It must work on one. {of_pictures if pictures else ''}If it misses "
+                f"library pads. It must work on one. {of_group}"
+                f"{of_pictures if pictures else ''}If it misses "
                 "a column, set remove_unused_columns=False: otherwise only columns that the "
                 "model's forward takes are kept."
             ) from problem

@@ -1,4 +1,4 @@
-"""What routers of a mixture of experts do with each example, and the loss that balances them
+"""The loads of a mixture's experts, example by example, and the loss that balances them
 (:mod:`hf_dp.plans.balance`)."""
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ class Balance:
 
     def __init__(self, run: PrivateRun, rule: RouterBalance):
         self.run, self.rule = run, rule
-        self.routers = routers_of(run.model)
-        if not self.routers:
+        routers = routers_of(run.model)
+        sizes = {(getattr(each, "num_experts", 0), getattr(each, "top_k", 0)) for each in routers}
+        self.experts, self.chosen = max(sizes, default=(0, 0))
+        if len(sizes) != 1 or not 0 < self.chosen < self.experts:
             raise UnsupportedModelError(
-                f"`{COEFFICIENT}` balances experts, and {type(run.model).__name__} has no router "
-                "whose choices transformers records. Remove it."
+                f"`{COEFFICIENT}` balances experts, and {type(run.model).__name__} has no routers "
+                "that are known, each of as many experts, of which a token gets some. Remove it."
             )
-        layers, first = len(self.routers), self.routers[0]
-        self.experts, self.chosen = first.num_experts, first.top_k
+        self.layers = layers = len(routers)
         self.largest = math.sqrt(self.chosen * (1 - self.chosen / self.experts) * layers)
         self.mean, self.steps = torch.zeros(layers, self.experts, dtype=torch.float64), 0
         self._shares: Tensor | None = None
@@ -64,11 +65,17 @@ class Balance:
         return self.mean * (self.largest / max(1 - _DECAY**self.steps, 1 - _DECAY))
 
     def add_to(self, own: PerExampleLoss, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the losses, (b,), of a batch with the loss that balances, and keep its loads."""
+        """Return the losses, (b,), of a batch with the loss that balances, and keep its loads.
+
+        Raises: UnsupportedModelError for routers that do something else than known ones.
+        """
         seen: list[tuple[Tensor, Tensor]] = []
 
         def see(module: nn.Module, inputs: object, output: tuple[Tensor, ...]) -> None:
-            seen.append((output[0], output[2]))  # logits (b T, E), indices (b T, k)
+            if len(output) == 3 and [each.shape[-1] for each in output[::2]] == known:
+                seen.append((output[0], output[2]))  # logits (b T, E), indices (b T, k)
+
+        known = [self.experts, self.chosen]
 
         handles = [each.register_forward_hook(see) for each in routers_of(model)]
         try:
@@ -76,10 +83,11 @@ class Balance:
         finally:
             for each in handles:
                 each.remove()
-        if len(seen) != len(self.routers):
+        if len(seen) != self.layers or any(each.is_floating_point() for _, each in seen):
             raise UnsupportedModelError(
-                f"Expected each of {len(self.routers)} routers to run once in a forward, "
-                f"{len(seen)} runs were seen. Remove `{COEFFICIENT}`."
+                f"Expected each of {self.layers} routers to run once in a forward, and to return "
+                f"logits of {self.experts} experts, scores and the {self.chosen} that are chosen; "
+                f"{len(seen)} did. Remove `{COEFFICIENT}`."
             )
         b = len(losses)
         mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).double()
@@ -115,7 +123,8 @@ class Balance:
         # At most 1 but for rounding, and for a row without tokens where k > E / 2.
         norms = loads.flatten(1).norm(dim=1) * (1 + 1e-12)
         loads = (loads / norms.clamp(min=1)[:, None, None] / unit).trunc() * unit
-        total += loads.where(losses.isfinite()[:, None, None], 0.0).sum(0)
+        counts = losses.isfinite() & norms.isfinite()
+        total += loads.where(counts[:, None, None], 0.0).sum(0)
 
     def learn(self, noised: Tensor) -> None:
         """Move on to the next step, by the noised sum of this one, (L, E)."""

@@ -90,8 +90,8 @@ class RouterBalance:
                 f"{self.part(noise_multiplier)[LOADS]:.6g} is added once to each number of that "
                 "sum. Averages of it enter each example's loss with the weight "
                 f"{self.coefficient!r}, before gradients are clipped, and ask its routers for "
-                "balance. All sums of a "
-                f"step are accounted together, as one with noise multiplier {joint:.6g}"
+                "balance. All sums of a step are accounted together, as one with noise multiplier "
+                f"{joint:.6g}"
             ),
             proof=f"{others.proof}, each with bounded loads and noise on them",
             also_covered=f"the loads by which experts are balanced, {also}",

@@ -106,11 +106,12 @@ class NoisedLoss:
         )
 
     def words(
-        self, alone: Words, schedule: Schedule, noise_multiplier: float, views: int = 1
+        self, alone: Words, schedule: Schedule, noise_multiplier: float, joint: float, whose: str
     ) -> Words:
-        """Return how a statement speaks of both sums. Args: alone: how it does of the gradients."""
+        """Return how a statement speaks of both sums. Args: alone: how it does of the gradients.
+        joint: that of all of a step's sums, as of one. whose: the losses are, where not users'."""
         losses = self.part(noise_multiplier)[LOSS]
-        of_same = f"The losses of the same rows{', each the mean over its views' * (views > 1)}"
+        of_same = f"The losses of the same {whose}"
         if schedule.users is not None:
             of_same = f"The losses of the same draw, the mean over the rows of each {schedule.one}"
         return replace(
@@ -120,8 +121,8 @@ class NoisedLoss:
                 f"{alone.mechanism}. {of_same}, each clipped to [0, {self.bound!r}], are summed, "
                 f"too; Gaussian noise with standard deviation {losses:.6g} x {self.bound!r} is "
                 "added once to their sum, which is divided by the expected batch size and logged "
-                "as noised_loss. Each step's two sums are accounted together, as one with noise "
-                f"multiplier {joint_noise_multiplier(noise_multiplier, losses):.6g}"
+                "as noised_loss. All sums of a step are accounted together, as one with noise "
+                f"multiplier {joint:.6g}"
             ),
             also_covered="the noised losses in its logs, and whatever is computed from them",
         )
@@ -432,7 +433,9 @@ class DpSgdPlan(MechanismPlan):
         if self.gradient_scaling_beta is not None:
             words = scaled(words, self.gradient_scaling_beta)
         if self.loss is not None:
-            words = self.loss.words(words, schedule, self.sigma, self.views_per_example)
+            whose = "rows, each the mean over its views" if self.views_per_example > 1 else "rows"
+            whose = "groups" if self.draw.group_size > 1 else whose
+            words = self.loss.words(words, schedule, self.sigma, self._joint(), whose)
         if self.clipping_quantile is not None:
             words = self.clipping_quantile.words(words, schedule, self.sigma, self._joint())
         if self.router_balance is not None:

@@ -206,7 +206,7 @@ def not_covered(facts: RunFacts, plan: PrivacyPlan) -> Iterator[str]:
     if any(run.experts for run in facts.everywhere):
         yield (
             "experts chosen by rounding: where two of a token's scores are almost equal, the rows "
-            "beside it may decide which experts it gets, and so change its row's gradient (seldom "
+            "beside it may decide which experts it gets, and so change what its row adds (seldom "
             "in float32; never where a physical batch is one row)"
         )
     if any(run.public_teacher for run in facts.everywhere):

@@ -101,7 +101,7 @@ _SAME_DRAW = "A draw would be used more than once, which epsilon does not count.
 _WRITES_ALONE = (
     "A prompt's completions are written in a batch of their own, by generate(). Remove it."
 )
-# Of `generation_kwargs`: what acts on one completion's next token.
+# Names in `generation_kwargs` that act on one completion's next token alone.
 _OF_A_TOKEN = frozenset(
     """typical_p top_h epsilon_cutoff eta_cutoff no_repeat_ngram_size bad_words_ids min_new_tokens
     suppress_tokens begin_suppress_tokens sequence_bias renormalize_logits
@@ -192,7 +192,7 @@ GRPO_REFUSED: Mapping[str, Refusal] = {
     "log_unique_prompts": only(_SHOWS, False),
     "log_completions_hub_repo": only(_SHOWS, None),
 }
-# Of TRL's trainer.
+# Keywords of TRL's trainer that are refused.
 _NOT_TAKEN = {
     "tools": "what they return would enter completions.",
     "environment_factory": "environments are kept from prompt to prompt.",

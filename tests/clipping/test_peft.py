@@ -390,7 +390,7 @@ OWN = {  # options beside target_modules and r
 
 
 def test_the_page_names_each_kind_once():
-    """Of PEFT's versions that may be installed, in which kinds come."""
+    """Kinds come with new versions of PEFT."""
     named = [kind for kinds in KINDS.values() for kind in kinds]
     assert len(KINDS) == 5 and len(named) == len({*named})
     assert {each.value.lower() for each in peft.PeftType} <= {*named}

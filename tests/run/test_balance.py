@@ -115,7 +115,7 @@ def test_no_row_adds_more_than_its_sensitivity(tmp_path, monkeypatch):
 
     assert all(0 < moved(row) <= 1 for row in (0, 5, ROWS - 1))
     known = balance.chosen, balance.largest
-    balance.chosen, balance.largest = 6, math.sqrt(6 * (1 - 6 / 8) * len(balance.routers))
+    balance.chosen, balance.largest = 6, math.sqrt(6 * (1 - 6 / 8) * balance.layers)
     balance._shares = torch.zeros((1, *balance.mean.shape), dtype=torch.float64)  # without tokens
     balance.add(total := torch.zeros_like(balance.mean), torch.zeros(1))
     assert 1 - 1e-9 < float(total.norm()) <= 1

@@ -239,10 +239,11 @@ def _planned(trainer: DPTrainer) -> str:
     """Return what a private run will do, in public numbers."""
     plan = trainer.privacy_plan
     assert plan is not None
+    words = plan.words
+    ran = plan.mechanism.draw.what_ran(plan, plan.steps, words.name, words.drawn)
     return (
-        f"{plan.steps:,} steps of {plan.words.name} with {plan.words.drawn}, about "
-        f"{plan.expected_batch_size:g} of {plan.drawn_from:,} in each, noise multiplier "
-        f"{plan.noise_multiplier:.4g}. Checks come before the first step."
+        f"{ran}. A step draws about {plan.expected_batch_size:g} of {plan.drawn_from:,}; noise "
+        f"multiplier {plan.noise_multiplier:.4g}. Checks come before the first step."
     )
 
 
