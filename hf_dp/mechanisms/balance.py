@@ -30,7 +30,10 @@ class Balance:
     def __init__(self, run: PrivateRun, rule: RouterBalance):
         self.run, self.rule = run, rule
         routers = routers_of(run.model)
-        sizes = {(getattr(each, "num_experts", 0), getattr(each, "top_k", 0)) for each in routers}
+        named = [
+            [getattr(each, n, None) or 0 for n in ("num_experts", "top_k")] for each in routers
+        ]
+        sizes = {*map(tuple, named)}
         self.experts, self.chosen = max(sizes, default=(0, 0))
         if len(sizes) != 1 or not 0 < self.chosen < self.experts:
             raise UnsupportedModelError(

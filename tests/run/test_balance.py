@@ -6,12 +6,15 @@ from dataclasses import replace
 
 import loops
 import pytest
+import silence
 import tiny
 import torch
 import users
 from models import llama, mixtral, olmoe
+from processes import results
 from transformers import DataCollatorForLanguageModeling
 
+from hf_dp._borrowed import routers_of
 from hf_dp.errors import (
     ConfigError,
     InvalidArgumentError,
@@ -120,6 +123,9 @@ def test_no_row_adds_more_than_its_sensitivity(tmp_path, monkeypatch):
     balance.add(total := torch.zeros_like(balance.mean), torch.zeros(1))
     assert 1 - 1e-9 < float(total.norm()) <= 1
     balance.chosen, balance.largest = known
+    balance._shares[:] = math.nan
+    balance.add(total := torch.zeros_like(balance.mean), torch.zeros(1))
+    assert not total.any()
     with monkeypatch.context() as patch:  # planted: tokens are counted, without a clip
         tokens = lambda self, total, losses: total.add_((3 * self._shares / self.largest).sum(0))  # noqa: E731
         patch.setattr(Balance, "add", tokens)
@@ -163,8 +169,19 @@ def test_what_it_is_not_implemented_with_is_refused(tmp_path):
                 DpSgdPlan.of(C, 1.0, **{"router_balance": 0.1, name: value})
     with pytest.raises(UnsupportedArgumentError, match="bands"):
         DpSgdPlan.of(C, 1.0, router_balance=0.1, bands=2)
-    with pytest.raises(UnsupportedModelError, match="has no router"):
+    with pytest.raises(UnsupportedModelError, match="has no routers that are known"):
         mechanism_for(private_run(tmp_path / "llama", llama))
+    for attribute, value in (("top_k", 1), ("num_experts", None)):
+        other = private_run(tmp_path / "other")
+        setattr(routers_of(other.model)[1], attribute, value)
+        with pytest.raises(UnsupportedModelError, match="no routers that are known"):
+            mechanism_for(other)
+    other = private_run(tmp_path / "other")
+    mechanism = mechanism_for(other)
+    batches = loops.batches_of(mechanism, [0])
+    mechanism.gauge.balance.chosen = 3  # as if routers returned something else
+    with pytest.raises(UnsupportedModelError, match="Expected each of 2 routers .* 0 did"):
+        other.losses(batches[0])
     made = private_run(tmp_path)
     made.model.gradient_checkpointing_enable()
     with pytest.raises(
@@ -174,6 +191,33 @@ def test_what_it_is_not_implemented_with_is_refused(tmp_path):
     views = loops.plan(rows=ROWS, mechanism=replace(planned().mechanism, views_per_example=2))
     with pytest.raises(UnsupportedArgumentError, match="unset with views_per_example"):
         mechanism_for(private_run(tmp_path / "views", plan=views)).prepare()
+
+
+@pytest.mark.slow
+def test_two_processes_balance_as_one(tmp_path):
+    def weights(folder):
+        collator = DataCollatorForLanguageModeling(tiny.tokenizer(), mlm=False)
+        given = {
+            "model": olmoe().double(),
+            "train_dataset": TEXTS,
+            "eval_dataset": None,
+            "data_collator": collator,
+        }
+        options = {
+            **silence.PLAIN_STEPS,
+            "max_steps": 3,
+            "router_balance": 10.0,
+            "expected_batch_size": ROWS,
+        }
+        made = silence.silenced(tiny.trainer(folder, given=given, **options))
+        made.train()
+        return silence.weights(made), made.mechanism.gauge.balance.mean
+
+    expected, mean = weights(tmp_path / "one")
+    assert float(mean.norm()) > 0.01
+    for found, own in results(2, lambda: weights(tmp_path / "two")):
+        torch.testing.assert_close(own, mean, rtol=0, atol=1e-9)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 def test_a_run_of_a_trainer_is_balanced_and_says_so(tmp_path):

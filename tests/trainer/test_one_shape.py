@@ -64,7 +64,8 @@ def test_every_batch_has_a_known_shape_and_the_sums_are_those_of_any(shapes, len
     assert drawn(one, 0) == []  # how many batches there are is not constant
 
 
-def test_planted_filler_that_counts_is_seen(tmp_path, monkeypatch):
+@pytest.mark.parametrize("shapes", ["one", "few"])
+def test_planted_filler_that_counts_is_seen(shapes, tmp_path, monkeypatch):
     """Planted: what fills a batch up stands there like a row."""
     expected = parts(trainer(tmp_path / "any"), drawn(trainer(tmp_path / "again"), 5))
     stock = PhysicalBatches.padded
@@ -74,7 +75,7 @@ def test_planted_filler_that_counts_is_seen(tmp_path, monkeypatch):
         return batch.inputs if isinstance(batch, Masked) else batch
 
     monkeypatch.setattr(PhysicalBatches, "padded", counting)
-    planted = trainer(tmp_path / "one", **ONE)
+    planted = trainer(tmp_path / "one", **{**ONE, "shapes": shapes})
     for each, other in zip(parts(planted, drawn(planted, 5)), expected, strict=True):
         assert float((each - other).abs().max()) > 1e-3
 
