@@ -48,6 +48,10 @@ def test_every_batch_has_a_known_shape_and_the_sums_are_those_of_any(shapes, len
         found = {tuple(e.shape) for b in batches for e in getattr(b, "inputs", b).values()}
         assert found <= {(SIZE,), *[(SIZE, length) for length in lengths]}
         all_found |= found
+        for batch in batches:  # each row in its own shape, whatever its neighbors
+            inputs, counts = batch if isinstance(batch, Masked) else (batch, slice(None))
+            for own in inputs["attention_mask"].sum(1)[counts].tolist():
+                assert inputs["input_ids"].shape[1] == min(n for n in lengths if n >= own)
         filled = sum(int((~b.counts).sum()) for b in batches if isinstance(b, Masked))
         assert SIZE * len(batches) == count + filled
         expected = parts(any_shapes, drawn(any_shapes, count))
