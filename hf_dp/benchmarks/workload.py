@@ -81,6 +81,18 @@ _LLAMA_1B = _layers(
 _QWEN_7B = _layers(
     "Qwen2ForCausalLM", 4096, 28, 3584, 28, 18944, vocab_size=152064, num_key_value_heads=4
 )
+_OLMOE = _layers(
+    "OlmoeForCausalLM",
+    4096,
+    8,
+    512,
+    8,
+    512,
+    vocab_size=32000,
+    num_experts=16,
+    num_experts_per_tok=4,
+)
+_OF_EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 _LORA = {"r": 8, "target_modules": ["c_attn"], "fan_in_fan_out": True}
 
 SHAPES: Mapping[str, Shape] = {
@@ -92,6 +104,8 @@ SHAPES: Mapping[str, Shape] = {
     "llama-small-lora": replace(_LLAMA, lora={"r": 16, "target_modules": ["q_proj", "v_proj"]}),
     "llama-1b": _LLAMA_1B,
     "qwen-7b-lora": replace(_QWEN_7B, lora={"r": 16, "target_modules": "all-linear"}),
+    "olmoe-small": _OLMOE,
+    "olmoe-small-lora": replace(_OLMOE, lora={"r": 8, "target_parameters": _OF_EXPERTS}),
     "roberta-base": _layers(_ROBERTA, 512, 12, 768, 12, 3072, **_OF_ROBERTA),
     "roberta-large": _layers(_ROBERTA, 512, 24, 1024, 16, 4096, **_OF_ROBERTA),
     "minilm": _layers(_BERT, 512, 6, 384, 12, 1536),

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from peft import PeftModel, PeftType
 from peft.tuners.ln_tuning.layer import LNTuningLayer
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
@@ -58,9 +59,9 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _is_whole(module: nn.Module) -> bool:
-    """Return whether a module reads its parts' weights itself: torch's attention, and layers that
-    convolve before a state space (Mamba)."""
-    return isinstance(module, nn.MultiheadAttention) or isinstance(
+    """Return whether a module reads its parts' weights itself: torch's attention, PEFT's LoRA of a
+    parameter, and layers that convolve before a state space (Mamba)."""
+    return isinstance(module, (nn.MultiheadAttention, ParamWrapper)) or isinstance(
         module._modules.get("conv1d"), nn.Conv1d
     )
 

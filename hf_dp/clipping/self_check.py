@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
 from hf_dp.clipping import sharding
@@ -97,7 +98,7 @@ def self_check(
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with _on_copies(per_example_loss) as loss, in_training(model), _moved(model, trainable):
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        versions = {name: parameter._version for name, parameter in model.named_parameters()}
+        versions = _versions(model)
         if have_neighbors:
             refuse_shared_draws(model, loss, padded, len(alone))
         with no_dropout():
@@ -372,6 +373,21 @@ def _refuse_fixed_draws(
         )
 
 
+def _versions(model: nn.Module) -> dict[str, int]:
+    """Return a number for each parameter that another one replaces where a value changes. PEFT's
+    LoRA of a parameter registers it again in each forward, which counts as a change of version."""
+    again = {
+        parameter
+        for module in model.modules()
+        if isinstance(module, ParamWrapper)
+        for parameter in module.get_base_layer().parameters()
+    }
+    return {
+        name: int(torch.hash_tensor(held(p.detach())).item()) if p in again else p._version
+        for name, p in model.named_parameters()
+    }
+
+
 def _refuse_changes(
     model: nn.Module, buffers: Mapping[str, Tensor], versions: Mapping[str, int]
 ) -> None:
@@ -380,7 +396,7 @@ def _refuse_changes(
         for name, buffer in model.named_buffers()
         if name in buffers and not torch.equal(buffer, buffers[name])
     ]
-    changed += [name for name, p in model.named_parameters() if p._version != versions[name]]
+    changed += [name for name, version in _versions(model).items() if version != versions[name]]
     if changed:
         raise SelfCheckError(
             f"A training forward changed the buffer or parameter {changed[0]!r}: it stores "

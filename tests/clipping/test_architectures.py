@@ -341,8 +341,8 @@ def test_experts_used_twice(strategy, transposed):
 
 
 def all_of_the_first(monkeypatch):
-    def planted(left, right, places, counts, b):
-        return Routed(left, right, places // b * b, counts, b)
+    def planted(left, right, places, counts, b, layout):
+        return Routed(left, right, places // b * b, counts, b, layout)
 
     monkeypatch.setattr(experts, "Routed", planted)
 

@@ -70,6 +70,7 @@ def lora(**options: Any) -> peft.LoraConfig:
 
 BERT = {"task_type": "SEQ_CLS", "target_modules": ["query", "output.dense"]}
 GPT2 = {"task_type": "CAUSAL_LM", "target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 PROMPT = {"num_virtual_tokens": VIRTUAL}
 PREFIX = PROMPT | {"num_layers": 2, "token_dim": 16, "num_attention_heads": 2}
 
@@ -85,6 +86,8 @@ EXACT = {
     "LoRA on a tied Embedding": Case("gpt2_tied", lora, **GPT2 | {"target_modules": ["wte"]}),
     "LoRA on a shared layer": Case("albert", lora, task_type="SEQ_CLS", target_modules=["query", "ffn"]),
     "LoRA on Conv2d": Case("vit", lora, target_modules=["projection", "q_proj"], modules_to_save=["classifier"]),
+    "LoRA of experts": Case("mixtral", lora, task_type="CAUSAL_LM", target_modules=["q_proj"], target_parameters=EXPERTS),
+    "LoRA of one parameter of experts": Case("olmoe", lora, task_type="CAUSAL_LM", target_parameters=EXPERTS[:1]),
     "LoRA and every bias": Case("bert", lora, **BERT, bias="all"),
     "LoRA with a bias of its own": Case("bert", lora, **BERT, lora_bias=True),
     "rsLoRA": Case("bert", lora, **BERT, use_rslora=True, r=4),

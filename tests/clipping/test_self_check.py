@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from models import BUILDERS, alone, batch_for, bert, gpt2, llama
+from models import BUILDERS, alone, batch_for, bert, gpt2, llama, olmoe
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from hf_dp.clipping import norms, rules, self_check
@@ -149,6 +150,17 @@ def test_a_buffer_that_a_forward_changes_is_refused():
     model.register_buffer("seen", torch.zeros(()))
     model.register_forward_pre_hook(lambda module, args: module.seen.add_(1) and None)
     with pytest.raises(SelfCheckError, match="'seen'"):
+        check(model)
+
+
+def test_lora_of_experts_passes_and_weights_written_in_a_forward_are_refused():
+    """PEFT registers these parameters again in each forward, which is no change."""
+    config = LoraConfig(r=2, task_type="CAUSAL_LM", target_parameters=["experts.down_proj"])
+    model = get_peft_model(olmoe(dtype=torch.float32), config)
+    check(model)
+    weight = model.get_parameter("base_model.model.model.layers.0.mlp.experts.base_layer.down_proj")
+    model.register_forward_pre_hook(lambda *_: (weight.data.add_(1e-6), None)[1])
+    with pytest.raises(SelfCheckError, match="down_proj'"):
         check(model)
 
 
