@@ -181,7 +181,7 @@ def goes_through_its_runs(
 
 
 def prints_made_up_results(words: list[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Let a command print JSON of made-up results: of all runs of a sweep, of plans, of FROST."""
+    """Let a command print JSON of synthetic results: of all runs of a sweep, of plans, of FROST."""
 
     def result(cell: Cell, **asked: bool) -> dict[str, Any]:
         metrics = dict.fromkeys((*SCORES, *SIGNALS), 0.5 + cell.seed / 10)

@@ -193,7 +193,7 @@ def physical_batches(
 
 
 class Read(NamedTuple):
-    """An example that was drawn; where it does not count, a made-up one at the place of a row that
+    """An example that was drawn; where it does not count, a synthetic one in place of a row that
     cannot be trained on."""
 
     example: Example

@@ -1,9 +1,9 @@
 """Rows that are looked at when they are drawn, where a look at all of them would take too long.
 
 A bad row keeps its place: in the draw, in what a truncated draw keeps, in its user, in its physical
-batch. There a made-up row stands for it, which takes part in the forward and adds exactly 0 to each
-part of the step's release. It is not drawn again, and nothing says that it was drawn: neither an
-error nor a warning.
+batch. There a synthetic row stands for it, which takes part in the forward and adds exactly 0 to
+each part of the step's release. It is not drawn again, and nothing says that it was drawn: neither
+an error nor a warning.
 
 **Why this adds at most C, and moves nobody else.** Draw and truncation know places alone. Whether a
 row is bad is a function of the row, of secret randomness of its own, and of public things: the

@@ -204,7 +204,7 @@ def refuse_shared_draws(
     model: nn.Module, per_example_loss: PerExampleLoss, batch: Batch, count: int
 ) -> None:
     """Raise SelfCheckError where a training forward draws anything that its examples share. The
-    tensors of ``batch`` have its ``count`` made-up examples in their first dimension."""
+    tensors of ``batch`` have its ``count`` synthetic examples in their first dimension."""
     outside = _state_outside_torch()
     once = draws_of(model, per_example_loss, batch, count)
     twice = draws_of(model, per_example_loss, _repeated(batch, count), 2 * count)
@@ -246,7 +246,7 @@ def draws_of(
             losses = per_example_loss(model, batch)
     if losses.shape != (count,):
         raise SelfCheckError(
-            f"Expected one loss for each of {count} made-up examples, shape ({count},), got "
+            f"Expected one loss for each of {count} synthetic examples, shape ({count},), got "
             f"{tuple(losses.shape)}. Each tensor of a batch must have the examples in its first "
             "dimension."
         )

@@ -57,7 +57,7 @@ class ClippingEngine:
         UnaccountedGradientError: a gradient reached a parameter by a path around the engine.
 
     The model may be sharded by FSDP2 (``torch.distributed.fsdp.fully_shard``). Then all processes
-    must call :meth:`backward` equally often, one that has no examples left with made-up ones and
+    must call :meth:`backward` equally often, one that has no examples left with synthetic ones and
     ``counted=False``, and all must call :meth:`collect`.
 
     The sums' sensitivity to one example is C if losses are per-example, which
@@ -242,7 +242,7 @@ class ClippingEngine:
                 the model is sharded, and adds nothing. For the mean over the rows of a unit, divide
                 each loss by their number.
             counted: which units count, (b / k,), or whether all do. The others add exactly nothing
-                to sums and counts, whatever their gradients are: made-up ones at the place of rows
+                to sums and counts, whatever their gradients are: synthetic ones in place of rows
                 that cannot be trained on; or all, with which a process that has no others takes
                 part in what the processes do together.
             rows_per_unit: k >= 1; the examples 0 to k - 1 are one unit, the next k another, and so
@@ -266,7 +266,7 @@ class ClippingEngine:
         if self._sharded and len(losses) == 0:
             raise UnsupportedLossError(
                 "engine.backward() got no losses, but this model is sharded and the other "
-                "processes wait for this one. Pass losses of made-up examples with counted=False."
+                "processes wait for this one. Pass losses of synthetic examples with counted=False."
             )
         if not self._sharded and counted is False:  # nothing here waits for this process
             self._tape.forget_forward()

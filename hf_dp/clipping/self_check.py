@@ -167,7 +167,7 @@ def refuse_notice_of_length(
     alike = abs(other.loss - one.loss) <= rtol * max(abs(one.loss), 1.0)
     if not (alike and apart <= rtol * one.norm):
         raise SelfCheckError(
-            f"A short made-up example has the loss {one.loss:.6g} and the gradient norm "
+            f"A short synthetic example has the loss {one.loss:.6g} and the gradient norm "
             f"{one.norm:.6g} alone; beside one as long as the longest row the loss is "
             f"{other.loss:.6g}, and the gradient is {apart:.3g} away: it depends on its neighbors "
             "from a length on. Truncate the rows to less than that, pad on the right, or set "
@@ -177,7 +177,7 @@ def refuse_notice_of_length(
 
 @contextmanager
 def _on_copies(per_example_loss: PerExampleLoss) -> Iterator[PerExampleLoss]:
-    """Let the loss change copies of its batches, and say what fails on which made-up rows. A rule
+    """Let the loss change copies of its batches, and say what fails on which synthetic rows. A rule
     may meet a use of its layer that it cannot compute."""
     tried: Mapping[str, object] = {}
 
@@ -196,7 +196,7 @@ def _on_copies(per_example_loss: PerExampleLoss) -> Iterator[PerExampleLoss]:
         if "memory" in said.lower() or "alloc" in said.lower():  # a lack of it
             raise
         raise SelfCheckError(
-            f"Model, loss or clipping engine fail on made-up examples of shapes {shapes} "
+            f"Model, loss or clipping engine fail on synthetic examples of shapes {shapes} "
             f"({type(problem).__name__}: {said}). If the model runs with them in eval mode, a "
             "layer's input does not have the examples in its first dimension (but windows of "
             "images, say): freeze parts of the model to find it, or set "

@@ -270,9 +270,9 @@ def guess(
 def with_canaries(
     dataset: DataSet, model: nn.Module, count: int, *, alike: bool, rows: TrainingRows | None = None
 ) -> DataSet:
-    """Return a data set and, after its rows, ``count`` made-up ones in the same format. Of the rows
-    names and types are read; shapes, too, where the model never sees what is made: where they are
-    ``alike``, one row that serves as all canaries."""
+    """Return a data set and, after its rows, ``count`` synthetic ones in the same format. Of the
+    rows, names and types are read; shapes, too, where the model never sees what is made: where they
+    are ``alike``, one row that serves as all canaries."""
     different = 1 if alike else count
     plain = dataset.with_format(None) if isinstance(dataset, datasets.Dataset) else dataset
     templates = [plain[0], plain[len(plain) // 2]]
@@ -310,7 +310,7 @@ def with_canaries(
 
 
 def _refuse_shapes_of_rows(template: Row, made: Mapping[str, Tensor]) -> None:
-    """Raise DataError for a column whose length or size a made-up row would take from a row: the
+    """Raise DataError for a column whose length or size a synthetic row would take from a row: the
     model sees it in every step, so a training row would move it beyond its bound."""
     row = template if isinstance(template, Mapping) else {"(no columns)": template}
     for name, value in row.items():
@@ -319,7 +319,7 @@ def _refuse_shapes_of_rows(template: Row, made: Mapping[str, Tensor]) -> None:
         if not fixed and known not in made and name not in _AS_TOKENS:
             raise DataError(
                 f"Expected audit_scores='gradients' for a training set with the column {name!r}: "
-                "a made-up row would take its size from a training row. Or remove the column."
+                "a synthetic row would take its size from a training row. Or remove the column."
             )
 
 

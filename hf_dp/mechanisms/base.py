@@ -138,7 +138,7 @@ class Mechanism(ABC):
     # -- the size of physical batches --
 
     def rehearse(self, batches: Batches, optimizer: Optimizer | None) -> None:
-        """Do what a step does to the memory, on made-up physical batches, without drawing or
+        """Do what a step does to the memory, on synthetic physical batches, without drawing or
         releasing.
 
         Args: optimizer: makes a step, too, unless it is None.

@@ -105,7 +105,7 @@ class DpSgd(Mechanism):
         return {p: gradients.pop(name) for name, p in self._trainable().items()}
 
     def rehearse(self, batches: Batches, optimizer: Optimizer | None) -> None:
-        """Clip made-up batches, and give the optimizer zeros: sums without noise must not reach
+        """Clip synthetic batches, and give the optimizer zeros: sums without noise must not reach
         it."""
         with self.tuner.engine(self.run) as engine:
             self.gauge.measure(engine)

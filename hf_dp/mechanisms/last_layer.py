@@ -191,7 +191,7 @@ def find_last_layer(
 ) -> tuple[str, nn.Module]:
     """Find the layer from the representation to the logits; return its name and module.
 
-    Without a ``name`` it is the linear layer that gives the logits, by one forward of made-up
+    Without a ``name`` it is the linear layer that gives the logits, by one forward of synthetic
     examples: the ``classifier`` of BERT, DistilBERT, ALBERT, DeBERTa, ModernBERT and ViT, the
     ``out_proj`` in the heads of RoBERTa and ELECTRA.
 

@@ -1,7 +1,7 @@
-"""The self-check of a run, on made-up examples: its engine against one-by-one gradients, and the
+"""The self-check of a run, on synthetic examples: its engine against one-by-one gradients, and the
 loss that trains against the model's own.
 
-Evaluation reports the model's own loss, which a forward may weight, smooth or add to. Made-up
+Evaluation reports the model's own loss, which a forward may weight, smooth or add to. Synthetic
 examples alone must have the same under both.
 """
 
@@ -131,7 +131,7 @@ class EngineCheck:
                 refuse_notice_of_length(run.model, run.loss_of, short, beside)
 
     def batches(self) -> tuple[Batch, list[Example]]:
-        """Return the made-up examples on the model's device: one padded batch, and one by one."""
+        """Return the synthetic examples on the model's device: one padded batch, and one by one."""
         run = self.run
         data = run.training_data()  # which all processes look over together
         make = self._synthetic or (lambda: data.synthetic_examples(run.model))
@@ -142,7 +142,7 @@ class EngineCheck:
         return run.placed(padded), [run.placed(example) for example in alone]
 
     def own_examples(self) -> list[Example]:
-        """Return the user's made-up examples, each a batch of one; none if they are not given."""
+        """Return the user's synthetic examples, each a batch of one; none if they are not given."""
         return self._synthetic() if self._synthetic and self.has_own_examples else []
 
     def _on_main_of_shards(self, make: Callable[[], Example]) -> Example:
@@ -160,7 +160,7 @@ def refuse_another_loss(
     *,
     rounded: bool,
 ) -> None:
-    """Raise UnsupportedLossError where a made-up example, with other labels, has another loss by
+    """Raise UnsupportedLossError where a synthetic example, with other labels, has another loss by
     the model's own rule; warn of a model that has none."""
     if not _takes_labels(model):
         return _say_none(model)
@@ -244,8 +244,8 @@ def _own(model: nn.Module, example: Example) -> float | None:
             output = model(**losses.with_position_ids(model, dict(example)))
     except Exception as problem:
         raise UnsupportedLossError(
-            f"{type(losses.base_model(model)).__name__}'s own loss fails on a made-up example with "
-            f"{_said(model, example)} ({type(problem).__name__}: {problem}), so "
+            f"{type(losses.base_model(model)).__name__}'s own loss fails on a synthetic example "
+            f"with {_said(model, example)} ({type(problem).__name__}: {problem}), so "
             "evaluate() would fail, too. Give labels that the model takes, or override "
             "DPTrainer.compute_per_example_loss(self, model, inputs) to train a loss of your own."
         ) from problem
@@ -260,7 +260,7 @@ def _close(own: float, ours: float, tolerance: float) -> bool:
 def _other(model: nn.Module, which: str, own: float, ours: float) -> UnsupportedLossError:
     name = type(losses.base_model(model)).__name__
     return UnsupportedLossError(
-        f"A made-up example {which} has the loss {own:.6g} by {name} "
+        f"A synthetic example {which} has the loss {own:.6g} by {name} "
         f"itself, which evaluate() reports, and {ours:.6g} by the rule of hf_dp, which would "
         "train: the forward, its loss_function or a setting such as an auxiliary loss has another "
         "rule. To train the former, override DPTrainer.compute_per_example_loss(self, model, "

@@ -74,7 +74,7 @@ register_optimizer_step_post_hook(_note_step)
 
 
 def pay_for_step(model: nn.Module) -> None:
-    """Let each weight that trains be stepped once, by what was released or by made-up examples."""
+    """Let each weight that trains be stepped once, by released values or by synthetic examples."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             _paid[parameter] = True

@@ -1,4 +1,4 @@
-"""The largest physical batch that fits into a GPU, found on made-up examples.
+"""The largest physical batch that fits into a GPU, found on synthetic examples.
 
 The size of a physical batch is memory only and never changes the clipped sum. It is written where
 everyone can read it, though: a size that was found from private rows would be a function of them.
@@ -86,7 +86,7 @@ def largest_physical_batch(
             raise _validate.invalid(
                 LENGTH,
                 length,
-                f"to be a length that the model takes: a step on {examples} made-up examples "
+                f"to be a length that the model takes: a step on {examples} synthetic examples "
                 f"failed ({type(problem).__name__}: {problem})",
                 "If model or loss need columns of your own, override "
                 "DPTrainer.synthetic_batches(self).",
@@ -176,7 +176,7 @@ def _unchanged(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
 
 
 def _batch(example: Example, examples: int, length: int | None) -> Batch:
-    """Repeat a made-up example, and in it what is as long as its tokens up to ``length``."""
+    """Repeat a synthetic example, and in it what is as long as its tokens up to ``length``."""
     tokens = length_of(example)
 
     def made(name: str, values: list[Example]) -> Example:

@@ -504,7 +504,7 @@ class PrivateRun:
         views = mechanism.views_per_example
         if views > 1 and not mechanism.views_are_completions:
             # It reads rows in training mode. A layer that keeps something of its first batch was
-            # refused above, on made-up examples.
+            # refused above, on synthetic examples.
             examples = self.training_data().examples
             refuse_views(views, examples, self.losses, self.model, self.options.batches)
 
@@ -519,7 +519,7 @@ class PrivateRun:
 
         Each ``watch`` is called with the losses of each physical batch, (b,), of users with the
         means over their rows. A sharded model is gathered by all processes for each forward, so
-        that all make as many: those that are missing run on made-up examples, which count nothing.
+        that all make as many: those that are missing run on synthetic examples, which add nothing.
         """
         self._drawn_for = batches.step if isinstance(batches, OfStep) else None
         size = self.options.batches.physical_batch_size

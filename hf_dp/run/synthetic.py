@@ -196,7 +196,7 @@ def made_up_rows(templates: Sequence[Row], examples: Sequence[Mapping[str, Tenso
     """Return rows in the templates' format with the contents of the synthetic examples.
 
     A column that the examples have (labels under any of their names) is taken from them. Others are
-    zeros, random floats, made-up words or images, of the first template's shape. A column that in
+    zeros, random floats, synthetic words or images, of the first template's shape. A column that in
     all templates is as long as the tokens, or else as the labels, is so in the rows.
     """
     aligned = dict.fromkeys(_as_long_as(templates, LABELS), "labels")

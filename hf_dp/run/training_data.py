@@ -53,7 +53,7 @@ _BESIDE_IMAGES = {
     *("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "position_ids"),
     *("pixel_values", "pixel_attention_mask", *LABELS),
 }
-_TRIES = 20  # collations of a made-up row, until a masking collator leaves something to predict
+_TRIES = 20  # collations of a synthetic row, until a masking collator leaves something to predict
 
 
 class TrainingData:
@@ -185,12 +185,12 @@ class TrainingData:
             model.train(training)
 
     def _longest(self, model: nn.Module, at_most: int | None = None) -> Example:
-        """Return a made-up example as long as the longest row, or ``at_most``."""
+        """Return a synthetic example as long as the longest row, or ``at_most``."""
         row, layout = self.examples[self.looked_over.longest], self.looked_over.layout
         return _as_long_as_the_longest(row, layout, model, at_most)
 
     def _fillers(self, model: nn.Module) -> list[Example]:
-        """Return made-up examples of each shape that physical batches may have: as long as the
+        """Return synthetic examples of each shape that physical batches may have: as long as the
         longest row, and with few shapes a half, a quarter and an eighth of it."""
         if self.options.shapes == ANY:
             return []
@@ -245,7 +245,7 @@ class TrainingData:
             "its own image processor in a transform. "
         )
         return (
-            "Model and loss fail on a made-up row as large as the largest "
+            "Model and loss fail on a synthetic row as large as the largest "
             f"({type(problem).__name__}: {problem}). Its columns have the sizes {sizes}. "
             f"{of_images if 'pixel_values' in found else ''}If a column is missing, set "
             f"remove_unused_columns=False. If rows are too long (row {longest} is the longest), "
@@ -299,8 +299,8 @@ class TrainingData:
         return private_dataloader(examples, drawn, cut, options, count, look)
 
     def synthetic_examples(self, model: nn.Module) -> list[Example]:
-        """Return made-up examples that passed through the collator like rows, each a batch of one;
-        where rows cannot be made up in the data set's format, synthetic inputs of the model."""
+        """Return synthetic examples that passed through the collator like rows, each a batch of
+        one; where the data set's format cannot be imitated, synthetic inputs of the model."""
         tokens = self.looked_over.layout.leaves.get("input_ids")
         choices = tokens.most[1] if tokens is not None and len(tokens.most) > 2 else 2
         made = [
@@ -316,9 +316,9 @@ class TrainingData:
             return [self._collated(row) for row in rows]
         except DataError as problem:
             logger.warning(
-                "The self-check skips the data collator, because it could not be given made-up "
+                "The self-check skips the data collator, because it could not be given synthetic "
                 "rows: %s. Override DPTrainer.synthetic_batches(self) to return what the collator "
-                "makes of some made-up rows.",
+                "makes of some synthetic rows.",
                 str(problem).rstrip("."),
             )
             return list(made)
@@ -331,7 +331,7 @@ class TrainingData:
         return tokens
 
     def _lengths(self) -> tuple[tuple[int, ...], ...]:
-        """Return the lengths of made-up examples: those of the rows, where none is padded and a
+        """Return the lengths of synthetic examples: those of the rows, where none is padded and a
         column beside the tokens could not be; otherwise none, for different ones."""
         leaves = self.looked_over.layout.leaves
         tokens = leaves.get("input_ids")
@@ -346,7 +346,7 @@ class TrainingData:
         return ((tokens.most[1],) * 3,) if any(beside) else ()
 
     def longest_beside(self, made_up: Example, model: nn.Module) -> Example:
-        """Return a made-up batch of one with the columns of ``made_up``, as long as the longest
+        """Return a synthetic batch of one with the columns of ``made_up``, as long as the longest
         row, or as one with a neighbor where the tokens of a batch are limited."""
         layout, limit = self.looked_over.layout, self.options.max_tokens
         as_rows = _as_long_as_the_longest(
@@ -357,7 +357,7 @@ class TrainingData:
         )
         if _tensors(as_rows) == _tensors(made_up) or "input_ids" not in layout.leaves:
             return as_rows
-        # Made-up rows could not go through the collator, and inputs of the model stand for them.
+        # Synthetic rows could not go through the collator, and inputs of the model stand for them.
         tokens, labels = (
             layout.leaves[name].most[-1] if name in layout.leaves else 1
             for name in ("input_ids", "labels")
@@ -386,7 +386,7 @@ def _attends_to_nothing(example: Example) -> bool:
 
 
 def _of_the_size_of_rows(example: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-    """Return a made-up example whose image or video is as large as those of the rows.
+    """Return a synthetic example whose image or video is as large as those of the rows.
 
     A model may take other sizes than the one in its configuration, on another path: it then
     interpolates its position embeddings. How many frames a video has, only the rows say.
@@ -400,7 +400,7 @@ def _of_the_size_of_rows(example: dict[str, Tensor], layout: Layout) -> dict[str
 def _as_long_as_the_longest(
     example: Example, layout: Layout, model: nn.Module, at_most: int | None = None
 ) -> Example:
-    """Return a made-up batch of one, in which each column has its greatest length in any row, and
+    """Return a synthetic batch of one, in which each column has its greatest length in any row, and
     one whose length varies ``at_most`` so much."""
 
     if at_most is not None and isinstance(example, dict) and "input_ids" in example:
@@ -440,8 +440,8 @@ def padded_together(
         kind = type(examples).__name__
         found = f"{len(examples)} of them" if isinstance(examples, list) else f"a {kind}"
         raise DataError(
-            "Expected synthetic_batches() to return a list of at least two made-up examples, each "
-            f"a batch of one, got {found}. hf_dp pads them together itself."
+            "Expected synthetic_batches() to return a list of at least two examples, each a batch "
+            f"of one, got {found}. hf_dp pads them together itself."
         )
     alone, layout = [], Layout()
     for place, each in enumerate(examples):

@@ -302,7 +302,7 @@ def _head_parameters(model: PreTrainedModel) -> set[str]:
 
 
 def check_pixels(model: PreTrainedModel, shape: Sequence[int]) -> None:
-    """Raise DataError if a model does not take images of this shape, (3, H, W); a made-up one is
+    """Raise DataError if a model does not take images of this shape, (3, H, W); a synthetic one is
     used."""
     if cause := failure(model, {"pixel_values": torch.zeros(1, *shape, dtype=model.dtype)}):
         raise DataError(

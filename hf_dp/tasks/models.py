@@ -202,7 +202,7 @@ def check_positions(
 
 
 def failure(model: nn.Module, inputs: Mapping[str, Tensor]) -> str:
-    """Return why a model fails on made-up inputs; nothing where it does not."""
+    """Return why a model fails on synthetic inputs; nothing where it does not."""
     import torch
 
     training = model.training

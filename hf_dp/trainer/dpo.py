@@ -167,7 +167,7 @@ class DPDPOTrainer(trl.TrainedOnPairs):
         return -F.logsigmoid(margins), margins, torch.ones_like(margins)
 
     def synthetic_batches(self) -> list[dict[str, Tensor]]:
-        """Return made-up pairs, whose answers differ in length."""
+        """Return synthetic pairs, whose answers differ in length."""
         return [
             self.data_collator(
                 [

@@ -294,7 +294,7 @@ class DPSentenceTransformerTrainer(DPTrainer, _InTheirLayout):
             return self._of_embeddings(columns, labels), None, None
 
     def synthetic_batches(self) -> list[dict[str, Any]]:
-        """Return made-up examples, whose texts differ in length."""
+        """Return synthetic examples, whose texts differ in length."""
         row = self._rows[0]  # of which names, types and shapes are read
         example = self.data_collator([[row] * (self.args.rows_per_group or 1)])
         made = itertools.cycle(synthetic_examples(self.model.transformers_model))
@@ -322,7 +322,7 @@ def _inner(loss: Any) -> Any:
 
 
 def _like(tokens: dict[str, Any], made: dict[str, Tensor]) -> dict[str, Any]:
-    """Return made-up tokens in the columns of real ones."""
+    """Return synthetic tokens in the columns of real ones."""
     ids = made["input_ids"]
     known = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     others = {

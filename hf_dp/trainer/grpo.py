@@ -497,7 +497,7 @@ class Author:
     def look_over(
         self, model: nn.Module, rows: Dataset, collate: Callable[[list[Row]], Batch]
     ) -> None:
-        """Complete the first row, and try the reward functions on the first rows, with made-up
+        """Complete the first row, and try the reward functions on the first rows, with synthetic
         completions: pieces of the prompts, and nothing.
 
         Raises: DataError, which names the row.
@@ -737,7 +737,7 @@ class DPGRPOTrainer(trl.PreparedByTRL):
         return sums / self.args.max_completion_length
 
     def synthetic_batches(self) -> list[Example]:
-        """Return made-up prompts with completions, of different lengths and advantages."""
+        """Return synthetic prompts with completions, of different lengths and advantages."""
         made = []
         for example, advantage in zip(synthetic_examples(self.model), (1.0, -0.5, 2.0)):
             ids = example["input_ids"]

@@ -74,7 +74,7 @@ class ReleasedLogs(Trainer):
             history[:] = entries
 
     def silent_loss(self, model: nn.Module, inputs: Batch) -> Tensor:
-        """Return the losses of made-up rows or of a draw."""
+        """Return the losses of synthetic rows or of a draw."""
         with self.silent():
             return self.compute_per_example_loss(model, inputs)
 

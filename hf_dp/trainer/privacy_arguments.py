@@ -382,13 +382,13 @@ class MemoryArguments(ArgumentGroup):
     )
     auto_physical_batch_size: bool = argument(
         False,
-        "Whether to find, on made-up examples before training, the largest physical batch that "
+        "Whether to find, on synthetic examples before training, the largest physical batch that "
         "fits into the GPU, and to write it into per_device_train_batch_size (at its default, 8, "
         "no upper limit).",
     )
     auto_physical_batch_length: int | None = argument(
         None,
-        "With auto_physical_batch_size, the number of tokens of the made-up examples, at which "
+        "With auto_physical_batch_size, the number of tokens of the synthetic examples, at which "
         "rows are truncated; text needs it. A longer row is refused.",
     )
 

@@ -143,7 +143,7 @@ class DPRewardTrainer(trl.TrainedOnPairs):
         return losses, rewards, torch.zeros(len(rewards), dtype=torch.long, device=rewards.device)
 
     def synthetic_batches(self) -> list[dict[str, Tensor]]:
-        """Return made-up pairs, whose texts differ in length."""
+        """Return synthetic pairs, whose texts differ in length."""
         known = self.train_dataset.column_names if isinstance(self.train_dataset, Dataset) else ()
         margin = {_MARGIN: 0.5} if _MARGIN in known else {}
         return [

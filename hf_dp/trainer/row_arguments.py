@@ -188,9 +188,9 @@ class RowArguments(ArgumentGroup):
     )
     shapes: str = argument(
         ANY,
-        "Of physical batches: any, or one: each is filled up with made-up rows that add exactly 0, "
-        "and padded to longest_row; or few: to longest_row or a half, a quarter or an eighth of "
-        "it. How many a step has still varies with its draw.",
+        "Of physical batches. any: as the rows are. one: each batch is filled up with synthetic "
+        "rows, which add exactly 0, and padded to longest_row. few: to longest_row, or a half, a "
+        "quarter or an eighth of it. How many batches a step has still varies with its draw.",
         SHAPES,
     )
     rows_are_chunks: bool = argument(
@@ -242,15 +242,15 @@ class AuditArguments(ArgumentGroup):
 
     audit_canaries: int | None = argument(
         None,
-        "How many made-up canaries join the rows, each by a coin of its own, to bound epsilon from "
-        "below; 1,000 suit many runs. They count as rows. Unset means no audit.",
+        "How many canaries (synthetic rows) join the rows, each by its own coin, to bound epsilon "
+        "from below; 1,000 suit many runs. They count as rows. Unset means no audit.",
     )
     audit_scores: str | None = argument(
         None,
-        f"What tells of the canaries: {' or '.join(SCORES)}. Unset means {GRADIENTS}: the noised "
-        "sums of all steps, in which a canary is one coordinate. In the others it is a made-up row "
-        "that the model sees. directions: the noised sums along each canary's own gradient (a "
-        "forward and backward pass a canary and step). losses: before and after.",
+        f"What reveals the canaries: {' or '.join(SCORES)}. Unset means {GRADIENTS}: the noised "
+        "sums of all steps, in which a canary is one coordinate. In the others it is a synthetic "
+        "row that the model sees. directions: the noised sums along each canary's own gradient (a "
+        "forward and backward pass per canary and step). losses: its loss before and after.",
         SCORES,
     )
 

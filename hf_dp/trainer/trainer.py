@@ -154,8 +154,8 @@ class DPTrainer(Publishing):
         return per_example_loss(model, inputs, self.args.chunked_loss)
 
     def synthetic_batches(self) -> list[Example]:
-        """Return made-up examples for the self-check, each a batch of one, of different lengths and
-        not sorted by them.
+        """Return synthetic examples for the self-check, each a batch of one, of different lengths
+        and not sorted by length.
 
         They are rows in the training set's format that went through the data collator. Override it
         for a model whose inputs are not token ids or images. Must not look at the training data.

@@ -315,7 +315,7 @@ class TrainedOnPairs(PreparedByTRL):
         return (losses.mean(), *((None, None) if prediction_loss_only else (predicted, right)))
 
     def made_up_pairs(self) -> list[tuple[list[int], list[int]]]:
-        """Return made-up texts in twos of other lengths, as token ids."""
+        """Return synthetic texts in twos of other lengths, as token ids."""
         made = [example["input_ids"][0].tolist() for example in synthetic_examples(self.model)]
         return list(zip(made, made[1:] + made[:1], strict=True))
 

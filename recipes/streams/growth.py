@@ -1,4 +1,4 @@
-"""Measure what sharding rows of made-up tokens takes, and reading their steps, beside in memory.
+"""Measure what sharding rows of synthetic tokens takes, and reading their steps, beside in memory.
 
     python recipes/streams/growth.py --rows 1000000 --folder growth
 

@@ -75,7 +75,7 @@ CASES = {
     ),
     "too many tokens": (
         lambda: with_tokens([4] * 25), {},
-        "Model and loss fail on a made-up row as large as the largest .*row 7 is the longest",
+        "Model and loss fail on a synthetic row as large as the largest .*row 7 is the longest",
     ),
 }  # fmt: skip
 

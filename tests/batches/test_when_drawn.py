@@ -131,7 +131,7 @@ def test_so_it_does_in_runs_whatever_is_wrong_with_it(mode, tmp_path):
 
 
 def test_planted_bad_row_that_counts_is_seen(tmp_path, monkeypatch):
-    """Planted: the made-up row stands there like one that was drawn."""
+    """Planted: the synthetic row stands there like one that was drawn."""
     together = lambda self, reads: self.padding.together([r.example for r in reads], self.layout)  # noqa: E731
     monkeypatch.setattr(PhysicalBatches, "padded", together)
     for parts in with_and_without(tmp_path, 1):
@@ -304,7 +304,7 @@ def heard(folder, workers, capfd, caplog, *, said):
         ({SEEN - 1: "raises"}, {}, f"Row {SEEN - 1} of the training set, collated alone, failed"),
         ({1: "long"}, {}, "`input_ids` has 3 to 10 numbers as collated, and longest_row is 9"),
         ({}, {"longest_row": None}, "`input_ids` has 3 to 6 numbers .* longest_row is None. Set it"),
-        ({}, {"longest_row": 25}, "Model and loss fail on a made-up row as large as the largest"),
+        ({}, {"longest_row": 25}, "Model and loss fail on a synthetic row as large as the largest"),
     ],
 )  # fmt: skip
 def test_what_the_first_rows_refuse(bad, options, said, tmp_path):

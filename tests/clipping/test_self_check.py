@@ -207,7 +207,7 @@ def test_an_engine_that_fails_is_named():
     each = [{name: value[i : i + 1] for name, value in images.items()} for i in range(3)]
     with pytest.raises(
         SelfCheckError,
-        match=r"engine fail on made-up examples of shapes .*pixel_values.*\(RuntimeError: The",
+        match=r"engine fail on synthetic examples of shapes .*pixel_values.*\(RuntimeError: The",
     ):
         self_check(model, per_example_loss, images, each)
 

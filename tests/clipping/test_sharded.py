@@ -1,6 +1,6 @@
 """A model that FSDP2 spreads over processes gives the norms and clipped sums of one process.
 
-Rows are spread unevenly, and a rank without any runs made-up examples that do not count. The oracle
+Rows are spread unevenly, and a rank without any runs synthetic examples that do not count. The oracle
 is a loop over single examples by plain autograd on the whole model.
 """
 

@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture
 def unchecked(monkeypatch):
-    """Leave out what the self-check of the engine compares. Its made-up examples stay: a process
+    """Leave out what the self-check of the engine compares. Its synthetic examples stay: a process
     that has none of its own takes those."""
     for name in ("_compare", "_compare_beside"):
         monkeypatch.setattr(f"hf_dp.run.engine_check.EngineCheck.{name}", lambda *given: None)

@@ -76,7 +76,7 @@ def language_model(kind: Any, config: Any, masked: bool, **options: Any) -> dict
         "model": kind(config(vocab_size=len(tokenizer()), pad_token_id=0, **options)),
         "train_dataset": tiny.dataset().remove_columns("label"),
         "eval_dataset": None,
-        # All are masked, by chance alone: a made-up row without a mask has no loss.
+        # All are masked, by chance alone: a synthetic row without a mask has no loss.
         "data_collator": DataCollatorForLanguageModeling(
             tokenizer(), mlm=masked, mlm_probability=1.0
         ),

@@ -254,7 +254,7 @@ NOISE = {"gaussian_like", "standard_normal", "normal_", "randn_like", "laplace"}
 MAY_NOISE = {
     "noise.py",  # the source itself
     "run/gate.py",
-    "benchmarks/modes.py",  # times noise on made-up rows
+    "benchmarks/modes.py",  # times noise on synthetic rows
 }
 MAY_RECORD = {
     "accounting/ledger.py",  # the pure list of events

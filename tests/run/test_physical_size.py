@@ -282,7 +282,7 @@ def test_the_update_does_not_depend_on_it(tmp_path, no_statement):
 
 
 class Own(tiny.DPTrainer):
-    """A loss that reads a column of its own, and made-up examples with it."""
+    """A loss that reads a column of its own, and synthetic examples with it."""
 
     def compute_per_example_loss(self, model, inputs):
         weights = inputs.pop("weights")

@@ -560,5 +560,5 @@ def test_what_cannot_be_trained_by_rewards_is_refused(tmp_path):
     with pytest.raises(DataError, match="holds an empty text"):
         trainer(tmp_path, made=Dataset.from_list([*prompts().to_list(), {"prompt": "", "answer": 1}]))  # fmt: skip
     long = Dataset.from_list([*prompts().to_list(), {"prompt": "film " * 60, "answer": 1}])
-    with pytest.raises(DataError, match="Model and loss fail on a made-up row"):
+    with pytest.raises(DataError, match="Model and loss fail on a synthetic row"):
         trainer(tmp_path, made=long, model=gpt2()).train()

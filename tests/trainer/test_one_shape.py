@@ -87,7 +87,7 @@ def test_planted_filler_that_counts_is_seen(shapes, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("options", "says", "error"), [
     ({"longest_row": None}, "all rows, `input_ids` has 3 to 8 .*Set it to the most", DataError),
     ({"longest_row": 7}, "all rows, `input_ids` has 3 to 8", DataError),
-    ({"longest_row": 30}, "position|made-up row", HfDpError),
+    ({"longest_row": 30}, "position|synthetic row", HfDpError),
     ({"max_tokens_per_physical_batch": 64}, "shapes", UnsupportedArgumentError),
 ])  # fmt: skip
 def test_what_has_no_one_shape_is_refused_by_name(options, says, error, tmp_path):

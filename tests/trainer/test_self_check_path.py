@@ -83,7 +83,7 @@ x, y = torch.randn(1, 4), torch.randn(1)
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        (None, "a list of at least two made-up examples, each a batch of one, got a NoneType"),
+        (None, "a list of at least two examples, each a batch of one, got a NoneType"),
         (({"x": x}, [{"x": x}]), "got a tuple"),
         ([{"x": x, "labels": y}], "got 1 of them"),
         ([{"x": torch.randn(3, 4), "labels": y}] * 2, r"item 0 has the shapes .*x.*3, 4"),
@@ -124,7 +124,7 @@ def test_what_the_made_up_rows_show_is_named(tmp_path):
     with pytest.raises(DataError, match=message):
         tiny.trainer(tmp_path, padding_values={"token_wieghts": 0}).train()
     data = datasets.Dataset.from_list(vectors())
-    message = r"fail on a made-up row.*KeyError.*'x'.*If a column is missing, set remove"
+    message = r"fail on a synthetic row.*KeyError.*'x'.*If a column is missing, set remove"
     with pytest.raises(DataError, match=message):
         of_own(tmp_path, OwnTrainer, data, remove_unused_columns=True).train()
 

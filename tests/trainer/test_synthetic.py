@@ -1,4 +1,4 @@
-"""Every model with a per-example loss gets made-up examples, and passes the self-check on them."""
+"""Every model with a per-example loss gets synthetic examples, and passes the self-check on them."""
 
 from __future__ import annotations
 
