@@ -1,7 +1,7 @@
 """Every error that hf_dp raises on purpose.
 
 All derive from :class:`HfDpError`, so one ``except`` catches the library; each also derives from
-the built-in error a Python user would expect, so code that knows nothing of hf_dp still handles it.
+the built-in error a Python user would expect, so code that does not know hf_dp still handles it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class AuditError(HfDpError, RuntimeError):
 
 
 class DistributedError(HfDpError, RuntimeError):
-    """The processes of a run disagree, or one of them failed or is gone."""
+    """The processes of a run disagree, or one of them failed or ended."""
 
 
 class PublishError(HfDpError, RuntimeError):

@@ -225,10 +225,10 @@ def _refuse_padding_at_the_end(class_name: str, padding: int | None, tokens: Ten
     if len(tokens) and int(tokens[-1]) == padding:
         raise DataError(
             f"`input_ids` ends with the token that pads ({padding}). What is trained here reads "
-            f"the class there, and everyone who loads the {class_name} with transformers would "
-            "read it before. Leave that token out of the text, or give padding a token of its own: "
-            "set tokenizer.pad_token to one that no text holds, and model.config.pad_token_id to "
-            "its id."
+            f"the class there, but whoever loads the {class_name} with transformers would read it "
+            "at an earlier token. Leave that token out of the text, or give padding a token of "
+            "its own: set tokenizer.pad_token to one that no text holds, and "
+            "model.config.pad_token_id to its id."
         )
 
 
@@ -477,7 +477,7 @@ def labels_read(model: nn.Module, labels: Tensor) -> Tensor:
         of_tokens or (labels.dim() == 1 and kind != "regression" and not several)
     ):
         raise DataError(
-            f"`labels` holds {float(labels.flatten()[0])}, a float, and the model takes class ids. "
+            f"`labels` holds {float(labels.flatten()[0])}, a float, but the model takes class ids. "
             "Make the labels whole numbers: dataset.cast_column('label', datasets.Value('int64'))."
         )
     return labels

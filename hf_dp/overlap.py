@@ -257,9 +257,9 @@ class _Training:
             if found.refused:
                 raise UnsupportedArgumentError(
                     f"Expected an evaluation set other than the training set, but {shares}: "
-                    "metrics are computed without noise, and epsilon would not cover what they say "
-                    f"of private rows. {self.move}, or set evaluate_on_training_rows=True: the "
-                    "metrics are then a release that the card names."
+                    "metrics are computed without noise, and epsilon would not cover what they "
+                    f"say about private rows. {self.move}, or set evaluate_on_training_rows=True: "
+                    "the metrics are then a release that the card names."
                 )
             if found.equal.size and not any(each is known for known in seen):
                 logger.warning(f"Note that {shares}. Epsilon does not cover metrics on these rows.")
@@ -287,8 +287,8 @@ class TrainingRows(_Training):
 
     shares, move = "holds rows equal to training rows", "Pass a held-out set, without these rows"
     unknown = (
-        "cannot be compared with the training rows: no column is common, or each reading gives "
-        "another row. Give both sets the same columns, without random transforms"
+        "cannot be compared with the training rows: they have no column in common, or each "
+        "reading gives another row. Give both sets the same columns, without random transforms"
     )
 
     def __init__(self, dataset: DataSet) -> None:

@@ -229,7 +229,7 @@ def _batch_and_steps(count: int, epochs: float | None) -> tuple[int, int, str, s
         # The number of examples that pass, B x steps, is fixed. Both shrink by the same factor.
         share = math.sqrt(epochs / needed)
         wanted, steps = wanted * share, max(1, round(STEPS * share))
-        why += f". {epochs:g} epochs are fewer than the {needed:.3g} wanted: batch and steps shrink"
+        why += f". {epochs:g} epochs are fewer than the best {needed:.3g}: batch and steps shrink"
         why_steps = f"{epochs:g} epochs at this batch size"
     else:
         wanted = min(wanted * epochs / needed, count)
@@ -250,9 +250,9 @@ def _learning_rate(steps: int, trains: Block | None) -> tuple[float, str]:
     low, high = LEARNING_RATES
     exact = min(max(WALK / math.sqrt(steps), low), high)
     reason = (
-        "under noise Adam makes a random walk of about learning rate x sqrt(steps); our sweeps "
-        f"were best near {WALK:g}. Large batches need large rates ({LI}, figure 2). If you can "
-        "tune on public data, try half and double"
+        "under noise Adam makes a random walk of length about learning rate x sqrt(steps); our "
+        f"sweeps were best near {WALK:g}. Large batches need large rates ({LI}, figure 2). If you "
+        "can tune on public data, try half and double"
     )
     if trains is not None and str(trains.get("peft_type")).lower() not in OWN_MATRICES:
         exact *= ADAPTER_FACTOR
@@ -265,8 +265,8 @@ def _learning_rate(steps: int, trains: Block | None) -> tuple[float, str]:
 def _what_trains(plan: PrivacyPlan, parameters: int | None) -> tuple[Block | None, str]:
     """Return the block ``peft``, None for everything, and why."""
     full = (
-        f"train everything: with ghost clipping it is as good as LoRA or better ({LI}, table 2)"
-        ", and it was in our runs. RGP (peft_type rgp) may be better: on short texts of SST-2 it "
+        f"train everything: with ghost clipping it is as good as LoRA or better ({LI}, table 2), "
+        "and it was so in our runs. RGP (peft_type rgp) may be better: on short texts of SST-2 it "
         "had 3 points more (recipes/sst2)"
     )
     if parameters is None:
@@ -306,8 +306,8 @@ def doubts(
     if "adam" in optimizer and learning_rate <= SLOW:
         yield (
             f"learning_rate is {learning_rate:g}, transformers' default or less. With noise, Adam "
-            "usually needs 10 to 50 times that (Li et al. 2022, section 3 and figure 2). Try 1e-3, "
-            "or what `hf-dp suggest` names."
+            "usually needs 10 to 50 times that (Li et al. 2022, section 3 and figure 2). Try "
+            "1e-3, or what `hf-dp suggest` proposes."
         )
     yield from drowned(plan, parameters)
 
@@ -341,7 +341,7 @@ def of_repeated_rows(plan: PrivacyPlan, most: int, compared: str) -> str:
         f"Up to {most:,} rows of the training set are equal, by {compared}: a record that is in "
         f"{most:,} of them {weaker} (this run; delta {plan.delta:.2g}). To count a row several "
         "times, leave its copies out and weight its loss (compute_per_example_loss). Where the "
-        "copies are one person's, protect persons: privacy_unit='user'."
+        "copies belong to one person, protect persons: privacy_unit='user'."
     )
 
 

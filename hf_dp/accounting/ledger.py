@@ -118,7 +118,7 @@ class Ledger:
     def from_list(cls, entries: Iterable[Mapping[str, Any]]) -> Ledger:
         """Return the ledger that ``to_list`` wrote.
 
-        Raises: LedgerError when an entry cannot be read, since a ledger with a hole would
+        Raises: LedgerError when an entry cannot be read, since a ledger with a gap would
             under-report.
         """
         ledger = cls()

@@ -186,8 +186,8 @@ def check_encoding(canaries: Canaries, data: TextArguments, encoding: CausalEnco
             raise DataError(
                 f"The canary {written.prompt + written.targets[0]!r} is not written as a prompt "
                 f"and {LENGTH} words of one token each, within `max_length` {data.max_length}. "
-                "Raise `max_length`; if that does not help, the tokenizer joins words, and cannot "
-                "have canaries."
+                "Raise `max_length`; if that does not help, the tokenizer joins words and cannot "
+                "be audited like this."
             )
 
 

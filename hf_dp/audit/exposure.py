@@ -86,9 +86,9 @@ def approximate(canary: float, sample: ArrayLike) -> Approximated:
     values = _finite(canary, sample)
     if len(values) < 100 or np.ptp(values) == 0:
         raise DataError(
-            f"Expected at least 100 candidates of different perplexity to fit a skew-normal to, "
-            f"got {len(values)} from {values.min():g} to {values.max():g}. Raise `candidates`; of "
-            "a model that finds all alike there is nothing to measure."
+            "Expected at least 100 candidates of different perplexity to fit a skew-normal to, "
+            f"got {len(values)} from {values.min():g} to {values.max():g}. Raise `candidates`; if "
+            "the model finds all of them alike, there is nothing to measure."
         )
     shape, location, scale = (float(each) for each in skewnorm.fit(values))
     test = kstest(values, skewnorm(shape, location, scale).cdf)

@@ -120,7 +120,7 @@ class Examples(Dataset[Example]):
             )
             of_group = (
                 f"With rows_per_group a row is a list of {len(row)} rows, which stock collators do "
-                "not take: give one of your own. "
+                "not take: pass your own. "
                 if isinstance(row, list)
                 else ""
             )
@@ -137,9 +137,9 @@ class Examples(Dataset[Example]):
                 shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else (len(leaf),)
                 raise DataError(
                     f"{which}, collated alone, gives `{name}` of shape {shape}. Expected one "
-                    "example: a first dimension of 1. Use a collator that returns one row for each "
-                    "row. (Models like Qwen-VL take the patches of all rows in one dimension: they "
-                    "train on text alone.)"
+                    "example: a first dimension of 1. Use a collator that returns one row for "
+                    "each row. (Models like Qwen-VL put the patches of all rows into one "
+                    "dimension: train them on text alone.)"
                 )
         return example
 
@@ -149,9 +149,9 @@ def refuse_words_as_label(row: Row, which: str) -> None:
     for name in LABELS:
         if isinstance(value := _columns(row).get(name), str):
             raise DataError(
-                f"{which} has the text {value!r} as `{name}`, and models take class ids. Use "
-                f"dataset.cast_column({name!r}, datasets.ClassLabel(names=[...])) (with hf-dp, "
-                "set class_names), or let the transform that makes it return class ids."
+                f"{which} has the text {value!r} as `{name}`, but models take class ids. Use "
+                f"dataset.cast_column({name!r}, datasets.ClassLabel(names=[...])) (with hf-dp, set "
+                "class_names), or let the transform that makes it return class ids."
             )
 
 

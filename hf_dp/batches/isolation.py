@@ -141,7 +141,7 @@ class Isolated(pickle.Pickler):
                 back()
             # Not put back. Also where the row fails otherwise: the tokens stay.
             if any(len(each) != size for each, size in zip(self._tokenizers, sizes)):
-                why = "It adds tokens to a tokenizer, which later rows see. Add them before."
+                why = "It adds tokens to a tokenizer, which later rows see. Add them beforehand."
                 raise SharedStateError(why)
         for each, late, known in zip(objects, self._late, self._set):
             for name, value in vars(each).items():
@@ -160,8 +160,8 @@ class Isolated(pickle.Pickler):
             return 0
         if isinstance(value, hf.Trainer):
             raise DataError(
-                "The data collator reaches a Trainer, which would carry state from one example to "
-                "the next. Make the collator a function, and pass it what it needs."
+                "The data collator refers to a Trainer, which would carry state from one example "
+                "to the next. Make the collator a function, and pass it what it needs."
             )
         if isinstance(value, GENERATORS):
             self._generators.append(value)

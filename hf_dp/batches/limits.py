@@ -114,7 +114,7 @@ class Limits:
                 continue
             if leaf.shape != tokens.shape:
                 raise DataError(
-                    f"`{name}` has shape {tuple(leaf.shape)}, and `input_ids` "
+                    f"`{name}` has shape {tuple(leaf.shape)}, but `input_ids` has "
                     f"{tuple(tokens.shape)}. Give each token a value."
                 )
         mask = example.get("attention_mask")
@@ -125,15 +125,16 @@ class Limits:
             if (found := int((tokens == token).sum())) != count:
                 raise DataError(
                     f"`input_ids` has the token {token}, which stands for an image or a part of "
-                    f"one, {found} times, and row 0 has it {count} times. Expected as many in all "
-                    "rows: give each row one image of one size, and cut texts behind it."
+                    f"one, {found} times, but row 0 has it {count} times. Expected the same number "
+                    "in all rows: give each row one image of one size, and truncate texts only "
+                    "after it."
                 )
         label = example.get("labels")
         if self.of_choices and isinstance(label, Tensor):
             known = tokens.dim() == 3 and label.numel() == 1 and not label.is_floating_point()
             if not known or not 0 <= int(label) < tokens.shape[1]:
                 raise DataError(
-                    f"`labels` holds {label.flatten().tolist()}, and `input_ids` has the shape "
+                    f"`labels` holds {label.flatten().tolist()}, but `input_ids` has the shape "
                     f"{tuple(tokens.shape)}. Expected (1, choices, tokens), and the place of one "
                     "of the row's choices, from 0."
                 )

@@ -101,7 +101,7 @@ class Padding:
         unknown = sorted(self.values.keys() - {column(name) for name in layout.leaves})
         if unknown:
             raise DataError(
-                f"padding_values names {unknown[0]!r}, and the collated rows have "
+                f"padding_values names {unknown[0]!r}, but the collated rows have "
                 f"{sorted(layout.leaves)}. Correct the name."
             )
         for name, leaf in layout.leaves.items():
@@ -228,8 +228,8 @@ def _cannot_pad(name: str, leaf: Leaf, dimension: int) -> str:
     )
     return (
         f"The column `{name}` ({leaf.dtype}) differs in length between rows "
-        f"({lengths or 'in this sample'}), and hf_dp knows no value that would change nothing as "
-        f"padding of its dimension {dimension}. Pad it to one length in the data set or the "
-        "collator (images: resize them, in the image processor or the transform), leave it out, or "
-        f"declare the value: padding_values={{{column(name)!r}: ...}}."
+        f"({lengths or 'in this sample'}), and hf_dp knows no harmless padding value for its "
+        f"dimension {dimension}. Pad it to one length in the data set or the collator (images: "
+        "resize them, in the image processor or the transform), leave it out, or declare the "
+        f"value: padding_values={{{column(name)!r}: ...}}."
     )

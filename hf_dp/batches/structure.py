@@ -168,7 +168,7 @@ class Layout:
             known = self.leaves[name]
             if leaf.dtype != known.dtype or len(leaf.least) != len(known.least):
                 raise DataError(
-                    f"`{name}` is {_describe(leaf)}, and {_describe(known)} in the first row. Give "
+                    f"`{name}` is {_describe(leaf)}, but {_describe(known)} in the first row. Give "
                     "all rows the same type and number of dimensions."
                 )
 

@@ -100,10 +100,11 @@ def _checked(value: object, column: str) -> int | str:
     if isinstance(value, (str, int)) and not isinstance(value, bool) and value != "":
         return value
     raise DataError(
-        f"The column {column!r} holds {'an empty text' if value == '' else type(value).__name__}. "
-        "Expected text or whole numbers, by which rows of one user are recognized: a row that is "
-        "nobody's cannot be protected as anybody's. Convert it (dataset.cast_column), fill it in "
-        "(a value of its own for each such row, if each is another user's), or leave rows out."
+        f"The column {column!r} holds "
+        f"{'an empty text' if value == '' else type(value).__name__}. Expected text or whole "
+        "numbers, by which rows of one user are recognized: a row that belongs to nobody cannot "
+        "be protected. Convert it (dataset.cast_column), fill it in (with a different value for "
+        "each such row, if each is another user's), or leave rows out."
     )
 
 
@@ -115,8 +116,8 @@ def split_off_units(dataset: DataSet, column: str) -> tuple[UnitTable, DataSet]:
         has = list(dataset.column_names) if isinstance(dataset, datasets.Dataset) else "another"
         raise DataError(
             f"Expected the train_dataset to have the privacy_unit_column {column!r}, which says "
-            f"whose each row is; it has {has}. Name the right column, or keep it "
-            "when you prepare the rows (dataset.map(..., remove_columns=...))."
+            f"who each row belongs to; it has {has}. Name the right column, or keep it when you "
+            "prepare the rows (dataset.map(..., remove_columns=...))."
         )
     table = UnitTable(values, column)
     if isinstance(dataset, datasets.Dataset):

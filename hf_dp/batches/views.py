@@ -98,10 +98,10 @@ def refuse_views(
     size, cut = options.physical_batch_size, options.max_tokens is not None
     if is_sharded(model) and (cut or count > size):
         raise UnsupportedModelError(
-            f"{count} views of a row do not fit into a physical batch ({size} rows"
-            f"{', and a limit on tokens' * cut}), and of a sharded model they may not be cut "
-            f"apart: this is not implemented. Set per_device_train_batch_size to {count} or more, "
-            "without max_tokens_per_physical_batch; or train with DDP."
+            f"{count} views of a row do not fit into a physical batch ({size} "
+            f"rows{', and a limit on tokens' * cut}), and splitting them is not implemented for a "
+            f"sharded model. Set per_device_train_batch_size to {count} or more, without "
+            "max_tokens_per_physical_batch; or train with DDP."
         )
     here = Processes.here()  # all look, and go on alike: where one fails, the others hear of it
     if any(here.from_each(lambda: _readings_differ(examples))):

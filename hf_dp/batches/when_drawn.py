@@ -89,8 +89,8 @@ class FirstRows:
             rows = "all" if self.all_rows else f"the first {FIRST:,}"
             raise DataError(
                 f"Among {rows} rows, `{name}` has {low} to {high} numbers as collated, and "
-                f"{LONGEST} is {self.longest}. Set it to the most that a row of yours may have, a "
-                "number that you know without looking at the rows."
+                f"{LONGEST} is {self.longest}. Set it to the most that a row may have, a number "
+                "that you know without looking at the rows."
             )
         sizes = [list(leaf.least), list(leaf.most)]
         sizes[0][dimension], sizes[1][dimension] = 1, self.longest
@@ -127,8 +127,8 @@ class WhenDrawn:
             if (cause := not_of_the_row(problem)) is None:
                 return Read(self.made_up, False)
             raise DataError(
-                f"A drawn row could not be read, and the cause may lie outside it ({cause}). Which "
-                "row it was is not said. Mend it, and resume."
+                f"A drawn row could not be read, and the cause may lie outside it ({cause}). This "
+                "message does not say which row it was. Fix the cause, and resume."
             ) from None
         return Read(example, True)
 

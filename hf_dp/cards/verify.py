@@ -83,7 +83,7 @@ class Report:
 def verify(folder: str | os.PathLike[str]) -> Report:
     """Check a folder with a model, its card and its ``privacy.json``.
 
-    Nothing raises for what is wrong with the files: the report has it.
+    What is wrong with the files raises nothing: the report lists it.
     """
     folder = Path(folder)
     try:

@@ -122,7 +122,7 @@ def _ledger(args: argparse.Namespace) -> Found:
     from hf_dp.statement.wording import STATUSES
 
     evidence = read_run(args.path)
-    said, verdict = None, "the run has not ended, so nothing is stated yet"
+    said, verdict = None, "the run has not ended, so it claims nothing yet"
     if evidence.statement is not None:
         if problems := disagreements(evidence):
             raise LedgerError(

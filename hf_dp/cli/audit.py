@@ -34,10 +34,10 @@ Train a recipe as `hf-dp train` does, with canaries among its rows, and try to r
 canary in or leaves it out. After the run their scores are ordered, and the clearest are guessed.
 Many right guesses bound epsilon from below. A bound that contradicts the claim is an error.
 
-The canaries are made up. They count as rows, so a step of the same size has fewer real ones. What
-they told stands in privacy.json and on the card; the coins are not kept.
+The canaries are synthetic. They count as rows, so a step of the same size has fewer real ones. The
+result is in privacy.json and on the card; the coins are not kept.
 
-Here audit_canaries is 1,000 unless it is given.
+audit_canaries is 1,000 unless it is given.
 """
 EXPOSURE = "exposure.json"
 EXPOSURE_NOTE = """\
@@ -88,7 +88,7 @@ def _run(argv: Sequence[str]) -> int:
     values = {"task": DEFAULT_TASK, **config.read_yaml(args.config), "audit_canaries": 1000}
     values |= {own.name: given[own.name] for own in own_fields(AuditArguments) if own.name in given}
     if args.output_dir is None and values.get("output_dir") is None:
-        raise ConfigError("Expected `output_dir`, beside which the audit's folder goes, got none.")
+        raise ConfigError("Expected `output_dir`, next to which the audit's folder goes, got none.")
     values["output_dir"] = args.output_dir or f"{str(values['output_dir']).rstrip('/')}_audit"
     return private_task(values["task"]).train(values, words)
 
@@ -101,7 +101,7 @@ class ExposureArguments:
     """What is inserted and measured."""
 
     repetitions: list[int] = argument(
-        [], "Rows of each canary; for each number a model is trained."
+        [], "Copies of each canary among the rows; a model is trained for each number."
     )
     trained: list[str] = argument(
         [], "Train nothing: measure these folders, which this command trained."
@@ -110,7 +110,7 @@ class ExposureArguments:
     candidates: int = argument(
         4096, "Random suffixes to which a skew-normal is fitted, for each canary."
     )
-    exact: bool = argument(False, "Rank each canary among all suffixes, too.")
+    exact: bool = argument(False, "Also rank each canary among all suffixes.")
     canary_seed: int = argument(0, "Seed of the random words.")
 
     def __post_init__(self) -> None:
@@ -159,7 +159,7 @@ def _exposure(argv: Sequence[str]) -> int:
         ]
         if full := [str(folder) for folder in folders if folder.is_dir() and any(folder.iterdir())]:
             raise ConfigError(
-                f"Expected new folders, but {full} are not empty. Measure models that are there: "
+                f"Expected new folders, but {full} are not empty. Measure the models in them: "
                 f"--trained {' '.join(full)}. Or train others: choose another `output_dir`."
             )
         for repetitions, folder in zip(asked.repetitions, folders, strict=True):
@@ -187,7 +187,7 @@ def train_with_canaries(
     asked, model_args, data, decoding, args = _parsed(values, words)
     if args.push_to_hub or args.resume_from_checkpoint:
         raise ConfigError(
-            "An audited model holds canaries and is not for others, and its training is not "
+            "An audited model holds canaries, so it is not published, and its training is not "
             "resumed. Leave `push_to_hub` and `resume_from_checkpoint` out."
         )
     data.metrics = []  # nothing is decoded
@@ -232,7 +232,7 @@ def measure(values: Recipe, words: Sequence[str], folder: Path) -> Report:
     if data.data_format != canaries.data_format:
         raise ConfigError(
             f"The canaries of {folder.name!r} are rows of data_format {canaries.data_format!r}, "
-            f"and the configuration says {data.data_format!r}. Give the one it was trained with."
+            f"but the configuration says {data.data_format!r}. Give the one it was trained with."
         )
     facts = claim_of(folder)
     model, tokenizer = load_trained(str(folder), model_args, CAUSAL)
@@ -320,7 +320,7 @@ def table(reports: Sequence[Report]) -> str:
     return f"""exposure in bits, mean and standard deviation over canaries
 {aligned(header, rows)}
 
-A model that knows nothing of a canary gives {AT_RANDOM:.2f} on average, one that has it by heart
+A model that knows nothing of a canary gives {AT_RANDOM:.2f} on average, one that has memorized it
 log2 |R| = {math.log2(space):.2f}. exact: by the rank among all suffixes, a tie against the canary.
 skew-normal: by a distribution fitted to {sample:,} random ones; more than
 {math.log2(sample + 1):.2f} is extrapolated. KS: the largest distance of a fit from its sample.

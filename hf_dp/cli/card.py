@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
 
     folder, repository = Path(given.pop("folder")), given.pop("repository", None)
     if repository is not None and not is_repository(repository):
-        expected = "to be the id of a repository, like 'organization/name'"
+        expected = "to be a repository id like 'organization/name'"
         raise invalid("--repository", repository, expected, "Or leave it out.")
     lock = lock_run(folder) if folder.is_dir() else None  # a run that goes on writes these files
     try:

@@ -77,8 +77,8 @@ def setting(word: str, option: str = "--set") -> tuple[str, Any]:
         json.dumps(value)
     except (yaml.YAMLError, TypeError) as problem:
         raise ConfigError(
-            f"{word!r} is no plain YAML value: {str(problem).splitlines()[0]}. Text with "
-            """brackets needs quotes inside the shell's: "train_split='train[:20]','train[20:]'"."""
+            f"{word!r} is not a plain YAML value: {str(problem).splitlines()[0]}. Text with "
+            "brackets needs quotes inside the shell's: \"train_split='train[:20]','train[20:]'\"."
         ) from problem
     return key, value
 
@@ -91,7 +91,7 @@ def grid(
     for word in words:
         key, values = setting(word, "--grid")
         if key in axes:
-            raise ConfigError(f"Expected the keys of `--grid` to be different, got {word!r} again.")
+            raise ConfigError(f"Expected the keys of `--grid` to be different, got {word!r} twice.")
         axes[key] = values
     lists: dict[str, list[object]] = {**axes, "--seeds": list(seeds)}
     for what, given in lists.items():
@@ -229,8 +229,8 @@ def _read(path: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:
         raise ConfigError(
-            f"{path} cannot be read ({problem}). Delete it: it is made again. Without "
-            "trainer_state.json, leave --logs out."
+            f"{path} cannot be read ({problem}). Delete it, and it is made again. If "
+            "trainer_state.json is missing, leave --logs out."
         ) from problem
     return found
 

@@ -62,7 +62,7 @@ def build_parser() -> Parser:
     option("--y", "the vertical axis", "NAME", required=True)
     option("--color", "the values of a heat map", "NAME")
     each = "a curve or a heat map for each combination of these (default: of all settings that "
-    option("--by", f"{each}vary and are on no axis)", "NAME", nargs="*")
+    option("--by", f"{each}vary and are not on an axis)", "NAME", nargs="*")
     points = "points from elsewhere, such as a paper's; its columns are the last parts of the axes'"
     option("--beside", f"{points} names, and `label` for curves", "CSV")
     parser.add_argument("-o", "--output", required=True, metavar="PICTURE", help="PNG, PDF or SVG")
@@ -146,7 +146,7 @@ def find(records: Records, name: str) -> str:
     if not found:
         raise ConfigError(f"Expected each name to be one of {keys}, got {name!r}.")
     if any(record.get(found[0]) != record.get(key) for key in found for record in records):
-        raise ConfigError(f"{name!r} may be any of {found}, which differ. Write one of these.")
+        raise ConfigError(f"{name!r} is ambiguous: {found} differ. Write one of these.")
     return found[0]
 
 
@@ -213,7 +213,7 @@ def _groups(
                 differ = [key for key in one if one[key] != other.get(key)]
                 raise ConfigError(
                     f"Two records of one seed are one point{f' of {label!r}' if label else ''}. "
-                    f"Name in `--by` what tells them apart; they differ in {differ}."
+                    f"Name in `--by` what distinguishes them; they differ in {differ}."
                 )
         seeds.append(one)
     return found

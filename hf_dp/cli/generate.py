@@ -44,7 +44,7 @@ class GenerateArguments:
         None, "The model, a folder or Hub name. Default: the output_dir of the configuration."
     )
     prompts: str | None = argument(
-        None, "File with the columns of the prompts, taken in turn; they must be public."
+        None, "File with the columns of the prompts, which are used in turn; they must be public."
     )
     use_cpu: bool = argument(False, "Leave a GPU alone.")
 
@@ -101,7 +101,7 @@ def _written(
     if prompts and data.train_file and Path(prompts).resolve() == Path(data.train_file).resolve():
         raise ConfigError(
             f"Expected `prompts` to be public, got {Path(prompts).name!r}, the configuration's "
-            "train_file, and no epsilon covers prompts. Give a file of public ones."
+            "train_file, but no epsilon covers prompts. Give a file of public ones."
         )
     folder = fetched(name)
     facts = claim_of(folder)
@@ -117,7 +117,7 @@ def _written(
     facts |= {"model": Path(name).name, "prompts": None, "decoding": dataclasses.asdict(decoding)}
     if prompts is not None:
         facts["prompts"] = Path(prompts).name
-        facts["not_covered"] = "the prompts, which stand in the rows as they were given"
+        facts["not_covered"] = "the prompts, which are in the rows as they were given"
     return rows, facts
 
 
@@ -135,7 +135,7 @@ def _refuse_another_base(folder: Path, model_args: TextModelArguments) -> None:
     same = own and Path(own).resolve() == given.resolve()
     if not same and not (own and not Path(own).exists() and Path(own).name == given.name):
         raise ConfigError(
-            f"The claim of {folder.name!r} is that of an adapter on the base {own!r}, and "
+            f"The claim of {folder.name!r} is that of an adapter on the base {own!r}, but "
             f"`model_name_or_path` is {base!r}. Name the adapter's base."
         )
 
@@ -150,7 +150,7 @@ def claim_of(folder: Path) -> dict[str, Any]:
     report = verify(folder)
     if report.outcome == FAILED:
         raise ConfigError(
-            f"The claim of {folder.name!r} is not borne out by its files. See: hf-dp verify."
+            f"The claim of {folder.name!r} is not supported by its files. See: hf-dp verify."
         )
     statement = read(folder).restated()
     return {

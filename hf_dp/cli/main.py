@@ -19,20 +19,20 @@ from hf_dp.errors import HfDpError
 COMMANDS = {
     "train": "fine-tune a model and publish a checkpoint whose card states epsilon",
     "eval": "compute metrics of a model on evaluation rows, trained or zero-shot",
-    "generate": "let a private model write synthetic rows; its epsilon stands in the file",
+    "generate": "let a private model write synthetic rows, in a file that states its epsilon",
     "sweep": "train over a grid of settings and seeds, and state what the runs cost together",
     "shard": "sort more rows than memory holds by their steps, for a run that streams them",
     "suggest": "suggest batch size, steps, learning rate and what to train, each with its reason",
     "plan": "estimate what a run or a recipe will cost, before anything is spent",
     "account": "compute epsilon of a run, or the noise that a target needs (no torch)",
-    "audit": "try to refute a claim: canaries in or out by coins, or the exposure of secrets",
-    "card": "make the model card of a saved run again, with another license, data set, ...",
+    "audit": "try to refute a claim: by canaries in one run, or by the exposure of secrets",
+    "card": "rewrite the model card of a saved run, with another license, data set, ...",
     "verify": "check what a published model claims against its own evidence",
-    "inspect": "list what of a run's folder would be published, what stays, and why",
+    "inspect": "list which files of a run would be published, which stay, and why",
     "publish": "put a run on the Hub: weights, tokenizer, configuration, card and ledger",
-    "figure": "draw what sweep, plan and partitions print with --json: curves, heat maps",
+    "figure": "draw curves and heat maps of what sweep, plan and partitions print with --json",
     "partitions": "list the weight matrices of a model, from which DP-FROST selects",
-    "bench": "measure speed and memory of private training beside non-private training",
+    "bench": "compare speed and memory of private and non-private training",
 }
 # Where the functions of commands are that are not `main` of their own module.
 PLACES = {"eval": "train.evaluate", "inspect": "publish.inspect"}
@@ -49,7 +49,7 @@ Differentially private fine-tuning for Hugging Face.
 commands:
 {rows}
 
-`hf-dp COMMAND --help` describes one command, `hf-dp --version` says which hf_dp this is."""
+`hf-dp COMMAND --help` describes one command, `hf-dp --version` prints the version."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

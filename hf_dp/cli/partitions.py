@@ -25,8 +25,8 @@ def build_parser() -> Parser:
     parser = Parser(
         "hf-dp partitions",
         description="List the partitions of a model and their sizes. A partition is a weight "
-        "matrix with its bias; tied weights are one partition. With --chosen: what a finished run "
-        "of DP-FROST chose of them, as JSON.",
+        "matrix with its bias; tied weights are one partition. With --chosen: those that a "
+        "finished run of DP-FROST chose, as JSON.",
         epilog=EXAMPLES,
     )
     option = parser.option
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     parser = build_parser()
     args = parser.parse_args(list(argv))
     if (args.model is None) == (args.chosen is None):
-        parser.error("expected MODEL or --chosen FOLDER, one of the two")
+        parser.error("expected either MODEL or --chosen FOLDER")
     if args.chosen is not None:
         from hf_dp.tuners.frost.tuner import read_chosen
 

@@ -62,13 +62,13 @@ class PlanOptions:
     )
     num_classes: int | None = argument(
         None,
-        "For DP-FP that protects labels: among how many classes. Unset means the recipe's "
+        "For DP-FP that protects labels: the number of classes. Unset means that of the recipe's "
         "class_names.",
     )
     parameters: int | None = argument(
         None,
-        "Trainable parameters, for the signal beside noise. Unset means the recipe's, "
-        "where its model is here.",
+        "Number of trainable parameters, to compare signal and noise. Unset means the recipe's, "
+        "if its model is available.",
     )
     cross_check: bool = argument(False, "Show epsilon by every accountant, with its kind.")
     sweep: list[str] = argument(
@@ -106,8 +106,8 @@ class Planned:
         classes = self.options.num_classes or len(values.get("class_names") or []) or None
         if classes is None and args.labels_in_vector:
             raise ConfigError(
-                "Labels are protected, and the recipe does not say among how many classes. Add "
-                "--num_classes K."
+                "Labels are protected, but the recipe does not say how many classes there are. "
+                "Add --num_classes K."
             )
         plan = plan_of(args, num_examples, tuner_of(values), classes, units, watch)
         if (shards := shards_of(values)) is not None:
@@ -130,7 +130,7 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(
         "hf-dp plan",
         usage="hf-dp plan [--config FILE] [--NAME VALUE ...]",
-        description="Estimate what a private run will cost: noise, epsilon, signal beside noise. "
+        description="Estimate what a private run will cost: noise, epsilon, signal to noise. "
         "Nothing is run.",
         epilog=EXAMPLES,
     )
@@ -272,11 +272,11 @@ def _lines(found: Forecast) -> Iterator[str]:
     if found.most_signal is not None:
         yield f"the gradients of all steps add up to at most {found.most_signal:.3g} of their noise"
     elif mechanism.noises_gradients_alone:
-        yield "signal beside noise: not known; give --parameters, the numbers that train"
+        yield "signal to noise: not known; give --parameters, how many numbers train"
     if plan.selection is not None:
         yield (
-            f"before the steps at most {plan.selection.iterations} releases to select what trains, "
-            f"sample rate {plan.selection.sample_rate:g}, noise multiplier "
+            f"before the steps, at most {plan.selection.iterations} releases to select what "
+            f"trains, sample rate {plan.selection.sample_rate:g}, noise multiplier "
             f"{plan.selection.noise_multiplier:.6g}"
         )
 
@@ -335,8 +335,8 @@ def of_users(
         chosen = " (as configured)" if sampling == users.sampling else ""
         lines.append(f"  unit_sampling={sampling}{chosen}: {said}")
     lines.append(
-        "The smaller is the better one if a user's mean gradient is about as long as a row's. It "
-        "is shorter where the rows of a user differ much."
+        "The smaller noise is better if a user's mean gradient is about as long as a row's. It is "
+        "shorter where the rows of a user differ much."
     )
     return "\n".join(lines)
 

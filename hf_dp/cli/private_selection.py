@@ -39,8 +39,8 @@ MAY_VARY = frozenset(
 )
 # What a recipe must leave unset: why, and what then.
 _UNSET = {
-    "drop_long_rows": "how many rows are left may differ from run to run, and so what one costs. "
-    "Write the rows that are short enough to a file.",
+    "drop_long_rows": "runs may differ in how many rows are left, and so in what they cost. Write "
+    "the rows that are short enough to a file.",
     "release": "what is released without noise could decide which run is the best. Remove it.",
     "push_to_hub": "a private selection releases one run. Publish OUTPUT_DIR/best afterwards.",
     "report_to": "a private selection releases one run. Publish OUTPUT_DIR/best afterwards.",
@@ -124,8 +124,8 @@ def select(search: Search, launched: Sequence[str] = ()) -> Found:
                 if _unspent(search):
                     mended = "may change, too: no run has made a step"
                 raise ConfigError(
-                    f"{cell.label!r} failed; {why_it_failed(cell)}\nNothing is released. Mend the "
-                    f"cause and start again: it goes on with this run. The recipe {mended}."
+                    f"{cell.label!r} failed; {why_it_failed(cell)}\nNothing is released. Fix the "
+                    f"cause and start again: it continues with this run. The recipe {mended}."
                 )
             scores.append(_score(search, cell))  # a name that no run has is found after the first
         _refuse_unequal(trials)
@@ -189,7 +189,7 @@ def _drawn(search: Search) -> dict[str, Any]:
             return drawn
         if not _unspent(search):
             raise ConfigError(
-                f"{path} is of another search: recipe, grid, --private-selection, --score or "
+                f"{path} belongs to another search: recipe, grid, --private-selection, --score or "
                 "--seeds differ. Choose another folder; what was spent in this one counts, too."
             )
         if drawn["search"]["settings"][MEAN_RUNS] == search.mean_runs:

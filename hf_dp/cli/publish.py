@@ -36,8 +36,7 @@ def _parser(command: str, description: str, *examples: str) -> Parser:
     parser.option("--base-model", base, "ID")
     parser.switch(
         "--not-private",
-        "publish what no epsilon covers, as what it is: a run with insecure_seed, whose card says "
-        "NOT PRIVATE",
+        "publish a run with insecure_seed, which no epsilon covers; its card says NOT PRIVATE",
     )
     return parser
 
@@ -50,10 +49,10 @@ def main(argv: Sequence[str]) -> int:
         "outputs/demo you/minilm-sst2-dp --private",
         "outputs/lora you/roberta-sst2-lora-dp --base-model FacebookAI/roberta-base",
     )
-    parser.option("repository", "you/model; made unless it is there", "REPO")
-    who = "who may see a repository that is made (default: what your account's settings say)"
+    parser.option("repository", "you/model; created if it does not exist", "REPO")
+    who = "who may see a repository that is created (default: as your account's settings say)"
     parser.add_argument("--private", action=argparse.BooleanOptionalAction, help=who)
-    parser.option("--revision", "made unless it is there (default: main)", "BRANCH")
+    parser.option("--revision", "created if it does not exist (default: main)", "BRANCH")
     parser.option("--message", "of the commit", "TEXT", default="Publish with hf_dp")
     args = parser.parse_args(list(argv))
     from hf_dp.publishing.hub import publish

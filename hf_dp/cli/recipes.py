@@ -105,8 +105,8 @@ def rows_of(
         if users is not None:
             if not recipe.get("train_file") or recipe.get("drop_long_rows"):
                 raise ConfigError(
-                    "The rows that the recipe trains on are not known here, nor the number of "
-                    "their users. Give --num-examples USERS."
+                    "The recipe's training rows are not available here, so the number of their "
+                    "users is not known. Give --num-examples USERS."
                 )
             split = recipe.get("train_split", "train")
             units = _whose(recipe["train_file"], split, recipe.get("max_train_rows"), users.column)
@@ -115,8 +115,8 @@ def rows_of(
             num_examples = _count(recipe)
     if users is not None and users.by_row and units is None:
         raise ConfigError(
-            "With unit_sampling=examples the rows to draw from are counted user by user. Name the "
-            "recipe's train_file, and leave --num-examples unset."
+            "With unit_sampling=examples the rows to draw from must be counted user by user. Name "
+            "the recipe's train_file, and leave --num-examples unset."
         )
     return num_examples, units
 
@@ -162,8 +162,8 @@ def _count(recipe: Recipe) -> int:
 
         return len(load_file(recipe["train_file"], recipe.get("train_split", "train")))
     raise ConfigError(
-        "The number of training rows is not known: no data of a recipe (--config) is here. Give "
-        "--num-examples N."
+        "The number of training rows is not known: there is no recipe (--config) whose data is "
+        "available here. Give --num-examples N."
     )
 
 

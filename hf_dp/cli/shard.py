@@ -26,13 +26,13 @@ def build_parser() -> Parser:
         "hf-dp shard",
         description="Sort rows by the step of an epoch that each takes part in, by a secret key, "
         "with bounded memory. One run can read the folder, as its train_dataset. It is as secret "
-        "as the rows. A task that was killed goes on when it is run again.",
+        "as the rows. If this command is killed, run it again to continue.",
         epilog=EXAMPLES,
     )
     option = parser.option
     option("data", "Parquet files, JSON lines (.jsonl), or one name on the Hub", "DATA", nargs="+")
     option("--split", "of a data set of the Hub (default: train)", default="train")
-    of_run = "as the run will be given it"
+    of_run = "the same as for the run"
     option("--expected-batch-size", of_run, "B", type=float, required=True)
     option("--num-train-epochs", f"{of_run} (default: 1)", "E", type=int, default=1)
     option("--sampling", f"{of_run}: {ALLOCATION} (default), {POISSON}", default=ALLOCATION)

@@ -114,7 +114,7 @@ def _suggestion(
 
     if recipe.get("target_epsilon") is None:
         raise ConfigError(
-            "Expected --target_epsilon, or a recipe (--config) that says it, got neither. Add "
+            "Expected --target_epsilon, or a recipe (--config) that sets it, got neither. Add "
             "--target_epsilon."
         )
     if recipe.get("bands") is not None:
@@ -182,11 +182,11 @@ def _label_words(recipe: dict[str, Any]) -> list[Choice]:
         return []
     reason = (
         "asking for a word that the base knows, here from the class names, needs no new weights; "
-        "see with `hf-dp eval --zero-shot` what it knows, and try other words (Li et al., section "
-        "3.2)"
+        "check with `hf-dp eval --zero-shot` what it knows, and try other words (Li et al., "
+        "section 3.2)"
     )
     if infilling.several_tokens:
-        reason += ". No single tokens were found: each text is read once for each class"
+        reason += ". No single tokens were found: each text is read once per class"
     return [Choice("infilling", infilling.block, reason)]
 
 

@@ -55,14 +55,14 @@ def build_parser() -> Parser:
         epilog=EXAMPLES,
     )
     option, words = parser.option, {"nargs": "+", "default": []}
-    of_several = "the recipe whose settings are varied; of several, each is run"
+    of_several = "the recipe whose settings are varied; several recipes are each run"
     option("--config", of_several, "FILE", nargs="+", required=True)
     combined = "values of a key (peft.r: in a block), as YAML; all combinations are run"
     option("--grid", combined, "KEY=A,B", **words)
     option("--set", "keys that are the same in all runs", "KEY=VALUE", **words)
     seeds = "seeds of initialization (default: 0)"
     option("--seeds", seeds, "SEED", nargs="+", type=int, default=[0])
-    option("--output-dir", "a folder for each run below it", "FOLDER", required=True)
+    option("--output-dir", "each run gets a folder in it", "FOLDER", required=True)
     search = "release only the best of a secret, random number of runs, K on average; epsilon is "
     option("--private-selection", f"{search}that of the whole search", "K", type=float)
     score = "with it: the metric that decides (larger is better, except for perplexity)"
@@ -160,7 +160,7 @@ def _check(args: argparse.Namespace, fixed: Recipe, cells: Sequence[runs.Cell]) 
     if given:
         raise ConfigError(
             f"Expected no privacy arguments beside privacy_mode={NON_PRIVATE}, got "
-            f"{sorted(given)}. Remove them; those of the recipe are left out by themselves."
+            f"{sorted(given)}. Remove them; those of the recipe are left out automatically."
         )
 
 
@@ -172,7 +172,7 @@ def table(cells: Sequence[runs.Cell], rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [f"{label or 'recipe'}: {'; '.join(_said(each))}" for label, each in by_label.items()]
     if any(row.get("times") for row in rows):
         lines.append(
-            "times: of training in the main process, a selection included; epsilon does not cover "
+            "times: training in the main process, including a selection; epsilon does not cover "
             "them"
         )
     return "\n".join(lines)

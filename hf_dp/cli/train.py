@@ -109,10 +109,10 @@ def evaluate(argv: Sequence[str]) -> int:
     parser.add_task()
     parser.switch(
         "--zero-shot",
-        "evaluate the untrained base, before anything is spent; a classifier needs `infilling`: "
-        "how well its template and label words fit (Li et al., figure 8)",
+        "evaluate the untrained base, before anything is spent; a classifier needs `infilling`, "
+        "and this shows how well its template and label words fit (Li et al., figure 8)",
     )
-    mode = "as in `hf-dp train`: non_private evaluates what the recipe wrote with it"
+    mode = "as in `hf-dp train`: non_private evaluates the model that the recipe trained with it"
     parser.option("--privacy-mode", mode, "NAME")
     parser.switch("--json", 'print one JSON object: {"eval_accuracy": ...}')
     args, values, words = parser.read(argv, _eval_described)

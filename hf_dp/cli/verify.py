@@ -79,7 +79,7 @@ def fetched(model: str, revision: str | None = None, skipped: Sequence[str] = ()
     except (OSError, ValueError) as error:  # the Hub's errors are OSErrors
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
-            f"{model!r} is no folder here, and cannot be fetched from the Hub: {reason} For a "
+            f"{model!r} is no local folder, and cannot be fetched from the Hub: {reason} For a "
             "private or gated repository set HF_TOKEN or run `hf auth login`."
         ) from None
     print(f"commit {Path(found).name} of {model}", file=sys.stderr)

@@ -37,7 +37,7 @@ from hf_dp.errors import HfDpError, UnsupportedModelError
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _TENSOR = object()
 _DROPOUT = torch.ops.aten.dropout.default
-_OTHERWISE = "its layers are used otherwise when it is traced than when it runs"
+_OTHERWISE = "it uses its layers differently when it is traced than when it runs"
 Kept = Sequence[Tensor | None]
 Program = Callable[[list[Tensor], list[Tensor]], tuple[list[Tensor], list[Tensor]]]
 
@@ -170,7 +170,7 @@ class Compiled:
         for each in module.modules():
             if each is not module and has_own_forward(each):
                 what = f"{tape.describe(each)}, whose forward was replaced"
-                why = "what replaced it may set or read something outside of the graph"
+                why = "what replaced it may set or read something outside the graph"
                 raise not_compiled(what, why, "set chunked_loss=False")
         key = self._key(module, leaves, spec)
         known = self._known.get(key)
@@ -206,7 +206,7 @@ class Compiled:
         return not_compiled(
             f"inputs of the shapes {[tuple(each.shape) for each in tensors]} now",
             "they, or other types, modes or places of weights, were not compiled before the first "
-            "draw, and compiling takes minutes in the midst of it",
+            "draw, and compiling during a draw would take minutes",
             "give batches known shapes (shapes='few' or 'one'), and change nothing after the "
             "self-check",
         )

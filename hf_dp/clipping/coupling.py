@@ -20,7 +20,7 @@ def refuse_coupling(model: nn.Module) -> None:
         if tracks or isinstance(module, _BatchNorm):
             raise UnsupportedModelError(
                 f"`{name}` is a {type(module).__name__}: it uses statistics of the whole batch, so "
-                "one example's gradient depends on the others. Replace it by nn.GroupNorm or "
+                "one example's gradient depends on the others. Replace it with nn.GroupNorm or "
                 "nn.LayerNorm before creating the trainer."
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
@@ -64,8 +64,8 @@ def _refuse_config(config: object) -> None:
     # tests/clipping/test_quantized.py runs bitsandbytes.
     if quantization is not None and method != "bitsandbytes":
         raise UnsupportedModelError(
-            f"The base model is quantized by {method!r}, which has not been shown to leave "
-            "activations unchanged whatever stands beside them. Quantize it with bitsandbytes "
+            f"The base model is quantized by {method!r}, which has not been shown to leave an "
+            "example's activations independent of the others. Quantize it with bitsandbytes "
             "(load_in_4bit=True, or load_in_8bit=True with llm_int8_threshold=0.0), or load it "
             "dequantized."
         )

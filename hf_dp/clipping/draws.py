@@ -210,18 +210,18 @@ def refuse_shared_draws(
     twice = draws_of(model, per_example_loss, _repeated(batch, count), 2 * count)
     if _state_outside_torch() != outside:
         raise SelfCheckError(
-            "A training forward draws random numbers by Python's `random` or by NumPy, so it "
-            "cannot be seen whether the examples of a batch share them. Turn this off in the "
-            "model's configuration (it may be called layerdrop), or draw by torch."
+            "A training forward draws random numbers by Python's `random` or by NumPy, so hf_dp "
+            "cannot see whether the examples of a batch share them. Turn this off in the model's "
+            "configuration (it may be called layerdrop), or draw with torch."
         )
     for one, two in zip(once, twice, strict=False):
         if one.operator == "randperm" or two.numbers != 2 * one.numbers:
             raise SelfCheckError(
                 f"`{one.module}` draws random numbers that the examples of a batch share "
                 f"({one.operator}: {one.numbers:,} numbers for {count} examples, {two.numbers:,} "
-                f"for {2 * count}), so one example changes the gradients of those beside it. Turn "
-                "this off: set the module's dropout probability `p`, or its layerdrop, to 0. In a "
-                "recipe: `without_dropout: ["
+                f"for {2 * count}), so one example changes the gradients of others. Turn this off: "
+                "set the module's dropout probability `p`, or its layerdrop, to 0. In a recipe: "
+                "`without_dropout: ["
                 f"{one.module.rpartition('.')[2] if 'dropout' in one.operator else 'layerdrop'}]`."
             )
     if len(once) != len(twice):

@@ -256,13 +256,13 @@ class ClippingEngine:
             of a unit that continues, there are none, (0,).
 
         Raises: UnsupportedLossError, UnaccountedGradientError, UnsupportedModelError;
-            InvalidArgumentError for rows that are no whole units.
+            InvalidArgumentError for rows that do not form whole units.
         """
         self._check_losses(losses)
         self._check_units(len(losses), rows_per_unit, unit_continues)
         if isinstance(counted, Tensor) and counted.shape != (len(losses) // rows_per_unit,):
-            shape, expected = tuple(counted.shape), "to say of each unit whether it counts"
-            raise _validate.invalid("counted", shape, expected, "Give it one truth value a unit.")
+            shape, expected = tuple(counted.shape), "to say for each unit whether it counts"
+            raise _validate.invalid("counted", shape, expected, "Give it one truth value per unit.")
         if self._sharded and len(losses) == 0:
             raise UnsupportedLossError(
                 "engine.backward() got no losses, but this model is sharded and the other "

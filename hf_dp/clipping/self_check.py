@@ -85,8 +85,8 @@ def self_check(
             AUTOCAST_TOLERANCE on, 16 bits compute: gradients are compared within the batch, and
             losses alone and together with a tolerance of 0.25.
         have_neighbors: False where each forward has one example, which draws for itself alone.
-        compiled: runs the engine's forward on ``padded``, and is compared alone. What it draws must
-            be as much as the model draws, and other numbers each time.
+        compiled: runs the engine's forward on ``padded``, and is compared alone. It must draw as
+            many random numbers as the model, and new ones each time.
 
     Raises:
         SelfCheckError: says what differed: a loss (it depends on neighbors or padding), a norm, a
@@ -169,9 +169,9 @@ def refuse_notice_of_length(
         raise SelfCheckError(
             f"A short synthetic example has the loss {one.loss:.6g} and the gradient norm "
             f"{one.norm:.6g} alone; beside one as long as the longest row the loss is "
-            f"{other.loss:.6g}, and the gradient is {apart:.3g} away: it depends on its neighbors "
-            "from a length on. Truncate the rows to less than that, pad on the right, or set "
-            "per_device_train_batch_size=1."
+            f"{other.loss:.6g}, and the gradient is {apart:.3g} away: from some length on it "
+            "depends on its neighbors. Truncate the rows to less than that, pad on the right, or "
+            "set per_device_train_batch_size=1."
         )
 
 
@@ -198,10 +198,10 @@ def _on_copies(per_example_loss: PerExampleLoss) -> Iterator[PerExampleLoss]:
         raise SelfCheckError(
             f"Model, loss or clipping engine fail on synthetic examples of shapes {shapes} "
             f"({type(problem).__name__}: {said}). If the model runs with them in eval mode, a "
-            "layer's input does not have the examples in its first dimension (but windows of "
-            "images, say): freeze parts of the model to find it, or set "
-            "gradient_checkpointing=False. If it runs with one of them alone only, it takes rows "
-            "that have something in common: make the rows alike, or choose another model."
+            "layer's input does not have the examples in its first dimension (but, say, windows "
+            "of images): freeze parts of the model to find it, or set "
+            "gradient_checkpointing=False. If it runs only with one of them at a time, it needs "
+            "rows that have something in common: make the rows alike, or choose another model."
         ) from problem
 
 
@@ -368,8 +368,8 @@ def _refuse_fixed_draws(
     if compiled.draws != draws or (draws and torch.equal(one, other)):
         raise SelfCheckError(
             f"A training forward draws random numbers {draws} times. Compiled, it draws them "
-            f"{compiled.draws} times, or the same ones each time: what dropout removes was fixed "
-            "when it was compiled. Set torch_compile=False."
+            f"{compiled.draws} times, or the same ones each time: compiling fixed what dropout "
+            "removes. Set torch_compile=False."
         )
 
 

@@ -223,9 +223,9 @@ class Tape:
         parameter = self._slots.get((module, name))
         if parameter is None:
             raise UnaccountedGradientError(
-                f"A gradient reached {name!r} of {self.describe(module)}, which was no trainable "
-                "parameter of the model when its ClippingEngine was entered. Leave the engine, set "
-                "requires_grad as wanted and enter it again."
+                f"A gradient reached {name!r} of {self.describe(module)}, which was not a "
+                "trainable parameter of the model when its ClippingEngine was entered. Leave the "
+                "engine, set requires_grad as wanted and enter it again."
             )
         if isinstance(use, Tensor):
             use = Dense(use)

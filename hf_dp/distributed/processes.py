@@ -222,7 +222,7 @@ def others_present() -> Iterator[None]:
         if isinstance(problem, DistributedError) or not _is_of_a_collective(problem):
             raise
         raise DistributedError(
-            "Another process of this run is gone, or did not answer in time "
+            "Another process of this run has ended, or did not answer in time "
             f"({str(problem).splitlines()[0][:200]}). What was released is in the ledger. Look for "
             "the first error in the other processes' output, and resume from the last checkpoint."
         ) from problem

@@ -87,7 +87,7 @@ class AdamBC(Feature):
             FLOOR,
             "clip_noised_gradient",
             (False,),
-            "A clipped gradient has noise of no known variance. Remove one of the two.",
+            "The variance of the noise in a clipped gradient is not known. Remove one of the two.",
             UnsupportedArgumentError,
         ),
     )
@@ -99,7 +99,7 @@ class AdamBC(Feature):
             expected = "to be unset with an optimizer of your own"
         elif not seen.tuner.gradients_are_noised_sums:
             expected = (
-                "to be unset with this peft_config, whose gradients are of several noised sums"
+                "to be unset with this peft_config, whose gradients come from several noised sums"
             )
         if expected:
             raise invalid(FLOOR, floor, expected, "Remove it.", UnsupportedArgumentError)

@@ -67,8 +67,8 @@ class Canaries(Inside):
         """Return the training set with canaries. Raises: DataError."""
         if model is None:
             raise UnsupportedArgumentError(
-                "Expected `model` to be given with `audit_canaries`, got None: canaries are made "
-                "up for it. Pass the model, not model_init."
+                "Expected `model` to be given with `audit_canaries`, got None: canaries are "
+                "generated for it. Pass the model, not model_init."
             )
         alike = self.scores == GRADIENTS
         return with_canaries(dataset, model, self.count, alike=alike, rows=known)
@@ -78,7 +78,7 @@ class Canaries(Inside):
         if not run.processes.alone:
             raise UnsupportedArgumentError(
                 f"Expected `audit_canaries` to be unset with {run.processes.count} processes, got "
-                f"{self.count}: each would toss coins of its own. Audit in one process."
+                f"{self.count}: each would toss its own coins. Audit in one process."
             )
         if self.scores == DIRECTIONS and not tuner.gradients_are_noised_sums:
             raise invalid(
@@ -98,8 +98,8 @@ class Canaries(Inside):
         """Raise UnsupportedArgumentError for an audited run that is resumed, or trained again."""
         if checkpoint is not None or len(seen.book.ledger):
             raise UnsupportedArgumentError(
-                "An audited run is not resumed, as the coins of its canaries are not kept. Start "
-                "again in a new output_dir, or train without `audit_canaries`."
+                "An audited run is not resumed, since the coins of its canaries are not stored. "
+                "Start again in a new output_dir, or train without `audit_canaries`."
             )
 
     def start(self, seen: Seen) -> None:
@@ -169,8 +169,8 @@ class Canaries(Inside):
             gradient = self._gradient(canary)
             if gradient.keys() != sums.keys():
                 raise ConfigError(
-                    "Expected audit_scores='gradients' for what trains here, whose noised sums are "
-                    "no gradients of parameters: a canary has no direction in them."
+                    "Expected audit_scores='gradients' for what trains here: its noised sums are "
+                    "not gradients of parameters, so a canary has no direction in them."
                 )
             length = torch.linalg.vector_norm(torch.stack([g.norm() for g in gradient.values()]))
             along = sum(float((g * sums[name]).sum()) for name, g in gradient.items())
@@ -327,8 +327,8 @@ def _refuse_known(canaries: datasets.Dataset, rows: TrainingRows) -> None:
     known = len(rows.compare(canaries).equal)
     if known:
         raise DataError(
-            f"{known} of {len(canaries)} canaries stand among the training rows already, whatever "
-            "their coins say. Use audit_scores='gradients', whose canaries are no rows."
+            f"{known} of {len(canaries)} canaries are already among the training rows, whatever "
+            "their coins say. Use audit_scores='gradients', whose canaries are not rows."
         )
 
 

@@ -58,8 +58,8 @@ class Signals(Feature):
             return
         signum = self._signum or signal.SIGTERM  # another process of the run may have got it
         logger.warning(
-            "%s: stopped after step %d of %d, which is saved as checkpoint-%d in %s. Go on with "
-            "trainer.train(resume_from_checkpoint=True), or `hf-dp train ... "
+            "%s: stopped after step %d of %d, which is saved as checkpoint-%d in %s. Continue "
+            "with trainer.train(resume_from_checkpoint=True), or `hf-dp train ... "
             "--resume_from_checkpoint True`.",
             signal.Signals(signum).name,
             seen.state.global_step,
@@ -110,7 +110,7 @@ class Signals(Feature):
         else:
             self._signum = signum
             logger.warning(
-                "%s: finishing the step under way and saving a checkpoint. A second signal stops "
-                "at once.",
+                "%s: finishing the current step and saving a checkpoint. A second signal stops at "
+                "once.",
                 signal.Signals(signum).name,
             )

@@ -37,8 +37,9 @@ class Balance:
         self.experts, self.chosen = max(sizes, default=(0, 0))
         if len(sizes) != 1 or not 0 < self.chosen < self.experts:
             raise UnsupportedModelError(
-                f"`{COEFFICIENT}` balances experts, and {type(run.model).__name__} has no routers "
-                "that are known, each of as many experts, of which a token gets some. Remove it."
+                f"`{COEFFICIENT}` balances experts, but {type(run.model).__name__} has no routers "
+                "that hf_dp knows, all with the same number of experts and of experts per token. "
+                "Remove it."
             )
         self.layers = layers = len(routers)
         self.largest = math.sqrt(self.chosen * (1 - self.chosen / self.experts) * layers)
@@ -89,7 +90,7 @@ class Balance:
         if len(seen) != self.layers or any(each.is_floating_point() for _, each in seen):
             raise UnsupportedModelError(
                 f"Expected each of {self.layers} routers to run once in a forward, and to return "
-                f"logits of {self.experts} experts, scores and the {self.chosen} that are chosen; "
+                f"logits of {self.experts} experts, scores and the {self.chosen} chosen ones; "
                 f"{len(seen)} did. Remove `{COEFFICIENT}`."
             )
         b = len(losses)

@@ -82,11 +82,11 @@ class Mechanism(ABC):
     # -- before the steps --
 
     def start(self, checkpoint: str | None = None) -> None:
-        """Decide what of the model trains, and release what is released once.
+        """Decide which part of the model trains, and release what is released once.
 
         This comes before the optimizer exists.
 
-        Args: checkpoint: folder from which a run goes on.
+        Args: checkpoint: folder from which a run continues.
         """
 
     def save(self, folder: str) -> None:
@@ -113,11 +113,11 @@ class Mechanism(ABC):
 
     @abstractmethod
     def clip(self, batches: Batches) -> Clipped:
-        """Return what a logical batch contributes, clipped. Not private."""
+        """Return what a logical batch contributes, clipped. It is not private."""
 
     @abstractmethod
     def gradients(self, clipped: Clipped, release: Release) -> Mapping[nn.Parameter, Tensor]:
-        """Let the clipped values out through ``release``, and return the gradients that the
+        """Release the clipped values through ``release``, and return the gradients that the
         optimizer gets."""
 
     def set_gradients(self, clipped: Clipped, release: Release) -> None:
@@ -196,7 +196,7 @@ class Mechanism(ABC):
     # -- a loop of one's own --
 
     def logical_batches(self) -> Iterator[Batches]:
-        """Yield the planned logical batches, one a step, and stop before the target is passed.
+        """Yield the planned logical batches, one per step, and stop before the target is exceeded.
 
         Opens the run's ledger at the start and leaves it at the end.
 

@@ -92,8 +92,8 @@ class Frozen(Mechanism):
         if not self.run.processes.alone:
             raise UnsupportedArgumentError(
                 "Expected one process with dp_fp_variant='frozen', got "
-                f"{self.run.processes.count}. Each row passes the encoder once, and what trains on "
-                "the vectors is one layer: launch a single process."
+                f"{self.run.processes.count}. Each row passes the encoder once, and only one layer "
+                "trains on the vectors: launch a single process."
             )
         self._last = LastLayer(self.run, self.plan)
         for parameter in self._last.below():
@@ -134,7 +134,7 @@ class Frozen(Mechanism):
             with safe_open(path, framework="pt", device=device) as file:
                 if (file.metadata() or {}).get("run_id") != self.run.book.run_id:
                     raise LedgerError(
-                        f"Cannot resume: {RELEASED_ROWS} in output_dir is of another run. {restore}"
+                        f"Cannot resume: {RELEASED_ROWS} in output_dir is another run's. {restore}"
                     )
                 return file.get_tensor("rows"), file.get_tensor("labels")
         except (OSError, SafetensorError) as problem:
@@ -186,7 +186,7 @@ class PrivateEncoder(DpSgd):
         self._last = LastLayer(self.run, self.plan)
         if self.tuner.clips_in_its_own_way:
             expected = "to be FROST, a stock adapter or None with dp_fp_variant='private_encoder'"
-            why, error = "It clips the last layer, too, in its own way.", UnsupportedArgumentError
+            why, error = "It also clips the last layer, in its own way.", UnsupportedArgumentError
             raise invalid("peft_config", type(self.tuner).__name__, expected, why, error)
 
     def prepare(self) -> None:

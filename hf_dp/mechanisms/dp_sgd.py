@@ -54,7 +54,7 @@ class DpSgd(Mechanism):
 
     def prepare(self) -> None:
         if self.gauge.scales is not None and self.tuner.clips_in_its_own_way:
-            why, error = "It clips other numbers than gradients.", UnsupportedArgumentError
+            why, error = "It clips numbers other than gradients.", UnsupportedArgumentError
             name = type(self.tuner).__name__
             raise invalid("peft_config", name, f"to be one without it with `{BETA}`", why, error)
         if self.gauge.balance is not None:

@@ -71,9 +71,9 @@ class LastLayer:
         low = sorted(str(each).removeprefix("torch.") for each in dtypes if each.itemsize < 4)
         if low:
             raise UnsupportedModelError(
-                f"The model's weights are {', '.join(low)}, whose rounding beside other examples "
-                "is more than the noise is scaled to. Load the model in float32 (bf16=True in the "
-                "arguments is for gradients)."
+                f"The model's weights are {', '.join(low)}, in which other examples of a batch "
+                "change an example's rounding by more than the noise covers. Load the model in "
+                "float32 (bf16=True in the arguments is for gradients)."
             )
         padded, alone = self.run.engine_check.batches()
         together, _ = self.vectors_of([padded])
@@ -84,8 +84,8 @@ class LastLayer:
             same = other.shape == apart.shape
             if not same or not bool((other - apart).norm(dim=1).max() <= _TOLERANCE * scale):
                 raise SelfCheckError(
-                    "The representation of a synthetic example changes when other examples stand "
-                    "beside it, which its noise does not cover. Check the attention mask and how "
+                    "The representation of a synthetic example changes when other examples are in "
+                    "its batch, which its noise does not cover. Check the attention mask and how "
                     f"the model pools, {_OR_DP_SGD}"
                 )
         return apart.shape[1]

@@ -63,7 +63,7 @@ class NoisedLoss:
     multiplier that is given is that of the gradients; that of the losses follows, and costs extra.
 
     Args:
-        bound: B > 0. Each loss is clipped to [0, B]; one that is not finite counts 0.
+        bound: B > 0. Each loss is clipped to [0, B]; one that is not finite counts as 0.
         budget_ratio: in (0, 1).
 
     Raises: InvalidArgumentError.
@@ -209,9 +209,9 @@ class DpSgdPlan(MechanismPlan):
         clipping: one of :data:`CLIPPINGS`.
         draw: who takes part in a step.
         loss: the sum of losses that a step releases with noise of its own; None: none.
-        search: the search of which this is one run; None: it is none.
+        search: the search of which this is one run; None: there is none.
         clipping_quantile: how a step's clipping norm, the unit of its gradients and noise, follows
-            from noised counts; C is then the first. None: it is C in all.
+            from noised counts; C is then the first. None: it is C in all steps.
         gradient_scaling_beta: how slowly scales, by which gradients are multiplied before they are
             clipped, follow noised gradients. None: they are 1.
         router_balance: the loads of experts that a step releases with noise of their own, and the

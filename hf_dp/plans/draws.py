@@ -88,7 +88,7 @@ class Draw(Named, ABC):
 
     @property
     def conditions(self) -> tuple[str, ...]:
-        """What epsilon rests on beside the record: for a draw from outside hf_dp, whose it is."""
+        """What epsilon rests on besides the record: for a draw from outside hf_dp, whose it is."""
         module = type(self).__module__
         if module.startswith("hf_dp."):
             return ()

@@ -27,7 +27,7 @@ _LOG_IN = (
     "Run `hf auth login`, or set HF_TOKEN, with a token that may write "
     "(https://huggingface.co/settings/tokens)."
 )
-_MOVED = "Something else changed the repository meanwhile. Publish again."
+_MOVED = "Something else changed the repository in the meantime. Publish again."
 _MOVES = {
     400: "The Hub refuses what was sent. Nothing was committed.",
     401: f"The Hub does not accept the token. {_LOG_IN}",
@@ -52,7 +52,7 @@ class Hub:
     def __init__(self, token: str | None = None):
         self.token = token or get_token()
         if not self.token:
-            raise PublishError(f"There is no token of the Hub. {_LOG_IN}")
+            raise PublishError(f"There is no token for the Hub. {_LOG_IN}")
         self.api = HfApi(token=self.token, library_name="hf_dp", library_version=__version__)
 
     def _asked(self, what: str, repository: str, ask: Callable[[], T]) -> T:
@@ -67,7 +67,7 @@ class Hub:
         except Exception as error:  # the client's HTTP library, and so its errors, vary
             said = " ".join(scrubbed(f"{type(error).__name__}: {error}", (self.token,)).split())
             problem = PublishError(
-                f"{what} {repository!r} did not succeed. {_next_move(error)} ({said[:500]})"
+                f"{what} {repository!r} failed. {_next_move(error)} ({said[:500]})"
             )
         raise problem
 
@@ -137,21 +137,21 @@ class Hub:
         there = self._asked(what, repository, lambda: self._info(repository, revision))
         if private and not there.private:
             raise PublishError(
-                f"{repository!r} exists and is public, and it was to be private. Make it private "
-                "in its settings on the Hub, or choose another name."
+                f"{repository!r} exists and is public, but should be private. Make it private in "
+                "its settings on the Hub, or choose another name."
             )
         others = [name for name in _files(there) if name not in (*_KEPT, CARD)]
         if FILE_NAME not in others:
             if others:
                 raise PublishError(
-                    f"{repository!r} exists and holds {others[0]!r} and no {FILE_NAME}, so it is "
+                    f"{repository!r} exists and holds {others[0]!r} but no {FILE_NAME}, so it is "
                     f"not an earlier push of this run. {_OTHER_NAME}"
                 )
             return there
         evidence, card = self._asked(what, repository, lambda: self._pushed(repository, there))
         if run is None or run.run_id != evidence.run_id:
             raise PublishError(
-                f"{repository!r} exists and holds the private run {evidence.run_id}, and this is "
+                f"{repository!r} exists and holds the private run {evidence.run_id}, but this is "
                 f"{'another one' if run is None else f'run {run.run_id}'}. {_OTHER_NAME}"
             )
         if not older and (lost := run.lacks(evidence)):
@@ -161,9 +161,9 @@ class Hub:
             )
         if card is not None and not is_as_made(evidence, card):
             raise PublishError(
-                f"{CARD} in {repository!r} was edited there, or another version of hf_dp made it. "
-                "Say here what was added (trainer.describe(...) or `hf-dp card DIR`'s options), "
-                "delete it on the repository's page, and publish again."
+                f"{CARD} in {repository!r} was edited on the Hub, or made by another version of "
+                "hf_dp. State here what was added (trainer.describe(...) or `hf-dp card DIR`'s "
+                "options), delete it on the repository's page, and publish again."
             )
         return there
 
@@ -188,7 +188,7 @@ class Hub:
                 why = str(problem).replace(folder, repository)
                 raise PublishError(
                     f"{repository!r} holds a {FILE_NAME} that cannot be read, so nothing shows "
-                    f"which run it is of: {why} {_OTHER_NAME}"
+                    f"which run it belongs to: {why} {_OTHER_NAME}"
                 ) from None
             card = Path(folder, CARD)
             return evidence, card.read_text("utf-8", errors="replace") if card.exists() else None
@@ -231,11 +231,11 @@ def publish(
 
     Args:
         folder: with weights, ``privacy.json`` and what loading needs.
-        repository: "you/model"; made unless it is there.
-        private: whether to make it so; None for what the account's settings say.
+        repository: "you/model"; created if it does not exist.
+        private: whether it is created as private; None for what the account's settings say.
         base_model: the id on the Hub of an adapter's base, where it was loaded from a folder.
-        revision: a branch; made unless it is there.
-        not_private: whether to publish what no epsilon covers, as what it is.
+        revision: a branch; created if it does not exist.
+        not_private: whether to publish, as NOT PRIVATE, what no epsilon covers.
         token: None for that of ``hf auth login`` or HF_TOKEN.
 
     Raises: PublishError. Refusals come before anything is sent.

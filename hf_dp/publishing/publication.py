@@ -147,7 +147,7 @@ class Publication:
             if isinstance(self.files[name], Path) and saved.get(name, found) != found:
                 raise PublishError(
                     f"{name} changed while it was published, and nothing was sent. Publish again "
-                    "when nobody writes into the folder."
+                    "when nothing writes into the folder."
                 )
         return operations
 
@@ -184,13 +184,13 @@ def _unfit(
     for name in evidence.files:
         if name not in files:
             yield (
-                f"{name} was saved with {FILE_NAME} and is not in {folder}. Save the model again "
+                f"{name} was saved with {FILE_NAME} but is not in {folder}. Save the model again "
                 "with trainer.save_model(), or restore the file."
             )
     if evidence.status == NOT_PRIVATE and not not_private:
         yield (
-            f"This run is NOT private: {evidence.restated().status_reason}. To publish it as what "
-            "it is, pass --not-private (in Python, not_private=True)."
+            f"This run is NOT private: {evidence.restated().status_reason}. To publish it as such, "
+            "pass --not-private (in Python, not_private=True)."
         )
 
 
@@ -215,6 +215,6 @@ def refuse_claims(folder: Path, tags: Iterable[str] = ()) -> None:
     metadata = FRONT_MATTER.match(text)
     if _CLAIM.search("\n".join([metadata[1] if metadata else "", *tags])):
         raise PublishError(
-            f"The metadata of {CARD} claim differential privacy, and there is no {FILE_NAME}. Take "
-            "the claim out of the card, or publish the folder that holds the evidence."
+            f"The metadata of {CARD} claims differential privacy, but there is no {FILE_NAME}. "
+            "Remove the claim from the card, or publish the folder that holds the evidence."
         )

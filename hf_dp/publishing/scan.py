@@ -72,11 +72,11 @@ class Scan:
         """Return what is published of a file that is not weights."""
         text = content.decode("utf-8", errors="replace")
         if secret := self.secret_in(text):
-            self._refuse(name, secret, "Take it out, and revoke the token if others could read it.")
+            self._refuse(name, secret, "Remove it, and revoke the token if others could read it.")
         elif name.endswith(".json") and name not in _VOCABULARY:
             return self._json(name, content)
         elif name.endswith((".md", ".jinja")) and (place := self.place_in(text)):
-            self._refuse(name, place, "Take it out of the text.")
+            self._refuse(name, place, "Remove it from the text.")
         return content
 
     def look_at_weights(self, name: str, path: Path) -> None:
@@ -85,7 +85,7 @@ class Scan:
             head_in(path)
             for key, value in read_metadata(path).items():
                 if key != HEAD_KEY and value not in _METADATA.get(key, ()):
-                    what = f"{key!r} in its metadata, which nobody here has looked at"
+                    what = f"{key!r} in its metadata, which hf_dp did not write"
                     self._refuse(name, what, "Save the weights without metadata of your own.")
         except LedgerError as problem:
             self.refusals.append(str(problem))
@@ -104,7 +104,7 @@ class Scan:
         for key, text in _texts(values):
             is_program = any(part.startswith("chat_template") for part in key.split("."))
             if found := self.place_in(text) if is_program else self.found_in(text):
-                self._refuse(f"{name}: {key}", found, "Take it out, or write a public name there.")
+                self._refuse(f"{name}: {key}", found, "Remove it, or write a public name there.")
         if len(self.changes) == before:
             return content
         return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
@@ -154,7 +154,7 @@ class Scan:
             return found
         paths = _ADDRESS.sub("", value)
         if _OTHER_ADDRESS.search(paths):
-            return "an address that is not a public page's"
+            return "an address that is not that of a public page"
         if is_local_path(paths) or _INSIDE.search(paths):
             return "a local path"
         if self.user and re.search(rf"[\\/]{re.escape(self.user)}[\\/]", paths):
@@ -196,7 +196,7 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Refuse a key that stands twice: only the last is read, and the first would leave unseen."""
     values = dict(pairs)
     if len(values) < len(pairs):
-        raise ValueError(f"a key stands twice in the block with {next(iter(values))!r}")
+        raise ValueError(f"a key occurs twice in the block with {next(iter(values))!r}")
     return values
 
 

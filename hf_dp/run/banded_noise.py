@@ -47,7 +47,7 @@ class BandedNoise(IndependentNoise):
         self.rows: list[_Row] = []  # of the block, the last b - 1, the newest first
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError("Noise of earlier steps is neither copied nor saved: it tells of later.")
+        raise TypeError("Earlier steps' noise is neither copied nor saved: it reveals later noise.")
 
     def of(self, planned: PlannedRelease, step: int) -> IndependentNoise:
         bands = planned.event.correlated_steps

@@ -40,7 +40,7 @@ class Budget:
             spent = self.ledger.epsilon(self.plan.delta, self.plan.accountant).rounded_up()
             raise BudgetExceededError(
                 f"This run has spent epsilon {spent} of target_epsilon={self.plan.target_epsilon} "
-                f"in {self.ledger.steps()} steps; one more would pass it. Publish what there is, "
+                f"in {self.ledger.steps()} steps; one more would exceed it. Publish what there is, "
                 "or start a new run with a new output_dir (both then count together)."
             )
 
@@ -97,7 +97,7 @@ class Budget:
             )
         if self.exhausted if is_step else self._would_pass(entries):
             raise BudgetExceededError(
-                f"The next step of {entries[0].purpose} would pass "
+                f"The next step of {entries[0].purpose} would exceed "
                 f"target_epsilon={self.plan.target_epsilon} after {self.ledger.steps()} steps."
             )
 

@@ -46,7 +46,7 @@ def checkpoint_of(resume_from_checkpoint: str | bool, folder: Path) -> Path:
     if not {"optimizer", "scheduler"} <= names:
         raise LedgerError(
             f"The checkpoint {chosen.name!r} has no state of optimizer and schedule (it was saved "
-            f"with save_only_model=True), so the run would go on as another one. {new}"
+            f"with save_only_model=True), so the run would continue as a different one. {new}"
         )
     return chosen
 

@@ -83,10 +83,10 @@ def hint_at_users(dataset: object) -> None:
         values = dataset.with_format(None)[column]
         if all(isinstance(each, (str, int)) for each in values) and len(set(values)) < len(values):
             logger.warning(
-                "The column %r looks as if it says whose each row is. Rows are protected one by "
-                "one, and whoever has k rows is protected k-fold weaker. To protect each with all "
-                "of their rows, set privacy_unit='user' and privacy_unit_column=%r. If rows are "
-                "nobody's, ignore this.",
+                "The column %r looks as if it says who each row belongs to. Rows are protected "
+                "one by one, so whoever has k rows is protected k-fold weaker. To protect each "
+                "user with all of their rows, set privacy_unit='user' and privacy_unit_column=%r. "
+                "If rows belong to nobody, ignore this.",
                 column,
                 column,
             )
@@ -98,11 +98,11 @@ def warn_of_users(table: UnitTable, users: Users) -> None:
     count, largest = len(table), int(table.sizes().max())
     if count < FEW_USERS or 2 * largest > table.num_rows:
         logger.warning(
-            "The column %r names %s users, and one of them has %s of %s rows. Noise that hides one "
-            "of few hides much of what they have in common, and the default delta, 1 / (2 x "
-            "users), is %.2g: roughly the chance that the guarantee fails. Collect more users, or "
-            "do not count on the model. If one value stands for many users, or for none, give each "
-            "their own.",
+            "The column %r names %s users, and one of them has %s of %s rows. Noise that hides "
+            "one of a few users hides much of what they have in common, and the default delta, 1 "
+            "/ (2 x users), is %.2g: roughly the chance that the guarantee fails. Collect more "
+            "users, or do not rely on the model. If one value stands for many users, or for none, "
+            "give each their own.",
             users.column,
             count,
             largest,
@@ -121,10 +121,10 @@ def check_collator(collator: object) -> None:
     if masks_by_id and not getattr(inner, "mlm", True) and end is not None:
         if end == getattr(tokenizer, "pad_token_id", None):
             logger.warning(
-                "DataCollatorForLanguageModeling takes every token with the id of padding (%s) for "
-                "padding, and the end token has it, too: the model would not learn where a text "
-                "ends. Put `labels` into the rows and use DataCollatorForSeq2Seq(tokenizer), or "
-                "set tokenizer.pad_token to a token that no text holds.",
+                "DataCollatorForLanguageModeling treats every token with the id of padding (%s) "
+                "as padding, and the end token has that id, too: the model would not learn where "
+                "a text ends. Put `labels` into the rows and use DataCollatorForSeq2Seq(tokenizer)"
+                ", or set tokenizer.pad_token to a token that no text holds.",
                 end,
             )
     if type(inner).__name__ == "DataCollatorWithFlattening":
@@ -171,11 +171,11 @@ def refuse_data_in_adapters(model: nn.Module, own: Collection[object] | None = (
             continue
         raise UnsupportedModelError(
             f"The adapter {name!r} is a {type(config).__name__} with a selection that this run did "
-            "not make. Made from the training rows, it would not be counted. Pass the base model "
-            f"and a new {type(config).__name__} as peft_config, or resume the run that made it. To "
-            "train that run's weights further, load them by PeftModel.from_pretrained(base, "
-            "folder, is_trainable=True) and name the run in earlier_runs if the rows are the same. "
-            "If it was made from public rows, set adapter_init_data_is_public=True."
+            "not make. If that was made from the training rows, it would not be counted. Pass the "
+            f"base model and a new {type(config).__name__} as peft_config, or resume the run that "
+            "made it. To train that run's weights further, load them with PeftModel."
+            "from_pretrained(base, folder, is_trainable=True) and name the run in earlier_runs if "
+            "the rows are the same. If they were public, set adapter_init_data_is_public=True."
         )
 
 
@@ -190,8 +190,8 @@ def check_optimizer(optimizer: Optimizer | None, model: nn.Module) -> None:
     """Raise UnaccountedGradientError unless an optimizer is there and trains the model alone."""
     if optimizer is None:
         raise UnaccountedGradientError(
-            "There is no optimizer before the first step, so what it will train cannot be checked. "
-            "Make it in create_optimizer, or pass it in `optimizers`."
+            "There is no optimizer before the first step, so hf_dp cannot check what it will "
+            "train. Create it in create_optimizer, or pass it in `optimizers`."
         )
     known = {id(parameter) for parameter in model.parameters()}
     for group in optimizer.param_groups:
@@ -263,9 +263,9 @@ def check_launch(processes: Processes, accelerator: Accelerator | None) -> None:
     raise UnsupportedArgumentError(
         f"The launcher started {launched} processes ($WORLD_SIZE), torch.distributed knows "
         f"{processes.count} and accelerate {prepared}. Processes that do not know of each other "
-        "would each release a model of their own from one budget. On a machine without "
-        "accelerators, pass use_cpu=True (or set ACCELERATE_USE_CPU=true); in a loop of your own, "
-        "call torch.distributed.init_process_group() before PrivateRun."
+        "would each release a model, all from one budget. On a machine without accelerators, pass "
+        "use_cpu=True (or set ACCELERATE_USE_CPU=true); in a loop of your own, call "
+        "torch.distributed.init_process_group() before PrivateRun."
     )
 
 
@@ -326,7 +326,7 @@ def digest_of_rows(dataset: Rows) -> str:
         columns = columns_of(part)
         if UNSTEADY in columns.values():
             raise DataError(
-                "Rows of train_dataset differ each time they are read, so it cannot be seen "
+                "Rows of train_dataset differ each time they are read, so hf_dp cannot see "
                 "whether all processes have the same rows in the same order. Move what is random "
                 "(augmentation) into the data collator or, for a datasets.Dataset, into "
                 "set_transform; or launch one process."

@@ -116,13 +116,13 @@ def same_users(folder: Path, run_id: str, units: UnitTable, begun: bool) -> None
     if known is None:
         raise LedgerError(
             f"Cannot resume: {USERS_FILE} or {SECRET_FILE} in output_dir {folder.name!r} is "
-            "missing, damaged or of another run. Together they say which rows were one user's in "
-            f"the steps before. Bring both back from a backup, or {_APART}"
+            "missing, damaged or from another run. Together they say which rows were one user's "
+            f"in the earlier steps. Restore both from a backup, or {_APART}"
         )
     if not known:
         raise LedgerError(
-            f"Cannot resume: the column {units.column!r} groups the rows in another way than when "
-            "the run began (the order of the rows counts, too), so a user of the first steps would "
+            f"Cannot resume: the column {units.column!r} groups the rows differently than when the "
+            "run began (the order of the rows counts, too), so a user of the first steps would "
             f"not be one of the later steps. Resume with the same rows, or {_APART}"
         )
 

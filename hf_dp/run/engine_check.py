@@ -195,8 +195,8 @@ def _takes_labels(model: nn.Module) -> bool:
 
 def _say_none(model: nn.Module) -> None:
     logger.warning(
-        "%s computes no loss of its own from labels, so what trains was not compared with it, and "
-        "evaluate() reports no loss.",
+        "%s computes no loss of its own from labels, so the loss that trains was not compared "
+        "with it, and evaluate() reports no loss.",
         type(losses.base_model(model)).__name__,
     )
 
@@ -260,12 +260,12 @@ def _close(own: float, ours: float, tolerance: float) -> bool:
 def _other(model: nn.Module, which: str, own: float, ours: float) -> UnsupportedLossError:
     name = type(losses.base_model(model)).__name__
     return UnsupportedLossError(
-        f"A synthetic example {which} has the loss {own:.6g} by {name} "
-        f"itself, which evaluate() reports, and {ours:.6g} by the rule of hf_dp, which would "
-        "train: the forward, its loss_function or a setting such as an auxiliary loss has another "
-        "rule. To train the former, override DPTrainer.compute_per_example_loss(self, model, "
-        "inputs) to return it, shape (b,), each from its example alone; to train the latter, take "
-        "the other rule off the model."
+        f"A synthetic example {which} has the loss {own:.6g} by {name} itself, which evaluate() "
+        f"reports, and {ours:.6g} by the rule of hf_dp, which would train: the forward, its "
+        "loss_function or a setting such as an auxiliary loss has another rule. To train the "
+        "former, override DPTrainer.compute_per_example_loss(self, model, inputs) to return it, "
+        "shape (b,), each from its example alone; to train the latter, remove the other rule from "
+        "the model."
     )
 
 

@@ -131,8 +131,8 @@ class RunLedger:
             # Another process may have gone on since we read it, and died before we took the lock.
             if there != known:
                 raise LedgerError(
-                    f"{LEDGER} has {there.lines} lines now, and had {known.lines} when it was "
-                    "read: another process has gone on with this run. Resume again, so that its "
+                    f"{LEDGER} has {there.lines} lines now, but had {known.lines} when it was "
+                    "read: another process has continued this run. Resume again, so that its "
                     "steps count."
                 )
         except LedgerError:
@@ -208,8 +208,8 @@ class RunLedger:
         started = entries[0].purpose == EARLIER or self.ledger.steps(EARLIER)
         if not self._is_open or (self.earlier_entries and not started):
             raise LedgerError(
-                "This run has not been opened: another process may be at work on it, and its "
-                "ledger does not hold yet what `earlier_runs` released. Open it first: "
+                "This run has not been opened: another process may be working on it, and its "
+                "ledger does not yet hold what `earlier_runs` released. Open it first: "
                 "`mechanism.logical_batches()`, `run.open()` or `DPTrainer.train()` does."
             )
         self.budget.check(*entries)
@@ -225,8 +225,8 @@ class RunLedger:
         lines = self.lines
         if not self.weaknesses.includes(lines.weaknesses):
             raise LedgerError(
-                f"{LEDGER} records {lines.weaknesses} as what weakens the claim, and now it is "
-                f"{self.weaknesses}. What was true of a run once is true for good."
+                f"{LEDGER} records {lines.weaknesses} as what weakens the claim, but now it is "
+                f"{self.weaknesses}. This cannot change during a run."
             )
         line = lines.next(entries, self.weaknesses)
         if not self.processes.is_main:
@@ -241,7 +241,7 @@ class RunLedger:
         return named_disk_errors(
             f"The ledger ({LEDGER} and its head)",
             folder,
-            "Nothing is released before it is recorded. Then resume_from_checkpoint=True goes on.",
+            "Nothing is released before it is recorded. Then set resume_from_checkpoint=True.",
         )
 
     def save(
@@ -309,9 +309,9 @@ class RunLedger:
 
 def _other_earlier_runs() -> LedgerError:
     return LedgerError(
-        "Expected `earlier_runs` to name what the ledger of this run began with, got others: its "
-        "statement would not cover what is named. Name the same runs as at the start, or start "
-        "anew in another output_dir."
+        "Expected `earlier_runs` to name what the ledger of this run began with, got others, "
+        "which its statement would not cover. Name the same runs as at the start, or start again "
+        "in another output_dir."
     )
 
 

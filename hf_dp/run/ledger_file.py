@@ -100,7 +100,7 @@ class Lines:
         if values:
             raise ValueError(f"expected no more keys, got {list(values)}")
         if any(entry.purpose == EARLIER for entry in entries) and not known.earlier:
-            raise ValueError("it counts earlier runs and names none")
+            raise ValueError("it counts earlier runs but names none")
         return entries, known
 
     def _start(self) -> dict[str, object]:
@@ -160,7 +160,7 @@ def _read(path: Path, counted: int, *, may_be_torn: bool) -> Lines | None:
     except OSError as error:
         raise LedgerError(f"{path} cannot be read ({error}). Make it readable.") from error
     if torn and not may_be_torn:
-        raise damaged(path, "its last line is not whole")
+        raise damaged(path, "its last line is incomplete")
     found: Lines | None = None
     for number, text in enumerate(whole, start=1):
         try:
@@ -183,7 +183,7 @@ def damaged(path: Path, why: str) -> LedgerError:
     """Return the error for a file of a ledger that is not as it was written."""
     return LedgerError(
         f"{path} was edited or damaged ({why}). Restore it from a backup that is not older: "
-        "without it nobody knows what this run has released."
+        "without it, it is not known what this run has released."
     )
 
 

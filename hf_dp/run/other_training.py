@@ -124,8 +124,8 @@ class OtherTraining:
         if folder is not None and run.options.other_training is None and run.processes.is_main:
             logger.warning(
                 "The base model comes from %s, where a Trainer left its files. If it was trained "
-                "on the training rows, this run's statement does not hold. If on others, set "
-                "other_training='public_rows' or 'other_rows', which the card repeats.",
+                "on the training rows, this run's statement does not hold. If it was on others, "
+                "set other_training='public_rows' or 'other_rows', which the card repeats.",
                 folder,
             )
 
@@ -148,13 +148,13 @@ class OtherTraining:
         self.run.book.weaken(Flags(other_training=answer))
         if answer is None and (trained_by := next(found, None)) is not None:
             raise UnsupportedModelError(
-                f"Expected a model that only counted steps have trained, got one that was trained "
+                "Expected a model that only counted steps have trained, got one that was trained "
                 f"by {trained_by}. The privacy statement of this run does not count that. If it "
-                "was on the same rows, name its folder in `earlier_runs`; without privacy, or "
-                "without a folder, no statement covers both: load the model anew. If it was on "
-                "public rows, set other_training='public_rows'; on rows that this statement is not "
-                "about, other_training='other_rows'. The card repeats it. Weights that you made "
-                "from released ones can be saved by model.save_pretrained, in another folder."
+                "was on the same rows, name its folder in `earlier_runs`; if it was without "
+                "privacy, or has no folder, no statement covers both: load the model again. If it "
+                "was on public rows, set other_training='public_rows'; on rows that this "
+                "statement is not about, other_training='other_rows'. The card repeats it. Save "
+                "weights that you made from released ones by model.save_pretrained, elsewhere."
             )
 
 

@@ -128,14 +128,14 @@ def _made_up_example(run: PrivateRun, length: int | None) -> Example:
             LENGTH,
             length,
             "to be the number of tokens at which rows are truncated, or None for examples without",
-            "Set it: a length that was read from the rows would let the size tell of them.",
+            "Set it: if the length were read from the rows, the size would reveal it.",
         )
     for name, leaf in run.training_data().looked_over.layout.leaves.items():
         of_tokens = column(name).endswith("input_ids") or (name == "labels" and leaf.varying)
         if length is not None and of_tokens and leaf.most[-1] > length:
             raise DataError(
-                f"`{name}` of a row has {leaf.most[-1]} tokens, and the physical batch that fits "
-                f"is to be found for at most {length} ({LENGTH}). Truncate the rows, or raise it."
+                f"`{name}` of a row has {leaf.most[-1]} tokens, but the physical batch that fits "
+                f"is searched for at {length} ({LENGTH}). Truncate the rows, or raise it."
             )
     return example
 
@@ -204,7 +204,7 @@ def named_memory_errors() -> Iterator[None]:
             raise
         raise MemoryShortError(
             "Memory ran out while a logical batch was computed. Its step is neither recorded nor "
-            "released, and costs nothing. Set `auto_physical_batch_size=True` (on a GPU), or lower "
-            "`per_device_train_batch_size` or set `max_tokens_per_physical_batch`: all change "
-            "memory and speed, never the result. Then go on with resume_from_checkpoint=True."
+            "released, and costs nothing. Set `auto_physical_batch_size=True` (on a GPU), or "
+            "lower `per_device_train_batch_size` or set `max_tokens_per_physical_batch`: all "
+            "change memory and speed, never the result. Then set resume_from_checkpoint=True."
         ) from error

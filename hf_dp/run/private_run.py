@@ -70,15 +70,15 @@ class PrivateRun:
         plan: what the run does.
         output_dir: its folder; ``privacy.json`` is kept there.
         train_dataset: anything with ``len`` and ``[i]``. data_collator: of lists of rows.
-        units: whose the rows are, where the plan protects users and ``train_dataset`` has lost the
-            column that says so; None to take it off here.
+        units: who the rows belong to, where the plan protects users and ``train_dataset`` has lost
+            the column that says so; None to remove it here.
         processing_class: the tokenizer or processor, which says how to pad.
         compute_per_example_loss: ``(model, batch) -> (b,)`` losses, each from its example alone;
             None for that of the model's own task.
         accelerator: which the model was prepared with; None for one device and full precision.
         options: speed, memory, and what is known of the rows.
         earlier_runs: folders of earlier private runs on the same rows.
-        released: names of un-noised quantities that the user lets out.
+        released: names of un-noised quantities that the user asked to release.
         insecure_seed: for tests only; the run is then not private.
         forward_context, synthetic_batches, training_rows: a Trainer's own ways.
 
@@ -86,7 +86,7 @@ class PrivateRun:
         engine_check: compares the clipping engine with one-by-one gradients.
         arguments: which all processes must have in common.
         columns: returns the training set without what the model does not take, and its collator.
-        add_to_losses: of the losses' function, model and batch, returns what trains: the losses
+        add_to_losses: given the losses' function, model and batch, returns what trains: the losses
             with what a mechanism adds to each. None: as they are.
         inside: who sees what is not noised. audit: what an audit among them found.
         selections: which this run made, and its ledger counts.
@@ -130,8 +130,8 @@ class PrivateRun:
         if not plan.releases_each_step and not plan.releases_before():
             raise ConfigError(
                 f"Expected a plan that releases something, got {type(plan.mechanism).__name__}, "
-                "which releases nothing before the steps and nothing in them. Plan what it lets "
-                "out."
+                "which releases nothing before the steps and nothing in them. Plan what it "
+                "releases."
             )
         self.model, self.plan = dequantized(model), plan
         self.options = options or RunOptions()
@@ -283,7 +283,7 @@ class PrivateRun:
         self.book.paid = paid
 
     def stop(self) -> None:
-        """Let another process go on with this run."""
+        """Let another process continue this run."""
         self._begin_noise()
         self.book.stop()
 
@@ -331,7 +331,7 @@ class PrivateRun:
         return rows
 
     def training_data(self) -> TrainingData:
-        """Return the training set, looked over.
+        """Return the training set, checked.
 
         Raises: DataError for other data than planned, or rows that cannot be trained on.
         """
@@ -526,9 +526,9 @@ class PrivateRun:
         if self.engine_check.alone and size > 1:
             raise UnsupportedArgumentError(
                 "Expected `per_device_train_batch_size` (in a loop of your own, "
-                "BatchOptions.physical_batch_size) to be 1 as when the self-check ran, got "
-                f"{size}: that examples share nothing was not checked. Call check_engine(), or set "
-                "the size before training starts."
+                "BatchOptions.physical_batch_size) to be 1, as when the self-check ran, got "
+                f"{size}: the self-check never saw two examples together. Call check_engine(), or "
+                "set the size before training starts."
             )
         # The most others that one example more or less moves to another physical batch.
         engine.regrouped = self.plan.mechanism.draw.moved * size

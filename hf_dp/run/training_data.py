@@ -161,8 +161,8 @@ class TrainingData:
                 "look_over",
                 WHEN_DRAWN,
                 f"to be {ALL!r} for rows with the columns {columns}",
-                "Which whole numbers the model takes there is not known, and one that it does not "
-                "take would end the run at the row that was drawn. Use it, or leave them out.",
+                "hf_dp does not know which whole numbers the model takes there, and one that it "
+                "does not take would end the run at the drawn row. Use it, or leave them out.",
                 UnsupportedArgumentError,
             )
 
@@ -208,8 +208,8 @@ class TrainingData:
             return
         if not any(self.limits.marks.values()):
             raise UnsupportedModelError(
-                f"Row 0 has an image, and no token that is known to stand for one in {name}. If "
-                "rows had too few or too many, one would take from its neighbor's image. Let its "
+                f"Row 0 has an image, but no token that is known to stand for one in {name}. A row "
+                "with too few or too many would take from its neighbor's image. Let the model's "
                 "own processor make the rows, or choose a model whose config has image_token_id."
             )
         if other := sorted({column(each) for each in found} - _BESIDE_IMAGES):
@@ -257,8 +257,8 @@ class TrainingData:
         without, rows = self.looked_over.without_target, self.looked_over.rows
         if 2 * without > rows:
             logger.warning(
-                f"In {without:,} of {rows:,} rows every label is -100. These train nothing, and "
-                "most of what the steps add is noise. Look at the rows: prompts may fill all of "
+                f"In {without:,} of {rows:,} rows every label is -100. These rows train nothing, "
+                "and most of what the steps add is noise. Check the rows: prompts may fill all of "
                 "max_length, or the template may mark nothing as the answer."
             )
 
@@ -266,10 +266,10 @@ class TrainingData:
         """Warn on the local console when the rows look like chunks of longer documents."""
         if self.looked_over.look_like_chunks:
             logger.warning(
-                "Nearly all rows have the same number of tokens, as chunks of longer documents do. "
-                "If they are chunks, one chunk is protected, and a document of k chunks is "
-                "protected k-fold weaker. Set rows_are_chunks=True, and the card says so; or let "
-                "each row be a whole document. If they are not chunks, ignore this."
+                "Nearly all rows have the same number of tokens, as chunks of longer documents "
+                "do. If they are chunks, one chunk is protected, and a document of k chunks is "
+                "protected k-fold weaker. Set rows_are_chunks=True, so that the card says so; or "
+                "let each row be a whole document. If they are not chunks, ignore this."
             )
 
     def batches(self, one_shape: bool = False) -> PhysicalBatches:

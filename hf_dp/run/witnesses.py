@@ -56,14 +56,14 @@ def whole_ledger(folder: Path, *others: Path) -> Lines | None:
             continue
         if own is not None and own.run_id != head.run_id:
             raise LedgerError(
-                f"{where} is of run {head.run_id}, and {LEDGER} in {folder} is of run "
+                f"{where} belongs to run {head.run_id}, but {LEDGER} in {folder} belongs to run "
                 f"{own.run_id}; one folder is for one run. Resume in the output_dir that it was "
-                "written under, or move the files of one of the two to a folder of their own."
+                "written under, or move the files of one run to a folder of their own."
             )
-        has = "is missing" if own is None else f"has {len(own.digests)} lines and not that one"
+        has = "is missing" if own is None else f"has {len(own.digests)} lines but not that one"
         raise LedgerError(
-            f"{LEDGER} in {folder} went back: {where} knows line {head.lines} of it, and it "
-            f"{has}. What is missing would not be counted. {_advice(folder, known)}"
+            f"{LEDGER} in {folder} went back: {where} knows line {head.lines} of it, and it {has}. "
+            f"The missing releases would not be counted. {_advice(folder, known)}"
         )
     first_alone = own is not None and len(own.digests) == 1  # a kill came before the head
     if own is not None and not first_alone and read_head(folder) is None:
@@ -81,7 +81,7 @@ def _advice(folder: Path, known: list[tuple[Path, Head]]) -> str:
         copy = read_copy(where.parent) if where.name == COPY else None
         if copy is not None and all(copy.contains(head) for _, head in known):
             words = shlex.join(["cp", str(where), str(folder / LEDGER)])
-            return f"Put the longest copy back: `{words}`."
+            return f"Restore the longest copy: `{words}`."
     return f"No copy here contains it. {_BACKUP}"
 
 
@@ -94,7 +94,7 @@ def read_run(path_or_dir: str | Path) -> Evidence:
         return read(path_or_dir)
     own = whole_ledger(folder)
     if own is None:
-        raise damaged(folder / LEDGER, "no line of it is whole")
+        raise damaged(folder / LEDGER, "it has no complete line")
     known = own.evidence()
     stated = read(folder) if path.exists() else None
     if stated is None or stated.head != own.head:
@@ -178,7 +178,7 @@ def put_head(path: Path, head: Head) -> None:
     there = head_in(path)
     if there is not None and (there.run_id != head.run_id or there.lines > head.lines):
         raise LedgerError(
-            f"{path} was saved by run {there.run_id} after line {there.lines} of its ledger, and "
+            f"{path} was saved by run {there.run_id} after line {there.lines} of its ledger, but "
             f"this is run {head.run_id} at line {head.lines}. Save into another folder."
         )
     add_metadata(path, {HEAD_KEY: json.dumps(head.to_dict())})

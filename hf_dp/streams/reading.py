@@ -72,7 +72,7 @@ class Stream(IterableDataset[Row]):
             # How many rows Poisson draws have follows from the key alone, whose seal holds.
             expected = ends[-1] if plan.sampling == POISSON else plan.rows
             if not len(rows) == ends[-1] == expected:
-                raise damaged(part / ROWS, f"it has {len(rows)} rows and not {expected}")
+                raise damaged(part / ROWS, f"it has {len(rows)} rows instead of {expected}")
             self._rows.append(rows)
             self._ends.append(np.concatenate([[0], ends]))
 
@@ -98,7 +98,7 @@ class Stream(IterableDataset[Row]):
         for name in (ROWS, ENDS):
             path = part / name
             if not path.is_file() or path.stat().st_size != sizes.get(name):
-                raise damaged(path, "it has another size than its manifest says, or is missing")
+                raise damaged(path, "its size is not what its manifest says, or it is missing")
 
     def __len__(self) -> int:
         return self.plan.rows
@@ -183,10 +183,10 @@ class Reading:
         """Raise LedgerError where another run has begun to read the stream."""
         reader, where = self.stream.reader, str(self.stream.folder)
         if reader is None and any(map(self.stream.recorded, range(self.stream.epochs))):
-            raise damaged(self.stream.folder / READER, "it is missing, and steps were read")
+            raise damaged(self.stream.folder / READER, "it is missing, but steps were read")
         if reader is not None and reader != self._book.run_id:
             raise LedgerError(
-                f"The shards in {where!r} were begun by the run {reader[:8]}, and this is the run "
+                f"The shards in {where!r} were begun by the run {reader[:8]}, but this is the run "
                 f"{self._book.run_id[:8]}. Both would see the same draws, which no epsilon covers. "
                 "Resume that run, or shard the rows again into a new folder."
             )
@@ -225,7 +225,7 @@ class Reading:
         if self._in_ledger < paid:
             raise LedgerError(
                 f"This run has begun {self._begun} epochs of {str(self.stream.folder)!r}, {paid} "
-                f"steps, and its ledger holds {self._in_ledger}. Bring it back from a backup."
+                f"steps, but its ledger holds {self._in_ledger}. Restore it from a backup."
             )
         return paid - sum(map(self.made, range(self.stream.epochs)))
 
@@ -300,8 +300,8 @@ class Reading:
             return {}
         except (OSError, ValueError, KeyError, TypeError) as problem:
             raise LedgerError(
-                f"{str(path)!r} says which steps this run has read, and is damaged ({problem}). "
-                "Bring it back from a backup, or start a new run on rows that are sharded again."
+                f"{str(path)!r} says which steps this run has read, but is damaged ({problem}). "
+                "Restore it from a backup, or shard the rows again and start a new run."
             ) from problem
 
 
@@ -351,7 +351,7 @@ def check_for_stream(stream: Stream, **given: object) -> None:
     for name, value in given.items():
         if value != needed[name]:
             expected = f"to be {needed[name]!r} for a stream of shards"
-            why = "Rows that are sharded come step by step, each by itself. Set it, or remove this."
+            why = "Sharded rows come step by step, each by itself. Set it, or remove this."
             raise invalid(name, value, expected, why, UnsupportedArgumentError)
 
 

@@ -70,8 +70,8 @@ PLAN, MANIFEST, FIRST_ROWS, ROWS, ENDS = (
 RAY, ENGINES = "ray", ("arrow", "ray")
 FILES = (".parquet", ".jsonl", ".json")  # that are read; the latter two hold an object a line
 _SECRET = (
-    "This folder is as secret as the rows: its keys, and where steps end, tell who takes part in "
-    "which step. Do not publish it, and delete it after the run."
+    "This folder is as secret as the rows: its keys, and where steps end, reveal who takes part "
+    "in which step. Do not publish it, and delete it after the run."
 )
 _STEP = "__step_of_hf_dp"
 _WORDS, _PLACES = 8, 1024  # of 64 bits, in a digest; whose Poisson draws are made together
@@ -92,13 +92,12 @@ def shard(
     """Sort rows by the steps of ``num_train_epochs`` random allocations, or of as many epochs of
     Poisson draws, into a new folder.
 
-    A task that was killed goes on when it is run again with the same data; epochs that were
-    finished are not sorted again.
+    If it is killed, the same call continues it; finished epochs are not sorted again.
 
     Args:
         data: Parquet files, JSON lines, or a data set without a transform. Its order counts.
-        expected_batch_size, num_train_epochs, sampling ("random_allocation", "poisson"): as
-            :class:`DPTrainingArguments` will be given them.
+        expected_batch_size, num_train_epochs, sampling ("random_allocation", "poisson"): as in the
+            run's :class:`DPTrainingArguments`.
         engine: what sorts: "arrow" here; "ray" files, on a cluster (:mod:`hf_dp.streams.on_ray`).
 
     Raises: InvalidArgumentError; DataError for rows that cannot be read; OutputError for a folder
@@ -115,7 +114,7 @@ def shard(
         on_ray.check(source.files)
     given = sampling, expected_batch_size, num_train_epochs
     plan = Plan.new(len(source), *given, source.fingerprint)
-    with named_disk_errors("The shards", folder, "Then run the same again: it goes on."):
+    with named_disk_errors("The shards", folder, "Then run the same command again: it continues."):
         _shard(source, plan, folder, engine)
     return folder
 
@@ -214,14 +213,14 @@ def _planned(folder: Path, plan: Plan) -> Plan:
     for name in ("rows", "sampling", "steps", "expected_batch_size", "source"):
         if getattr(begun, name) != getattr(plan, name):
             raise DataError(
-                f"{str(folder)!r} is of a task that was killed, whose {name} was "
-                f"{getattr(begun, name)!r} and not {getattr(plan, name)!r}. Run it with the same "
-                "data and arguments, or delete that folder to begin anew."
+                f"{str(folder)!r} is from a command that was killed, whose {name} was "
+                f"{getattr(begun, name)!r} instead of {getattr(plan, name)!r}. Run it with the "
+                "same data and arguments, or delete that folder to start over."
             )
     if len(begun.keys) != len(plan.keys):
         raise DataError(
-            f"{str(folder)!r} is of a task that was killed, of {len(begun.keys)} epochs and not "
-            f"{len(plan.keys)}. Run it with as many, or delete that folder to begin anew."
+            f"{str(folder)!r} is from a command that was killed, for {len(begun.keys)} epochs "
+            f"instead of {len(plan.keys)}. Run it with as many, or delete that folder."
         )
     return begun
 
@@ -305,8 +304,8 @@ class Source:
         if isinstance(data, datasets.Dataset):
             if data.format["type"] == "custom":
                 raise DataError(
-                    "The data set has a transform, which a folder of shards does not have. Take it "
-                    "off (dataset.with_format(None)), and give it to the data collator."
+                    "The data set has a transform, which a folder of shards does not have. Remove "
+                    "it (dataset.with_format(None)), and give it to the data collator."
                 )
             self._rows, self.schema = data, data.features.arrow_schema
             self._count, self.fingerprint = len(data), f"data set {data._fingerprint}"
@@ -316,7 +315,7 @@ class Source:
             raise invalid("data", [], "to name at least one file")
         for path in self._paths:
             if path.suffix not in FILES or not path.is_file():
-                next_move = "Convert others by datasets.load_dataset, and give the data set."
+                next_move = "Load other formats with datasets.load_dataset, and pass the data set."
                 raise invalid(
                     "data", str(path), "to be a .parquet or .jsonl file that exists", next_move
                 )
@@ -394,7 +393,7 @@ def _reading(path: Path) -> Iterator[None]:
     kind, next_move = "Parquet", "Write it again."
     if path.suffix != ".parquet":
         kind = "JSON lines"
-        next_move = "Write one object a line, of the same columns and types everywhere."
+        next_move = "Write one object per line, with the same columns and types everywhere."
     try:
         yield
     except (OSError, pa.ArrowException) as problem:

@@ -241,8 +241,8 @@ def _to_paste(dataset: Dataset, label_column: str, declared: Sequence[str] | Non
     named = (value for value in sorted(values, key=str) if value is not None)
     words = [str(value).lower() if isinstance(value, bool) else str(value) for value in named]
     return (
-        f"class_names: {json.dumps(sorted(words, key=int) if whole else words)} (which are those "
-        "that the rows hold: check that naming them gives nobody away, and in what order they are)"
+        f"class_names: {json.dumps(sorted(words, key=int) if whole else words)} (those are the "
+        "values in the rows: check that naming them reveals nobody, and check their order)"
     )
 
 

@@ -100,14 +100,14 @@ def decoded(stored: Stored | None) -> Image:
     image = Image.open(io.BytesIO(content))
     if image.format not in _FORMATS:
         raise DataError(
-            f"its image is of the format {image.format}, of which it is not known here whether a "
+            f"its image is of the format {image.format}, for which hf_dp cannot tell whether a "
             "channel has more than 8 bits. Save it as PNG, with 8 bits a channel."
         )
     if _is_deep(image):
         raise DataError(
             f"its image ({image.format}, mode {image.mode!r}) has more than 8 bits a channel. "
-            "Scale it to 8 bits first, by public bounds: what part of its range matters is not "
-            "known here."
+            "Scale it to 8 bits first, by public bounds: hf_dp does not know which part of its "
+            "range matters."
         )
     return ImageOps.exif_transpose(image)
 
@@ -130,7 +130,7 @@ def in_rgb(image: Image) -> Image:
     channels, and transparency is dropped, whatever color lies below it."""
     if image.mode not in _MODES:
         raise DataError(
-            f"its image has the mode {image.mode!r}, which is not converted to RGB here. Scale it "
+            f"its image has the mode {image.mode!r}, which hf_dp does not convert to RGB. Scale it "
             "to 8 bits a channel by public bounds, and save it in RGB."
         )
     return image.convert("RGB")
@@ -182,8 +182,8 @@ def _refuse_addresses(rows: Dataset, column: str) -> None:
         for held, path in zip(inside, images.field("path").to_pylist(), strict=True):
             if not held and path is not None and ("://" in path or "::" in path):
                 raise DataError(
-                    f"Row {row}, image_column {column!r}, names an address, {path!r}: fetched in "
-                    "training, it would tell its server which rows are drawn. Download the files "
+                    f"Row {row}, image_column {column!r}, names a URL, {path!r}: fetching it in "
+                    "training would tell its server which rows are drawn. Download the files "
                     "first, and name their paths."
                 )
             row += 1
@@ -207,7 +207,7 @@ def check_images(
             sizes = " and ".join(f"{each[-2]} x {each[-1]}" for each in (shape, found))
             raise DataError(
                 f"Row {index} of the {which}: images differ in size ({sizes} pixels, after the "
-                "image processor), and a model takes one size. Let the processor resize them: in "
+                "image processor), but a model takes one size. Let the processor resize them: in "
                 "preprocessor_config.json, do_resize: true and a size of height and width."
             )
         shape = found

@@ -143,8 +143,8 @@ class LabelWordClassifier(PreTrainedModel):
             )
         if not words.one_token_each and inputs.get("past_key_values") is not None:
             raise UnsupportedModelError(
-                "Prefix tuning does not go with label words of several tokens: one prefix would be "
-                "read by several forwards. Choose words of one token, or LoRA."
+                "Prefix tuning cannot be combined with label words of several tokens: one prefix "
+                "would be read by several forwards. Choose words of one token, or LoRA."
             )
         if input_ids is not None:
             self._check_batch(input_ids, attention_mask)
@@ -257,7 +257,7 @@ class LabelWordClassifier(PreTrainedModel):
             else "to have the mask token exactly once"
         )
         raise DataError(
-            f"Expected each example {expected}. The place of the missing word is lost otherwise. "
+            f"Expected each example {expected}. Otherwise the place of the missing word is lost. "
             "Encode texts with the tokenizer saved beside this model, which puts them into its "
             f"template {words.template!r}, as one text or as a pair, cuts the texts alone, and "
             "leave out texts that hold the mask token themselves."
@@ -370,8 +370,8 @@ def load_infilling(
     model, info = with_weights(auto, name, gguf_file)
     if info["missing_keys"]:
         raise DataError(
-            f"The checkpoint {name!r} has no trained head of a language model, so no word can be "
-            "read off it. Use a language model, continue this one's pretraining "
+            f"The checkpoint {name!r} has no trained head of a language model, so it cannot "
+            "predict a word. Use a language model, continue this one's pretraining "
             "(recipes/pretraining/masked_lm.py), or leave `infilling` out to train a "
             "classification head."
         )

@@ -51,8 +51,8 @@ class StartArguments:
     )
     without_dropout: list[str] = argument(
         [],
-        "Dropouts to turn off, for example pos_dropout (DeBERTa) or layerdrop: ends of "
-        "names of modules, or attributes of modules that hold a probability.",
+        "Dropouts to turn off, for example pos_dropout (DeBERTa) or layerdrop: the last parts of "
+        "module names, or module attributes that hold a probability.",
     )
 
 
@@ -63,7 +63,7 @@ class TextModelArguments(StartArguments):
     gguf_file: str | None = argument(
         None,
         "The GGUF file in model_name_or_path to read configuration, tokenizer and weights from. "
-        "The weights are dequantized, and what is saved is an ordinary checkpoint.",
+        "The weights are dequantized, and an ordinary checkpoint is saved.",
     )
 
 
@@ -86,8 +86,8 @@ class ImageModelArguments(StartArguments):
 
     new_head: bool = argument(
         False,
-        "Replace the head of the base by a random one, also where it has the same "
-        "classes. A head with other classes is always replaced.",
+        "Replace the head of the base with a random one, even if it has the same classes. A head "
+        "with other classes is always replaced.",
     )
 
 
@@ -227,8 +227,8 @@ def warn_of_new_weights(model: nn.Module) -> None:
     if new:
         logger.warning(
             "The checkpoint of the base has no %s: they are random, and everyone who loads the "
-            "adapter gets other values. Save this model once (model.save_pretrained) and train on "
-            "that, or train without `peft`.",
+            "adapter gets different values. Save this model once (model.save_pretrained) and "
+            "train on that, or train without `peft`.",
             ", ".join(new),
         )
 
@@ -286,7 +286,8 @@ def _infilling(arguments: ModelArguments, text_columns: Sequence[str]) -> Infill
         )
     if arguments.from_scratch:
         raise ConfigError(
-            "`from_scratch` does not go with `infilling`: random weights know no words. Use a head."
+            "`from_scratch` cannot be combined with `infilling`: random weights know no words. "
+            "Use a head."
         )
     return infilling
 

@@ -50,8 +50,8 @@ class SourceArguments(ABC):
     )
     validation_split: list[str] = argument(
         VALIDATION,
-        "Splits of dataset_name to evaluate on, or without validation_file a part of "
-        "train_file: train[:1000], beside train_split: train[1000:].",
+        "Splits of dataset_name to evaluate on, or without validation_file a part of train_file: "
+        "for example train[:1000], with train_split: train[1000:].",
     )
     train_file: str | None = argument(None, "Training rows: .parquet, .csv, .json or .jsonl.")
     validation_file: list[str] = argument([], "Evaluation rows, same columns.")
@@ -61,7 +61,7 @@ class SourceArguments(ABC):
         "base has seen.",
     )
     max_train_rows: int | None = argument(
-        None, "Train on the first rows only; N, sample rate and delta then refer to these."
+        None, "Train on the first rows only; N, sampling rate and delta then refer to these."
     )
 
     @property
@@ -217,8 +217,8 @@ def load_file(path: str, split: str = _WHOLE) -> Dataset:
         )
     if folder and (file / "plan.json").is_file():
         raise DataError(
-            f"The folder {file.name!r} holds shards, which text_classification alone reads. For "
-            "another task give hf_dp.streams.load() to a DPTrainer."
+            f"The folder {file.name!r} holds shards, which only the task text_classification "
+            "reads. For another task give hf_dp.streams.load() to a DPTrainer."
         )
     kind = "imagefolder" if folder else _LOADERS[file.suffix]
     named = repr(file.name) if split == _WHOLE else f"{file.name!r} (its split {split!r})"
@@ -273,7 +273,7 @@ def _check_images_of_classes(folder: Path) -> None:
         if read_instead or (ending in ImageFolder.EXTENSIONS and depth != 1):
             raise DataError(
                 f"Expected the folder {folder.name!r} to hold images in one subfolder for each "
-                f"class, got {str(file)!r} as well. Take it out (unpack a ZIP file), or name a CSV "
+                f"class, got {str(file)!r} as well. Remove it (unpack a ZIP file), or name a CSV "
                 "or JSON file with paths and labels."
             )
 
@@ -307,7 +307,7 @@ def load_hub(name: str, config: str | None, split: str) -> Dataset:
         else {}
     )
     what = f"The split {split!r} of the data set {name!r} (dataset_config {config!r})"
-    with loading(what, "Look whether its name, dataset_config and split are right."):
+    with loading(what, "Check its name, dataset_config and split."):
         return datasets.load_dataset(name, config, split=split, **uncached)
 
 
@@ -343,7 +343,7 @@ def resolve_model(name: str, gguf_file: str | None = None) -> str:
         get_path = getattr(importlib.import_module(package), "get_model_path", None)
         if get_path is None:
             raise DataError(
-                f"The Python package {package!r} carries no model: it has neither get_model_path "
+                f"The Python package {package!r} contains no model: it has neither get_model_path "
                 "nor a GGUF file. Name another one, or the folder of a model."
             )
         return str(get_path())

@@ -109,7 +109,7 @@ class Infilling:
                 words,
                 "to give one word for each of at least two class names",
                 "Write them like {negative: terrible, positive: great}; quote words that YAML "
-                "reads otherwise, as 'Yes'.",
+                "reads otherwise, such as 'Yes'.",
             )
         object.__setattr__(
             self, "label_words", {str(name): word.strip() for name, word in words.items()}
@@ -200,9 +200,8 @@ def label_word_ids(
         missing = [name for name in class_names if name not in words]
         others = [name for name in words if name not in class_names]
         raise DataError(
-            f"Under `label_words` there is no word for {missing}, and of words for no class "
-            f"{others}. Write one word for each class, by the names that `class_names` or the file "
-            "declare."
+            f"Under `label_words` there is no word for {missing}, and {others} are no classes. "
+            "Write one word for each class, by the names that `class_names` or the file declare."
         )
     several = infilling.several_tokens
     ids = [_word_tokens(tokenizer, infilling.template, words[n], several) for n in class_names]
@@ -284,8 +283,8 @@ def propose(
         if causal and all(whole.values()) and len({*whole.values()}) == len(whole):
             return Infilling(template, whole, several_tokens=True)
         raise DataError(
-            f"No word of the class names {lost} is one token of {type(tokenizer).__name__} that "
-            "stands for no other class. Write `infilling` by hand, with a word for each class."
+            f"No word of the class names {lost} is one token of {type(tokenizer).__name__} that no "
+            "other class has. Write `infilling` by hand, with a word for each class."
         )
     return Infilling(template, {name: word for name, (word, _) in found.items()})
 

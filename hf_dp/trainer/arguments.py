@@ -43,22 +43,22 @@ class OtherDefaults(ArgumentGroup):
     """Arguments of [`~transformers.TrainingArguments`] with other defaults."""
 
     learning_rate: float | None = argument(
-        None, "Of the optimizer. Unset means 5e-5, and 5e-6 for DP-FP as published, the paper's."
+        None, "Of the optimizer. Unset means 5e-5, or 5e-6 for DP-FP as published, as in the paper."
     )
     save_steps: float = argument(
         _SHARE,
-        "How often to save a checkpoint: a number of steps, or below 1 a share of them all. Unset, "
-        "and with load_best_model_at_end, it is as often as eval_steps says.",
+        "How often to save a checkpoint: a number of steps, or if below 1 a share of all steps. "
+        "Unset, with load_best_model_at_end, it is as often as eval_steps says.",
     )
     save_total_limit: int | None = argument(2, "How many checkpoints to keep; None for all.")
     logging_steps: float = argument(
-        _SHARE, "How often to log: a number of steps, or below 1 a share of them all."
+        _SHARE, "How often to log: a number of steps, or if below 1 a share of all steps."
     )
     hub_strategy: str = argument(
         "end",
-        "When to push to the Hub: end, when the model is saved, or every_save, with every "
-        "checkpoint, too. Each push is the noised weights with their card. checkpoint and "
-        "all_checkpoints are for non_private alone.",
+        "When to push to the Hub: end (when the model is saved) or every_save (also with every "
+        "checkpoint). Each push is the noised weights with their card. checkpoint and "
+        "all_checkpoints are for non_private only.",
     )
 
 
@@ -253,8 +253,7 @@ def _refuse_change(name: str, value: object, fixed: object) -> None:
             name,
             value,
             f"to stay as it was when the trainer was created, {fixed!r}",
-            "Set it in arguments of your own, and create a new DPTrainer of them with a new "
-            "output_dir.",
+            "Set it in new arguments, and create a new DPTrainer from them with a new output_dir.",
             UnsupportedArgumentError,
         )
 

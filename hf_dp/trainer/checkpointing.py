@@ -45,7 +45,7 @@ from hf_dp.tuners.selection import SelectionConfig
 
 logger = logging.get_logger(__name__)
 
-_GO_ON = "Correct what failed, and go on with resume_from_checkpoint=True."
+_GO_ON = "Fix what failed, and continue with resume_from_checkpoint=True."
 _PARAMETERS = "_parameters.json"
 _PROMPTS = "_prompt_weights.safetensors"  # "_": nothing that is published, nor a model's weights
 _ANEW = "or start a new run in a new output_dir."
@@ -168,7 +168,7 @@ class Checkpointing(ReleasedLogs):
     def _saved_where(self, run: PrivateRun) -> str:
         checkpoint = run.folder / self._checkpoint_name
         if not self.state.global_step:
-            return "Correct what failed, and start again."
+            return "Fix what failed, and start again."
         if self.in_shards and not run.processes.alone:  # the others may wait in a forward
             return f"Nothing was saved since the last complete checkpoint. {_GO_ON}"
         try:
@@ -223,8 +223,8 @@ class Checkpointing(ReleasedLogs):
         run.book.resume(checkpoint)
         if run.book.lost and run.processes.is_main:
             logger.warning(
-                "Going on from %s. The ledger records %s releases after it: they are lost to the "
-                "model, but spent all the same, and count towards epsilon.",
+                "Continuing from %s. The ledger records %s releases after it: they are lost to "
+                "the model, but were made, so they count towards epsilon.",
                 checkpoint.name,
                 f"{run.book.lost:,}",
             )
@@ -289,8 +289,8 @@ class Checkpointing(ReleasedLogs):
         there = {} if checkpoint is None else self._listed(Path(checkpoint))
         if there.get("optimizer", order) != order:
             raise ConfigError(
-                "Cannot resume: the optimizer has other parameters, or another order of them, than "
-                f"that of {Path(str(checkpoint)).name!r}. Make it as the run did, {_ANEW}"
+                "Cannot resume: the optimizer's parameters differ from those of "
+                f"{Path(str(checkpoint)).name!r}, or their order. Create it as the run did, {_ANEW}"
             )
         super()._load_optimizer_and_scheduler(checkpoint)
 
@@ -319,7 +319,7 @@ def load_prompts(model: nn.Module, checkpoint: str | Path) -> bool:
     if not path.exists():
         raise ConfigError(
             f"Cannot resume: the checkpoint {path.parent.name!r} has no {path.name}, so it holds "
-            f"prompts and not what makes them. Resume from another checkpoint, {_ANEW}"
+            f"prompts but not the encoder that makes them. Resume from another checkpoint, {_ANEW}"
         )
     kept = load_file(path)
     for name, parameter in _trained(model).items():

@@ -62,8 +62,8 @@ class DPDPOConfig(DPTrainingArguments, trl.DPOConfig):  # type: ignore[misc]  # 
     Configuration of [`DPDPOTrainer`]: the arguments of [`DPTrainingArguments`] and of
     [`~trl.DPOConfig`].
 
-    What [`~transformers.TrainingArguments`] has, too, has the defaults of [`DPTrainingArguments`]
-    and not TRL's. Only the loss of the DPO paper is known, `"sigmoid"`.
+    Arguments of [`~transformers.TrainingArguments`] have the defaults of [`DPTrainingArguments`],
+    not TRL's. Only the loss of the DPO paper is known, `"sigmoid"`.
 
     Raises:
         UnsupportedArgumentError, InvalidArgumentError: as [`DPTrainingArguments`].
@@ -86,7 +86,7 @@ class DPDPOTrainer(trl.TrainedOnPairs):
     the rejected answers before one backward, so both answers' gradients are clipped together.
 
     The reference model is frozen. It must be public, or the result of a private run that
-    ``earlier_runs`` names. What it says of a pair depends on that pair alone: it is computed
+    ``earlier_runs`` names. Its output for a pair depends on that pair alone: it is computed
     before training, one answer at a time, without padding.
 
     Predictions are margins times beta, (rows,), and their ``label_ids`` are 1.
@@ -190,8 +190,8 @@ class DPDPOTrainer(trl.TrainedOnPairs):
             return rows
         if self._ref_model is None:
             raise DataError(
-                "The model may have been trained, and nothing else knows the reference. Pass "
-                "`eval_dataset` when the trainer is created, or `ref_model`."
+                "The model may already have been trained, and there is no other copy of the "
+                "reference. Pass `eval_dataset` when the trainer is created, or `ref_model`."
             )
         return add_references(rows, self._ref_model, self.data_collator, self.args)
 

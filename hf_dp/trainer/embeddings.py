@@ -147,7 +147,7 @@ class DPSentenceTransformerTrainer(DPTrainer, _InTheirLayout):
 
     Losses of a row: ``CosineSimilarityLoss``, ``ContrastiveLoss``, ``TripletLoss``,
     ``MarginMSELoss``, and ``MultipleNegativesRankingLoss`` where rows have negatives, their own or
-    public ones. In groups also that without negatives, ``CoSENTLoss``, ``AnglELoss``,
+    public ones. In groups, also the last one without negatives, ``CoSENTLoss``, ``AnglELoss``,
     ``OnlineContrastiveLoss`` and the four batch triplet losses. ``MatryoshkaLoss`` over any of
     them. For another, override :meth:`compute_per_example_loss`.
 
@@ -161,7 +161,7 @@ class DPSentenceTransformerTrainer(DPTrainer, _InTheirLayout):
             ``negatives_per_row`` random ones of them when it is read, as columns after its own. The
             card says so.
         peft_config: one of hf_dp's that chooses what trains. For LoRA, call
-            ``model.add_adapter(config)`` before.
+            ``model.add_adapter(config)`` beforehand.
         trainer_arguments: the other keywords of :class:`DPTrainer`, without ``data_collator``.
 
     Raises: as :class:`DPTrainer`; UnsupportedLossError for a loss that rows cannot have alone.
@@ -190,7 +190,7 @@ class DPSentenceTransformerTrainer(DPTrainer, _InTheirLayout):
             raise invalid("privacy_mode", checked.privacy_mode, expected, why, error)
         _check_model(model)
         if peft_config is not None and tuner_for(peft_config, True) is None:
-            why = "For LoRA, call model.add_adapter(config) before, and leave it out."
+            why = "For LoRA, call model.add_adapter(config) beforehand, and leave this out."
             expected, error = "to be one of hf_dp's", UnsupportedArgumentError
             raise invalid("peft_config", type(peft_config).__name__, expected, why, error)
         check_train_dataset(train_dataset)
@@ -228,11 +228,11 @@ class DPSentenceTransformerTrainer(DPTrainer, _InTheirLayout):
         name = type(inner).__name__
         if name.startswith("Cached") and type(inner) not in _OF_ROWS:
             move = f"Use {name.removeprefix('Cached')}: memory follows per_device_train_batch_size."
-            raise UnsupportedLossError(f"{name} makes gradients of its own, past the clip. {move}")
+            raise UnsupportedLossError(f"{name} makes gradients that bypass the clip. {move}")
         if type(inner) not in (*_OF_A_ROW, *_OF_ROWS):
             known = ", ".join(each.__name__ for each in (*_OF_A_ROW, *_OF_ROWS))
             raise UnsupportedLossError(
-                f"{name} is not known to be a function of an example's own embeddings. Use one of "
+                f"{name} is not known to depend on an example's own embeddings alone. Use one of "
                 f"{known}, or override compute_per_example_loss."
             )
         if getattr(self.loss, "n_dims_per_step", -1) > 0:
@@ -247,14 +247,14 @@ class DPSentenceTransformerTrainer(DPTrainer, _InTheirLayout):
             return
         if type(inner) is not _RANKING:
             raise UnsupportedLossError(
-                f"{name} compares rows with each other, and each is clipped alone. Set {GROUP}=8: "
-                "fixed groups of rows are then clipped as one."
+                f"{name} compares rows with each other, but each row is clipped by itself. Set "
+                f"{GROUP}=8: fixed groups of rows are then clipped as one."
             )
         if columns < 3:
             raise UnsupportedLossError(
-                f"{name} takes the other rows of a batch as negatives, and each row is clipped "
-                f"alone. Give rows negatives of their own (columns negative_1, ...), or "
-                f"public_negatives; or set {GROUP}=8: fixed groups of rows are then clipped as one."
+                f"{name} takes the other rows of a batch as negatives, but each row is clipped by "
+                "itself. Give rows negatives of their own (columns negative_1, ...), or "
+                f"public_negatives; or set {GROUP}=8: fixed groups of rows are clipped as one."
             )
 
     def compute_per_example_loss(self, model: nn.Module, inputs: Batch) -> Tensor:
@@ -345,8 +345,8 @@ def _check_model(model: object) -> None:
         raise invalid("model", type(model).__name__, "to be a SentenceTransformer", _MODEL)
     if model.transformers_model is None:
         raise UnsupportedModelError(
-            f"The first module of the model is a {type(model[0]).__name__}, and a transformer is "
-            "needed to make up examples for the check of the clipping engine. Override "
+            f"The first module of the model is a {type(model[0]).__name__}, but only for a "
+            "transformer can hf_dp make up examples to check the clipping engine with. Override "
             "synthetic_batches, or choose another model."
         )
 
@@ -363,8 +363,8 @@ def _columns(dataset: object, name: str = "train_dataset") -> tuple[list[str], s
     for each in texts:
         if getattr(dataset.features[each], "dtype", None) not in ("string", "large_string"):
             raise DataError(
-                f"The column {each!r} of the {name} holds {dataset.features[each]}, and columns "
-                f"are texts, or a score named {' or '.join(_SCORES)}. Rename it, or remove it."
+                f"The column {each!r} of the {name} holds {dataset.features[each]}, but columns "
+                f"must be texts, or a score named {' or '.join(_SCORES)}. Rename it, or remove it."
             )
     if len(scores) > 1:
         raise DataError(f"The {name} has two scores, {scores}. Remove one of the columns.")

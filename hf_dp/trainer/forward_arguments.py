@@ -17,10 +17,10 @@ PUBLISHED_BATCH_SIZE, PUBLISHED_MICRO_BATCHES, PUBLISHED_LEARNING_RATE = 32, 32,
 
 # What each variant trains, and what is proven; for a user who has not chosen one.
 _CHOICES = (
-    "'frozen' trains the last layer alone, on noised representations: (epsilon, delta) of each "
-    "row's text is proven. 'private_encoder' trains everything, what lies below the noise by "
-    "DP-SGD: (epsilon, delta) is proven, too. 'published' trains everything by an ordinary "
-    "optimizer, as Du and Mi do: nothing is proven, and no epsilon is printed."
+    "'frozen' trains only the last layer, on noised representations: (epsilon, delta) is proven "
+    "for each row's text. 'private_encoder' trains everything, with DP-SGD below the noise: "
+    "(epsilon, delta) is proven, too. 'published' trains everything with an ordinary optimizer, "
+    "as Du and Mi do: nothing is proven, and no epsilon is printed."
 )
 
 
@@ -46,7 +46,7 @@ _ONLY_OF = (
     ),
     _only_of(
         (dp_fp.FROZEN, dp_fp.PRIVATE_ENCODER),
-        "The published variant protects no labels.",
+        "The published variant does not protect labels.",
         "labels_in_vector",
     ),
 )
@@ -64,8 +64,9 @@ class ForwardArguments(ArgumentGroup):
         None,
         f"What trains below the noise, one of {', '.join(dp_fp.VARIANTS)}; required for dp_fp. "
         "frozen: nothing, so that what trains is a function of released vectors. private_encoder: "
-        "everything, by DP-SGD; the last layer trains on released vectors. published: everything, "
-        "by an ordinary optimizer, as in the paper; no epsilon is established for it.",
+        "everything, with DP-SGD; the last layer trains on released vectors. published: "
+        "everything, with an ordinary optimizer, as in the paper; no epsilon is established for "
+        "it.",
         dp_fp.VARIANTS,
     )
     representation_clipping_norm: float = argument(
@@ -96,14 +97,14 @@ class ForwardArguments(ArgumentGroup):
     representation_budget_ratio: float = argument(
         0.5,
         "Only for dp_fp, private_encoder, with target_epsilon: the share of it, in (0, 1), that "
-        "the gradients leave to the vectors.",
+        "is reserved for the vectors.",
         in_unit_interval,
     )
     labels_in_vector: bool = argument(
         False,
         "Only for dp_fp, frozen and private_encoder: releases a vector with one block per class, "
-        "all of it noised, in which the representation stands in the block of its class. The label "
-        "is thereby protected at no extra cost. Needs a linear last layer, whose bias does not "
+        "all of it noised, in which the representation is in the block of its class. The label is "
+        "thereby protected at no extra cost. Needs a linear last layer, whose bias does not "
         "train.",
     )
 

@@ -57,8 +57,8 @@ class Given:
         check_subclass(self.trainer_class, self.dp_trainer)
         if own_loss and args.privacy_mode == DP_FP and not args.is_published_dp_fp:
             raise UnsupportedArgumentError(
-                f"{name} overrides compute_per_example_loss, and the last layer trains on released "
-                "rows. Use privacy_mode='dp_sgd' for a loss of your own."
+                f"{name} overrides compute_per_example_loss, but in DP-FP the last layer trains on "
+                "released vectors. Use privacy_mode='dp_sgd' for a loss of your own."
             )
         if own_loss and args.chunked_loss:
             raise invalid(

@@ -130,7 +130,7 @@ GRPO_REFUSED: Mapping[str, Refusal] = {
         "It would cut the completions of a prompt apart. Set `per_device_train_batch_size`.", None
     ),
     "noised_loss_bound": only(
-        "The value of this loss says nothing of rewards. Evaluate on other prompts.", None
+        "The value of this loss says nothing about rewards. Evaluate on other prompts.", None
     ),
     "num_generations": Refusal(
         lambda count: isinstance(count, int) and count >= 2,
@@ -138,20 +138,20 @@ GRPO_REFUSED: Mapping[str, Refusal] = {
         "Advantages compare the completions of a prompt with each other.",
     ),
     "loss_type": only(
-        "Others divide by, or weigh by, the tokens of a batch, or need old probabilities. "
-        'Set "dr_grpo", which divides by max_completion_length.',
+        "Other losses divide or weight by the tokens of a batch, or need old probabilities. Set "
+        '"dr_grpo", which divides by max_completion_length.',
         "dr_grpo",
         "grpo",
     ),
     "scale_rewards": only(
-        "The standard deviation over a batch is of other prompts, too. Set 'group' or 'none'.",
+        "The standard deviation over a batch depends on other prompts, too. Set 'group' or 'none'.",
         "group",
         "none",
         True,
         False,
     ),
     "multi_objective_aggregation": only(
-        "The other one normalizes advantages over the batch. Weigh by `reward_weights`.",
+        "The other one normalizes advantages over the batch. Use `reward_weights`.",
         "sum_then_normalize",
     ),
     "importance_sampling_level": only(
@@ -173,7 +173,7 @@ GRPO_REFUSED: Mapping[str, Refusal] = {
     "use_transformers_continuous_batching": only(_WRITES_ALONE, False),
     "use_transformers_paged": only(_WRITES_ALONE, False),
     "cache_implementation": only(
-        "A static cache is as long as the longest prompt so far needed it. Remove it.",
+        "A static cache is as long as the longest prompt so far required. Remove it.",
         None,
         "dynamic",
     ),
@@ -194,9 +194,9 @@ GRPO_REFUSED: Mapping[str, Refusal] = {
 }
 # Keywords of TRL's trainer that are refused.
 _NOT_TAKEN = {
-    "tools": "what they return would enter completions.",
-    "environment_factory": "environments are kept from prompt to prompt.",
-    "rollout_func": "completions are written by generate(), each prompt's alone.",
+    "tools": "what they return would become part of completions.",
+    "environment_factory": "environments persist from prompt to prompt.",
+    "rollout_func": "completions are written by generate(), one prompt at a time.",
     "reward_processing_classes": "a function tokenizes for itself.",
 }
 
@@ -207,8 +207,8 @@ class DPGRPOConfig(DPTrainingArguments, trl.GRPOConfig):  # type: ignore[misc]  
     Configuration of [`DPGRPOTrainer`]: the arguments of [`DPTrainingArguments`] and of
     [`~trl.GRPOConfig`].
 
-    What [`~transformers.TrainingArguments`] has, too, has the defaults of [`DPTrainingArguments`]
-    and not TRL's. `loss_type` is `"dr_grpo"` unless it is set: TRL's default, `"dapo"`, divides by
+    Arguments of [`~transformers.TrainingArguments`] have the defaults of [`DPTrainingArguments`],
+    not TRL's. `loss_type` is `"dr_grpo"` unless it is set: TRL's default, `"dapo"`, divides by
     the tokens of all completions of a batch. `expected_batch_size` counts prompts, and
     `per_device_train_batch_size` completions; it is a multiple of `num_generations`.
 
@@ -247,7 +247,7 @@ class DPGRPOConfig(DPTrainingArguments, trl.GRPOConfig):  # type: ignore[misc]  
             found.refuse(
                 "per_device_train_batch_size",
                 f"to be a multiple of num_generations, {count}",
-                "It counts completions, and those of a prompt stay together.",
+                "It counts completions, and the completions of a prompt stay together.",
             )
         if not (isinstance(self.beta, (int, float)) and 0 <= self.beta < math.inf):
             found.refuse("beta", "to be >= 0", "TRL's default is 0.")
@@ -373,8 +373,8 @@ def with_prompts_as_text(dataset: object, name: str) -> Dataset:
         )
     if _ROW in dataset.column_names:
         raise DataError(
-            f"The {name} set has the column {_ROW!r}, so it was prepared before. Give the rows "
-            "that it was made of; or call evaluate() without a data set, for that of the trainer."
+            f"The {name} set has the column {_ROW!r}, so it was already prepared. Pass the rows "
+            "that it was made from, or call evaluate() without a data set, for the trainer's."
         )
     rows: Any = dataset.with_format(None)
     texts = [
@@ -454,8 +454,8 @@ class Author:
                 return False
             raise DataError(
                 "The completions of a drawn prompt could not be written or scored, and the cause "
-                f"may lie outside it ({cause}). Which prompt it was is not said. Mend it, and "
-                "resume."
+                f"may lie outside it ({cause}). This message does not say which prompt it was. Fix "
+                "the cause, and resume."
             ) from None
         return True
 
@@ -510,7 +510,7 @@ class Author:
                 advantages_of(self.score(pickle.loads(rows[place][_ROW]), pieces), scaled=False)
         except Exception as problem:
             raise DataError(
-                f"Completions of row {place} of the training set cannot be written, or not be "
+                f"Completions of row {place} of the training set cannot be written, or cannot be "
                 f"scored by {self.rewards.names} ({type(problem).__name__}: {problem}). Reward "
                 "functions are called as f(prompts=, completions=, completion_ids=, **columns), "
                 "with one prompt's completions, and return a number or None for each, whatever "
@@ -534,12 +534,12 @@ def log_probs(model: nn.Module, rows: Mapping[str, Tensor], temperature: float) 
 class DPGRPOTrainer(trl.PreparedByTRL):
     """Train privately by rewards: DPTrainer on prompts to which the model writes completions.
 
-    A prompt with all its completions is one example: rows with one prompt are one unit, of which a
-    draw takes one. The loss of a completion is ``-advantage``, plus ``beta`` times the divergence
-    from the reference, for each token; over its tokens it is summed and divided by
-    ``max_completion_length`` ("dr_grpo"; Liu et al. 2025, arXiv 2503.20783), or their mean
-    ("grpo"; Shao et al. 2024, arXiv 2402.03300, eq. 3 with one update for each draw). An example's
-    is the mean over its completions.
+    A prompt with all its completions is one example: rows with the same prompt are one unit, of
+    which a draw takes one. The loss of a completion is ``-advantage``, plus ``beta`` times the
+    divergence from the reference, for each token; over its tokens it is summed and divided by
+    ``max_completion_length`` ("dr_grpo"; Liu et al. 2025, arXiv 2503.20783), or their mean ("grpo";
+    Shao et al. 2024, arXiv 2402.03300, eq. 3 with one update for each draw). An example's is the
+    mean over its completions.
 
     Weights are released. Completions and rewards of the training prompts are not, and are not
     logged. An evaluation writes ``num_generations_eval`` completions to each of its prompts, and
@@ -668,8 +668,8 @@ class DPGRPOTrainer(trl.PreparedByTRL):
         """
         if self.in_shards:
             raise UnsupportedModelError(
-                "Processes of a sharded model would have to write as many tokens, and how many "
-                "depends on the draw. Train with DDP (an accelerate configuration without FSDP)."
+                "Processes of a sharded model would all have to write the same number of tokens, "
+                "which depends on the draw. Train with DDP (in accelerate, no FSDP)."
             )
         with self.silent(), self._alone():
             self._author.look_over(self.model, self.train_dataset, self.data_collator)
@@ -780,7 +780,7 @@ def check_functions(functions: Sequence[object]) -> None:
                 "reward_funcs",
                 type(each).__name__,
                 "to be functions, none of them asynchronous",
-                "Of a reward model make a function that reads texts and returns numbers. The "
+                "Wrap a reward model in a function that reads texts and returns numbers. The "
                 "model must be public, or of a private run that `earlier_runs` names.",
                 UnsupportedArgumentError,
             )

@@ -155,7 +155,7 @@ _CHECKPOINTING = options(
 )
 REFUSED: Mapping[str, Refusal] = {
     "auto_find_batch_size": only(
-        "It trains anew from changed weights. Set `auto_physical_batch_size=True`.", False
+        "It restarts training from changed weights. Set `auto_physical_batch_size=True`.", False
     ),
     "gradient_accumulation_steps": only(
         "A step is a whole logical batch. Set `expected_batch_size`.", 1
@@ -184,13 +184,13 @@ REFUSED: Mapping[str, Refusal] = {
         "Others may upload checkpoints, or measure the sizes of draws. Choose one of these.",
     ),
     "skip_memory_metrics": only("It reveals the size of a draw. Use `hf-dp bench memory`.", True),
-    "debug": only("It prints what private examples activate. Remove it.", "", None, []),
+    "debug": only("It prints activations of private examples. Remove it.", "", None, []),
     "save_on_each_node": only("One process keeps the ledger. Copy what rank 0 saved.", False),
-    "enable_jit_checkpoint": only("A private run saves on SIGTERM by itself. Remove it.", False),
+    "enable_jit_checkpoint": only("A private run already saves on SIGTERM. Remove it.", False),
     "hub_strategy": only(
-        "Others push states of checkpoints. Use hub_strategy='end'.", "end", "every_save"
+        "Others push the states in checkpoints. Use hub_strategy='end'.", "end", "every_save"
     ),
-    "data_seed": only("Who knows it knows the draws. Use `insecure_seed`, in tests.", None),
+    "data_seed": only("Whoever knows it knows the draws. Use `insecure_seed`, in tests.", None),
     "accelerator_config": options(
         "Other values reshape the drawn batches, or are not checked here. Remove them.",
         split_batches=(False,),
@@ -200,10 +200,10 @@ REFUSED: Mapping[str, Refusal] = {
         gradient_accumulation_kwargs=(None, {}),
     ),
     "parallelism_config": only(_SPLIT, None),
-    "dataloader_drop_last": only("The sampling would not be what is accounted. Remove it.", False),
+    "dataloader_drop_last": only("The sampling would not be the accounted one. Remove it.", False),
     "dataloader_in_order": only("Small draws would overtake large ones. Remove it.", True, None),
     "train_sampling_strategy": only(
-        "It is not the sampling that is accounted. Remove it.", "random", None
+        "It is not the sampling that is accounted for. Remove it.", "random", None
     ),
     "fsdp_config": options(
         _FSDP1, version=(2,), fsdp_version=(2,), xla=(False, None), xla_fsdp_v2=(False, None)

@@ -45,8 +45,8 @@ def use_cpu_without_accelerator(args: TrainingArguments) -> None:
         args.use_cpu = True
         if os.environ.get("RANK") == "0":
             logger.warning(
-                "No accelerator is here that several processes could divide: the %d processes train"
-                " on the CPU, as with use_cpu=True.",
+                "There is no accelerator that the processes could share: the %d processes train "
+                "on the CPU, as with use_cpu=True.",
                 count,
             )
 

@@ -55,9 +55,9 @@ class BudgetArguments(ArgumentGroup):
     )
     accountant: str | None = argument(
         None,
-        f"Who computes epsilon: one of {', '.join(ACCOUNTANTS)}. Unset means pld. gdp_clt is an "
-        "estimate, labelled so, and not with target_epsilon; the others are bounds. DP-FP as "
-        "published has no bound, and gdp_clt is the paper's own figure.",
+        f"What computes epsilon: one of {', '.join(ACCOUNTANTS)}. Unset means pld. gdp_clt is an "
+        "estimate, is labeled so, and cannot be used with target_epsilon; the others are bounds. "
+        "DP-FP as published has no bound, and gdp_clt is the paper's own figure.",
         ACCOUNTANTS,
     )
     neighboring_relation: str = argument(
@@ -109,16 +109,16 @@ class StepArguments(ArgumentGroup):
 
     expected_batch_size: int | None = argument(
         None,
-        "Expected number of examples in a logical batch: a random draw, the unit of one optimizer "
-        "step and one noise. Required in private modes. per_device_train_batch_size is the "
+        "Expected number of examples in a logical batch: the random draw of one optimizer step, "
+        "which is noised once. Required in private modes. per_device_train_batch_size is the "
         "physical batch: memory only.",
     )
     sampling: str = argument(
         POISSON,
         "Which examples join a logical batch. poisson: each with the same probability, "
-        "independently in each step. random_allocation: each once an epoch, in a uniformly random "
-        "step; the same noise then costs less epsilon. An epoch is paid for before its first step, "
-        "also one that is broken off: use save_strategy=epoch. Only accountant pld knows it.",
+        "independently in each step. random_allocation: each once per epoch, in a uniformly "
+        "random step; the same noise then costs less epsilon. An epoch is paid for at its first "
+        "step, even if it is interrupted: use save_strategy=epoch. Only accountant pld knows it.",
         check_sampling,
     )
     private_selection_mean_runs: float | None = argument(
@@ -130,33 +130,33 @@ class StepArguments(ArgumentGroup):
     )
     max_logical_batch_size: int | None = argument(
         None,
-        "Most examples of a draw that a step uses; of a larger draw a random part is left out "
+        "The most examples of a draw that a step uses; of a larger draw a random part is left out "
         "(truncated Poisson sampling). Bounds time and memory; costs little epsilon from about 1.2 "
         "times expected_batch_size on. Unset means no limit. Only accountant pld knows it.",
     )
     bands: int | str | None = argument(
         None,
-        "Correlate the noise over so many steps, 2 or more, or auto: what a step adds, later ones "
-        "take back in part. A step draws from one of as many parts of the rows, in turn. In runs "
-        "of few epochs the weights at the end have less noise for the same epsilon, at a learning "
-        "rate that suits a step's larger noise. auto: what leaves the least for the learning-rate "
-        "schedule, of up to 16; each but the first takes 4 bytes a number that trains. `hf-dp "
-        "plan` compares. Unset means independent noise.",
+        "Over how many steps the noise is correlated (2 or more), or auto: later steps take back "
+        "a part of what a step adds. Steps draw in turn from as many fixed parts of the rows. In "
+        "runs of few epochs the final weights then have less noise for the same epsilon, at a "
+        "learning rate that suits the larger noise of a step. auto: the number, up to 16, that "
+        "leaves the least noise with the run's learning-rate schedule; each but the first takes 4 "
+        "bytes per trained number. `hf-dp plan` compares them. Unset means independent noise.",
         check_bands,
     )
     views_per_example: int = argument(
         1,
-        "As how many random views a drawn row enters a step, new ones in each step; the mean of "
-        "their gradients is clipped once, so that neither epsilon nor what is protected changes. "
-        "Only for dp_sgd. Needs a transform, a collator or dropout that is random; time and "
-        "memory count views.",
+        "The number of random views of a drawn row, new ones in each step; the mean of their "
+        "gradients is clipped once, so that neither epsilon nor what is protected changes. Only "
+        "for dp_sgd. Needs a random transform, collator or dropout; time and memory grow with the "
+        "views.",
     )
     rows_per_group: int | None = argument(
         None,
-        "Clip so many rows, 2 or more, as one: fixed groups, by place, of which a loss of your own "
-        "may compare the rows. One row is protected, and pays for a whole group that changes. The "
-        "collator gets groups, each a list of rows. expected_batch_size counts groups. Only for "
-        "dp_sgd; only accountant pld knows it.",
+        "Clip this many rows (2 or more) as one: fixed groups, by place, whose rows a loss of "
+        "your own may compare. One row is protected, at the price of a whole group that changes. "
+        "The collator gets groups, each a list of rows. expected_batch_size counts groups. Only "
+        "for dp_sgd; only accountant pld knows it.",
         lambda name, value: integer(name, value, 2),
     )
     per_example_max_grad_norm: float = argument(
@@ -171,15 +171,15 @@ class StepArguments(ArgumentGroup):
     )
     clipping_quantile: float | None = argument(
         None,
-        "Only for dp_sgd, flat: from per_example_max_grad_norm on, the clipping norm moves towards "
-        "the norm that this share of the gradients, in (0, 1), has at most (arXiv 1905.03871), by "
-        "noised counts, which epsilon covers.",
+        "Only for dp_sgd, flat: starting at per_example_max_grad_norm, the clipping norm moves "
+        "towards this quantile, in (0, 1), of the gradients' norms (arXiv 1905.03871), by noised "
+        "counts, which epsilon covers.",
         quantile.check_share,
     )
     clipping_quantile_learning_rate: float = argument(
         quantile.LEARNING_RATE,
         "With clipping_quantile: how fast the norm moves. A step in which no gradient was clipped "
-        "changes its logarithm by this times the share that should be.",
+        "lowers its logarithm by this times the share that should be clipped.",
     )
     clipping_quantile_budget_ratio: float = argument(
         quantile.BUDGET_RATIO,
@@ -219,9 +219,9 @@ class StepArguments(ArgumentGroup):
     )
     adam_bc_floor: float | None = argument(
         None,
-        "Take the known noise off Adam's second moment (DP-AdamBC, arXiv 2312.14334), down to this "
-        "share, above 0, of the noise's variance: a smaller one allows larger steps. It costs no "
-        "privacy.",
+        "Subtract the known noise from Adam's second moment (DP-AdamBC, arXiv 2312.14334), down "
+        "to this share, above 0, of the noise's variance: a smaller share allows larger steps. It "
+        "costs no privacy.",
     )
 
     NEEDS: ClassVar[tuple[Need, ...]] = (
@@ -251,8 +251,8 @@ class StepArguments(ArgumentGroup):
             f"{balance.COEFFICIENT}",
             "privacy_mode",
             (dp_sgd.DP_SGD,),
-            "Only a step of DP-SGD does this with gradients before it clips them, or has noise "
-            "that is correlated with others'. Remove it.",
+            "Only DP-SGD can do this: it concerns gradients before they are clipped, or noise "
+            "that is correlated between steps. Remove it.",
             UnsupportedArgumentError,
         ),
         Need(GROUP, "privacy_unit", (EXAMPLE,), _EITHER, UnsupportedArgumentError),
@@ -300,9 +300,8 @@ class ReleaseArguments(ArgumentGroup):
     noised_loss_budget_ratio: float | None = argument(
         None,
         "Only for dp_sgd, with noised_loss_bound: logs each step's training loss with noise, as "
-        "noised_loss, and epsilon covers it. The share of the privacy budget, in (0, 1), that it "
-        "gets; the gradient's noise grows by the factor 1/sqrt(1 - share). A hundredth is enough "
-        "for a curve.",
+        "noised_loss, and epsilon covers it. It gets this share of the privacy budget, in (0, 1); "
+        "the gradient's noise grows by the factor 1/sqrt(1 - share). 0.01 is enough for a curve.",
         dp_sgd.budget_ratio,
     )
     noised_loss_bound: float | None = argument(
@@ -314,9 +313,9 @@ class ReleaseArguments(ArgumentGroup):
     )
     release: list[str] = argument(
         [],
-        f"Un-noised quantities to log and publish anyway, of {', '.join(RELEASABLE)} (dp_sgd "
-        "alone: the norm of each logged step's clipped mean before noise). Epsilon does not cover "
-        "them, and the card says so. For experiments on public rows.",
+        f"Un-noised quantities to log and publish anyway, of {', '.join(RELEASABLE)} (only with "
+        "dp_sgd: the norm of each logged step's clipped mean before noise). Epsilon does not "
+        "cover them, and the card says so. For experiments on public rows.",
         _list_of_names,
     )
     insecure_seed: int | None = argument(
@@ -372,12 +371,13 @@ class MemoryArguments(ArgumentGroup):
     )
     chunked_loss: bool = argument(
         False,
-        "Form a causal language model's loss by blocks of the vocabulary, so that no logits of a "
-        "batch are held, for one or two more products of the head.",
+        "Compute a causal language model's loss block by block of the vocabulary, so that the "
+        "logits of a batch are never all in memory, at the cost of one or two more products of "
+        "the head.",
     )
     max_tokens_per_physical_batch: int | None = argument(
         None,
-        "Largest number of tokens of a physical batch, padding included, beside "
+        "The most tokens of a physical batch, padding included, in addition to the limit "
         "per_device_train_batch_size: short examples then come in larger batches than long ones.",
     )
     auto_physical_batch_size: bool = argument(
@@ -388,8 +388,8 @@ class MemoryArguments(ArgumentGroup):
     )
     auto_physical_batch_length: int | None = argument(
         None,
-        "With auto_physical_batch_size, the number of tokens of the synthetic examples, at which "
-        "rows are truncated; text needs it. A longer row is refused.",
+        "With auto_physical_batch_size, the number of tokens of the synthetic examples, to which "
+        "you truncate rows; text needs it. A longer row is refused.",
     )
 
     NEEDS: ClassVar[tuple[Need, ...]] = (
@@ -465,7 +465,7 @@ def register_mode(name: str, plan: PlanOfArguments) -> None:
     Raises: ConfigError for a name that is taken.
     """
     if MODES.setdefault(name, plan) is not plan:
-        raise ConfigError(f"Expected a privacy_mode of its own, got {name!r}, which is taken.")
+        raise ConfigError(f"Expected a new name for privacy_mode, got {name!r}, which is taken.")
 
 
 def plan_of(

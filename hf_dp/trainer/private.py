@@ -298,14 +298,14 @@ class PrivateTraining(Training):
             if any(id(parameter) not in model for parameter in others):
                 expected = f"to be True for {of_user[0].__name__}, which has a model in `{name}`"
                 why = (
-                    "Through one that was trained on the training rows, each row's loss would know "
-                    "the others. If it saw public data alone, say so; the card repeats it."
+                    "If that model was trained on the training rows, each row's loss would depend "
+                    "on the others. If it saw only public data, say so; the card repeats it."
                 )
                 error = UnsupportedArgumentError
                 raise invalid("teacher_is_public", False, expected, why, error)
 
     def operations(self, stock: Callable[[], int]) -> int:
-        """Return 0: the sum over steps would tell the sizes of the samples."""
+        """Return 0: the sum over steps would reveal the sizes of the samples."""
         return 0
 
     def batch_size(self, stock: Callable[[], int]) -> int:

@@ -99,8 +99,8 @@ class Publishing(Checkpointing):
                 "blocking",
                 blocking,
                 "to be True",
-                "What is pushed must stay as it was looked at. To push meanwhile, run `hf-dp "
-                "publish` on a checkpoint in a process of its own.",
+                "The files must not change between the check and the push. To push meanwhile, run "
+                "`hf-dp publish` on a checkpoint in a process of its own.",
                 UnsupportedArgumentError,
             )
         if self._is_insecure and not not_private:
@@ -139,7 +139,7 @@ class Publishing(Checkpointing):
             found = self._publication(folder)
             self._push(found, f"Training in progress, step {step} ({found.in_words()})")
         except (HfDpError, OSError) as problem:
-            logger.warning("%s was not pushed, and training goes on: %s", folder.name, problem)
+            logger.warning("%s was not pushed, and training continues: %s", folder.name, problem)
 
     def _refuse_claims(self, tags: Iterable[str] = ()) -> None:
         folder = Path(str(self.args.output_dir))

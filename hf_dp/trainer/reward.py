@@ -48,8 +48,8 @@ class DPRewardConfig(DPTrainingArguments, trl.RewardConfig):  # type: ignore[mis
     Configuration of [`DPRewardTrainer`]: the arguments of [`DPTrainingArguments`] and of
     [`~trl.RewardConfig`].
 
-    What [`~transformers.TrainingArguments`] has, too, has the defaults of [`DPTrainingArguments`]
-    and not TRL's.
+    Arguments of [`~transformers.TrainingArguments`] have the defaults of [`DPTrainingArguments`],
+    not TRL's.
 
     Raises:
         UnsupportedArgumentError, InvalidArgumentError: as [`DPTrainingArguments`].
@@ -73,8 +73,8 @@ class DPRewardTrainer(trl.TrainedOnPairs):
     ``(r(chosen) + r(rejected))^2`` (Eisenstein et al. 2023, arXiv 2312.09244, eq. 2).
 
     Predictions are the rewards of both texts, (rows, 2), and their ``label_ids`` are 0, the place
-    of the chosen one. Without ``compute_metrics`` an evaluation has TRL's numbers, over all of its
-    rows: accuracy, margin, and the least, mean and largest reward.
+    of the chosen one. Without ``compute_metrics`` an evaluation reports TRL's numbers, over all of
+    its rows: accuracy, margin, and the smallest, mean and largest reward.
 
     Args:
         model: a sequence classifier with one output, or a name or path, loaded as TRL does.

@@ -41,7 +41,7 @@ def _column_of_users(name: str, value: object) -> str:
         raise invalid(
             name,
             value,
-            "to be another column than the label, since this one is taken off",
+            "to be a column other than the label, since this one is removed",
             "Copy it under another name (dataset.add_column), and name the copy.",
         )
     return check_name(name, value)
@@ -57,19 +57,19 @@ class UnitArguments(ArgumentGroup):
 
     privacy_unit: str = argument(
         EXAMPLE,
-        "What is protected: example, one row of the training data (a person in k rows is protected "
-        "k-fold weaker), or user, all rows of one user (needs privacy_unit_column); all that "
-        "counts examples then counts users.",
+        "What is protected: example, one row of the training data (a person in k rows is "
+        "protected k-fold weaker), or user, all rows of one user (needs privacy_unit_column); "
+        "whatever counts examples then counts users.",
         PRIVACY_UNITS,
     )
     privacy_unit_column: str | None = argument(
         None,
-        "With privacy_unit=user: the column that says whose a row is, by text or whole numbers. It "
+        "With privacy_unit=user: the column that says whose a row is, as text or whole numbers. It "
         "is read once and reaches no collator, model, log or card; only its name does.",
         _column_of_users,
     )
     privacy_unit_name: str | None = argument(
-        None, "What the card calls one of them, for example patient. Unset means user.", check_name
+        None, "What the card calls a user, for example patient. Unset means user.", check_name
     )
     max_rows_per_unit: int | None = argument(
         None,
@@ -86,7 +86,7 @@ class UnitArguments(ArgumentGroup):
         None,
         f"What a step draws: {' or '.join(SAMPLINGS)}. With examples, rows are drawn, at most "
         "max_rows_per_unit of each user, chosen once; expected_batch_size counts rows, and more "
-        f"rows of a user cost epsilon. Unset means {SAMPLINGS[0]}.",
+        f"rows per user cost more epsilon. Unset means {SAMPLINGS[0]}.",
         SAMPLINGS,
     )
 
@@ -109,7 +109,7 @@ class UnitArguments(ArgumentGroup):
             found.refuse(
                 "privacy_unit_column",
                 f"to be given with privacy_unit={USER!r}",
-                "Name the column of the training set that says whose each row is.",
+                "Name the column of the training set that says who each row belongs to.",
             )
         one_by_one = args.max_rows_per_unit == 1 or args.unit_sampling == SAMPLINGS[1]
         if args.auto_physical_batch_size and not one_by_one:
@@ -156,14 +156,14 @@ class RowArguments(ArgumentGroup):
     earlier_runs: list[str] = argument(
         [],
         "Folders (or privacy.json files) of earlier private runs on the same rows: what they "
-        "released is put into this run's ledger and paid from the same target.",
+        "released is added to this run's ledger and paid from the same target.",
         _list_of_paths,
     )
     other_training: str | None = argument(
         None,
-        f"What rows any other training of the model was on: {' or '.join(OTHER_TRAINING)} (which "
-        "the statement is not about). The card repeats it. A model that anything but counted steps "
-        "has trained is refused otherwise.",
+        f"Which rows any other training of the model used: {' or '.join(OTHER_TRAINING)} (which "
+        "the statement is not about). The card repeats it. Otherwise a model that was trained by "
+        "anything but counted steps is refused.",
         OTHER_TRAINING,
     )
     padding_values: dict[str, float] = argument(
@@ -174,10 +174,10 @@ class RowArguments(ArgumentGroup):
     )
     look_over: str = argument(
         ALL,
-        "Which rows are looked at before the first draw: all, or when_drawn: the first "
-        f"{FIRST:,}, and each other row when it is drawn. One that cannot be trained on then adds "
-        "exactly 0, and nothing says so; with all it is named. For more rows than can be read "
-        "beforehand.",
+        f"Which rows are checked before the first draw: all, or when_drawn: the first {FIRST:,}, "
+        "and every other row when it is drawn. A row that cannot be trained on then adds exactly "
+        "0, and no message says so; with all, an error names it. when_drawn is for more rows than "
+        "can be read beforehand.",
         LOOK_OVERS,
     )
     longest_row: int | None = argument(
@@ -200,13 +200,13 @@ class RowArguments(ArgumentGroup):
     )
     adapter_init_data_is_public: bool = argument(
         False,
-        "Whether the data is public from which an adapter's initial weights were computed (EVA, "
-        "CorDA, LoRA-GA), or another run's selection (FROST). Otherwise it is refused.",
+        "Whether an adapter's initial weights (EVA, CorDA, LoRA-GA), or another run's selection "
+        "(FROST), were computed from public data. Otherwise it is refused.",
     )
     teacher_is_public: bool = argument(
         False,
-        "Whether the data is public that another model was trained on which a loss of your own "
-        "runs, such as a teacher. Otherwise it is refused. The card says so.",
+        "Whether another model that a loss of your own runs, such as a teacher, was trained on "
+        "public data. Otherwise it is refused. The card says so.",
     )
     evaluate_on_training_rows: bool = argument(
         False,
@@ -219,7 +219,7 @@ class RowArguments(ArgumentGroup):
             "look_over",
             "privacy_mode",
             (DP_SGD,),
-            "DP-FP with rows that are looked at when they are drawn is not implemented.",
+            "DP-FP with rows that are checked when they are drawn is not implemented.",
             UnsupportedArgumentError,
         ),
     )
@@ -229,7 +229,7 @@ class RowArguments(ArgumentGroup):
         """Note a length that nothing reads."""
         if args.longest_row is not None and (args.look_over, args.shapes) == (ALL, ANY):
             expected = f"to be left at None with look_over={ALL!r} and shapes={ANY!r}"
-            found.refuse(LONGEST, expected, "It is known from the look at all rows.")
+            found.refuse(LONGEST, expected, "It is known from the check of all rows.")
 
 
 @dataclass

@@ -71,11 +71,11 @@ class DPSeq2SeqTrainer(DPTrainer, Seq2SeqTrainer):
     :class:`transformers.Seq2SeqTrainer`, for encoder-decoders and for decoder-only models.
 
     With ``predict_with_generate``, predictions are the generated tokens. An encoder-decoder
-    generates as in transformers. A decoder-only model is given what stands before a row's first
+    generates as in transformers. A decoder-only model is given what comes before a row's first
     label that is not -100, padded on the left, so labels must mask the prompt; ``predictions`` are
     the new tokens alone and ``label_ids`` the target tokens. Keywords of ``generate`` may be passed
     to ``evaluate`` and ``predict``; lengths count new tokens. Sampling draws from torch's public
-    generators, from which a private step takes nothing.
+    generators, which private steps never use.
 
     Args: those of :class:`DPTrainer`; ``args`` are :class:`DPSeq2SeqTrainingArguments`.
 

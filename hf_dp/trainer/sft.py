@@ -18,8 +18,8 @@ from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.inherited import Refusal, only
 
 _PACKING = only(
-    "It joins several rows in one sequence, so no row could be clipped. Pack texts beforehand, "
-    "and a packed row is what is protected (rows_are_chunks=True).",
+    "It joins several rows in one sequence, so no single row could be clipped. If you pack texts "
+    "beforehand, a packed row is what is protected (rows_are_chunks=True).",
     False,
     None,
 )
@@ -48,9 +48,9 @@ class DPSFTConfig(DPTrainingArguments, trl.SFTConfig):  # type: ignore[misc]  # 
     Configuration of [`DPSFTTrainer`]: the arguments of [`DPTrainingArguments`] and of
     [`~trl.SFTConfig`].
 
-    What [`~transformers.TrainingArguments`] has, too, has the defaults of [`DPTrainingArguments`]
-    and not TRL's: full precision, no gradient checkpointing, a learning rate of 5e-5. What joins
-    rows or divides by a batch's tokens is refused, without privacy, too.
+    Arguments of [`~transformers.TrainingArguments`] have the defaults of [`DPTrainingArguments`],
+    not TRL's: full precision, no gradient checkpointing, a learning rate of 5e-5. What joins
+    rows or divides by a batch's tokens is refused, even without privacy.
 
     Raises:
         UnsupportedArgumentError, InvalidArgumentError: as [`DPTrainingArguments`].
@@ -69,8 +69,8 @@ class DPSFTTrainer(trl.PreparedByTRL):
     :class:`trl.SFTTrainer` prepares.
 
     Tokenizing, chat templates, end tokens, labels and truncation are TRL's own functions, and treat
-    each row by itself. An example's loss is the mean over its own labeled tokens, and of an example
-    that is a conversation all turns are clipped together.
+    each row by itself. An example's loss is the mean over its own labeled tokens, and all turns of
+    a conversation are clipped together.
 
     Args:
         model: a model, or a name or path, loaded as TRL does.

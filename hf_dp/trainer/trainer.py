@@ -128,8 +128,8 @@ class DPTrainer(Publishing):
         run = self.run
         if accountant is None and not run.established:
             raise UnsupportedArgumentError(
-                "No epsilon is established for this run; privacy_statement() says why. What "
-                "DP-FP's paper would say is epsilon('gdp_clt')."
+                "No epsilon is established for this run; privacy_statement() says why. The figure "
+                "of DP-FP's paper is epsilon('gdp_clt')."
             )
         return run.epsilon(accountant)
 
@@ -169,14 +169,14 @@ class DPTrainer(Publishing):
         trial: object = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train, as Trainer does. A resumed private run goes on with the *run's* ledger, and a run
-        stops before its target is passed.
+        """Train, as Trainer does. A resumed private run continues with the *run's* ledger, and a
+        run stops before its target is exceeded.
 
         Raises: LedgerError when resuming without, or with another, ledger; BudgetExceededError when
             nothing is left; SelfCheckError, before the first draw, when the clipping engine
             disagrees with one-by-one gradients; AuditError when an audit refutes the statement,
             with all files written; TrainingStopped, a SystemExit, after SIGTERM or
-            SIGINT, when the step under way is finished and saved.
+            SIGINT, when the current step is finished and saved.
         """
         self._refuse_changed_arguments()
         stock = partial(super().train, trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
@@ -218,7 +218,7 @@ class DPTrainer(Publishing):
         return self.optimizer
 
     def floating_point_ops(self, inputs: Batch) -> int:
-        """Return 0 in private modes: the sum over steps would tell the sizes of the samples."""
+        """Return 0 in private modes: the sum over steps would reveal the sizes of the samples."""
         return self.training.operations(partial(super().floating_point_ops, inputs))
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
@@ -294,7 +294,7 @@ class DPTrainer(Publishing):
         self.training.save(output_dir or self.folder, stock)
 
     def describe(self, **details: object) -> None:
-        """Say what the card of a private run should, in this and in every later save.
+        """Say what the card of a private run should hold, in this and every later save.
 
         Args: details: fields of :class:`~hf_dp.cards.details.CardDetails`: license, language,
             dataset, base_model, tags, recipe, evaluation_split, ...

@@ -380,9 +380,9 @@ def check_rows(dataset: object) -> None:
         first = first or kind
         if kind != first or kind in _EMPTY:
             raise DataError(
-                f"Row {index} of the train_dataset has {kind} as {columns}, and the first row has "
-                f"{first}, by which TRL prepares them all. Give all rows one format, or leave such "
-                "a row out."
+                f"Row {index} of the train_dataset has {kind} as {columns}, but the first row has "
+                f"{first}, and TRL prepares all rows like the first. Give all rows one format, or "
+                "leave such a row out."
             )
 
 
@@ -407,7 +407,7 @@ def refuse_dropped_rows(before: Dataset, made: Preparation) -> None:
     after: Any = made.train_dataset
     if dropped := len(before) - len(after):
         raise DataError(
-            f"{dropped} of the {len(before)} rows {made.dropped} max_length="
-            f"{made.args.max_length}, and TRL would drop them. Raise it, or leave rows out by a "
-            "rule that you may tell everyone, as their number is public."
+            f"{dropped} of the {len(before)} rows {made.dropped} "
+            f"max_length={made.args.max_length}, and TRL would drop them. Raise it, or leave rows "
+            "out by a rule that you may make public, since the number of rows is public."
         )

@@ -79,7 +79,7 @@ def workload_of(args: Any, steps: int) -> list[float]:
     name = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     if name in ("reduce_lr_on_plateau", "greedy"):
         expected = f"to be left out with lr_scheduler_type={name!r}, which metrics decide"
-        why = "Bands are compared by rates that are known beforehand; a number trains with any."
+        why = "Bands are compared for rates that are known beforehand. Give a number of bands."
         raise invalid(banded.BANDS, args.bands, expected, why, UnsupportedArgumentError)
     warmup = args.warmup_steps or 0
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0)

@@ -47,7 +47,7 @@ STYLES = ("houlsby", "pfeiffer")
 class AdapterConfig(PeftConfig):
     """Bottleneck adapters, after Houlsby et al. or Pfeiffer et al.
 
-    In the style ``houlsby`` they stand after attention and feed-forward, in the style ``pfeiffer``
+    In the style ``houlsby`` they come after attention and feed-forward, in the style ``pfeiffer``
     after feed-forward alone.
 
     Args:

@@ -245,7 +245,7 @@ class ExactSamples:
     def __init__(self, run: PlainRun, config: PrivateConfig):
         if not run.processes.alone:
             expected = "to choose in one process with privacy_mode='non_private'"
-            advice = f"There are {run.processes.count}, and each would sample rows of its own."
+            advice = f"There are {run.processes.count}, and each would sample its own rows."
             name = type(config).__name__
             raise invalid("peft_config", name, expected, advice, UnsupportedArgumentError)
         self._run, self._rate = run, config.selection_sample_rate

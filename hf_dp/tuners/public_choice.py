@@ -29,7 +29,7 @@ class RandomConfig(RatioConfig):
     Args:
         selection_seed: seed of the draw, which is public; by default ``DPTrainer`` sets it to that
             of its run, so that runs with other seeds draw other matrices. Elsewhere it is 0. A
-            resume by another seed is refused, unless it is set to that of the run.
+            resume with another seed is refused, unless this is set to that of the run.
     """
 
     selection_seed: int | None = field(default=None)

@@ -53,7 +53,7 @@ class PvalConfig(RatioConfig):
 
 @dataclass
 class ParamConfig(PrivateConfig):
-    """PARAM: the same by the largest noisy gradient, from one Poisson sample.
+    """PARAM: the single parameters with the largest noisy gradient, from one Poisson sample.
 
     ``selection_clipping_norm`` is that of the gradient's L2 norm.
     """

@@ -355,7 +355,7 @@ def test_a_method_of_a_trainer_is_refused(tmp_path):
         def collate(self, rows):
             return rows
 
-    with pytest.raises(DataError, match="reaches a Trainer"):
+    with pytest.raises(DataError, match="refers to a Trainer"):
         Isolated(tiny.trainer(tmp_path, cls=Collating).collate)
 
 

@@ -283,7 +283,7 @@ def test_synthetic_rows_carry_the_epsilon_and_train_by_the_same_recipe(task, pro
     out.unlink()
     weights = task.out / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
-    task.refused("not borne out", *generate, output_dir=str(task.out))
+    task.refused("not supported by its files", *generate, output_dir=str(task.out))
     assert not out.exists()
 
 

@@ -175,7 +175,7 @@ def test_a_head_is_kept_only_where_the_classes_are_the_same(task):
 def test_from_scratch(task):
     model = trainer(task, from_scratch=True).model
     assert model.config.name_or_path == ""  # which would stand on the card
-    task.refused("`from_scratch` does not go with `peft`", peft=ADAPTERS["lora"])
+    task.refused("`from_scratch` cannot be combined with `peft`", peft=ADAPTERS["lora"])
 
 
 # -- classes that a file declares in another order ---
@@ -362,7 +362,7 @@ def test_an_evaluation_image_that_cannot_be_read_is_named_before_training(task):
     ("column", "message"),
     [
         ("image", "`privacy_unit_column` to be another name than 'image'"),
-        ("label", "`privacy_unit_column` to be another column than the label"),
+        ("label", "`privacy_unit_column` to be a column other than the label"),
     ],
 )
 def test_users_in_a_column_that_the_rows_need_are_refused(task, column, message):

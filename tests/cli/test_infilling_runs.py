@@ -200,8 +200,8 @@ def test_a_sweep_says_which_runs_failed(recipe):
         (["--set", "output_dir=x"], "`output_dir` is the sweep's own"),
         (["--grid", "max_steps=1,1"], "values of max_steps to be different"),
         (["--seeds", "0", "0"], "values of --seeds to be different"),
-        (["--set", "a=[1"], "is no plain YAML value"),
-        (["--grid", "learning_rate=2020-01-01"], "is no plain YAML value"),
+        (["--set", "a=[1"], "is not a plain YAML value"),
+        (["--grid", "learning_rate=2020-01-01"], "is not a plain YAML value"),
     ],
 )
 def test_bad_words_of_a_sweep(recipe, words, message):
@@ -279,7 +279,7 @@ def test_a_decoder_and_named_classes(decoder_base, tmp_path, capsys, classes, pe
     said = made.run("suggest", "--target_epsilon", "3", "--output", str(suggested))
     infilling = yaml.safe_load(suggested.read_text())["infilling"]
     assert infilling["template"] == "Text: <S1>\nLabel:"
-    assert ("each text is read once for each class" in said) == ("several_tokens" in infilling)
+    assert ("each text is read once per class" in said) == ("several_tokens" in infilling)
     infilling["template"] = "Read: <S1>\nWord:"  # one's own
     untrained = made.run("eval", "--zero-shot", infilling=infilling)
     listed = [line.split(":")[0] for line in untrained.splitlines()[1:]]

@@ -144,8 +144,9 @@ def test_a_recipe_with_a_selection(printed, recipe):
     events.append(PoissonSampledGaussian(found["plan"]["noise_multiplier"], 1024 / 67349, 198))
     assert found["results"][0]["epsilon"] == epsilon(events, 7e-6, "rdp").rounded_up() == 3
     assert found["examples"] == pytest.approx(198 * 1024 + 4 * 0.02 * 67349)
-    assert "before the steps at most 4 releases to select what trains, sample rate 0.02" in printed(
-        *words
+    assert (
+        "before the steps, at most 4 releases to select what trains, sample rate 0.02"
+        in printed(*words)
     )
 
 

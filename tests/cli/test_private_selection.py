@@ -106,7 +106,7 @@ def test_an_interrupted_search_goes_on_with_what_was_drawn(tmp_path, runs):
     why = r"failed; see .*trial-.*log.txt. hf-dp: no such column\nNothing is .* must stay as it is"
     with pytest.raises(ConfigError, match=why):
         select(search(folder))
-    with pytest.raises(ConfigError, match="is of another search"):  # run 1 has been paid for
+    with pytest.raises(ConfigError, match="belongs to another search"):  # run 1 has been paid for
         select(search(folder, weight_decay=0.1))
     assert not (folder / "best").exists()
     drawn = json.loads((folder / "search.json").read_text())["runs"]
@@ -179,7 +179,7 @@ def test_another_search_in_the_same_folder_is_refused(tmp_path, runs):
         {"seeds": (1,)},
         {"weight_decay": 0.1},
     ):
-        with pytest.raises(ConfigError, match="is of another search"):
+        with pytest.raises(ConfigError, match="belongs to another search"):
             select(search(folder, **change))
     (folder / "search.json").unlink()
     with pytest.raises(ConfigError, match=r"not empty and has no search\.json"):

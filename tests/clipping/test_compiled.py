@@ -172,7 +172,7 @@ def seeded(graph, inputs):
 
 
 @pytest.mark.parametrize(("plant", "backend", "says"), [
-    (fixed_masks, "aot_eager", "fixed when it was compiled"),
+    (fixed_masks, "aot_eager", "compiling fixed what dropout removes"),
     (swapped_taps, "aot_eager", "clipped sum of .*query"),
     (lambda graph: None, seeded, "the same ones each time"),
 ])  # fmt: skip
@@ -214,7 +214,7 @@ def without_head(model, x):
 
 @pytest.mark.parametrize(("kind", "says"), [
     ("branch", r"Linear `first`, or what follows it: it fails \(.*Set torch_compile=False"),
-    ("other", "used otherwise when it is traced than when it runs"),
+    ("other", "differently when it is traced than when it runs"),
     ("token", r"Net, which has no clipping rule: it runs again .*or freeze"),
 ])  # fmt: skip
 def test_what_cannot_be_compiled_is_refused_by_name(kind, says):

@@ -147,7 +147,7 @@ def test_examples_that_do_not_count_add_exactly_nothing(clipping, strategy):
     torch.testing.assert_close([norms, *found], [expected_norms, *expected], rtol=1e-12, atol=0)
     assert used[0].tolist() == counted.tolist()
     assert not any(each.any() for each in sums(rows, torch.zeros(3, dtype=torch.bool), 2)[1])
-    with pytest.raises(InvalidArgumentError, match="`counted` to say of each unit"):
+    with pytest.raises(InvalidArgumentError, match="`counted` to say for each unit"):
         sums(rows, counted, 2)
 
 

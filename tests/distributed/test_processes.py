@@ -135,7 +135,7 @@ def test_a_lost_process_ends_the_others_with_a_clear_error():
         return _error(lambda: here.together(lambda: None))
 
     main, _ = outcomes(2, act)
-    assert "Another process of this run is gone" in main.result
+    assert "Another process of this run has ended" in main.result
     assert "resume from the last checkpoint" in main.result
 
 

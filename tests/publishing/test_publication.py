@@ -113,7 +113,7 @@ CHANGES = {
     ),
     "a file that is gone": (
         lambda f: (f / "config.json").unlink(),
-        "config.json was saved with privacy.json and is not",
+        "config.json was saved with privacy.json but is not",
     ),
     "an older statement": (
         lambda f: shutil.copy(f / "checkpoint-2" / "privacy.json", f / "privacy.json"),

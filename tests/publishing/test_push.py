@@ -43,7 +43,7 @@ def test_the_repository_is_as_private_as_asked(hub, full, private):
     publish(full, NAME, private=private)
     assert hub.repositories[NAME].private is bool(private)
     if not private:
-        with pytest.raises(PublishError, match=r"is public.*to be private.*settings"):
+        with pytest.raises(PublishError, match=r"is public.*should be private.*settings"):
             publish(full, NAME, private=True)
 
 
@@ -72,7 +72,7 @@ def test_a_repository_with_other_content_is_refused_before_anything_is_sent(hub,
 
 def test_another_run_is_not_pushed_over(hub, full, lora):
     publish(full, NAME)
-    with pytest.raises(PublishError, match=r"holds the private run \w+, and this is run \w+"):
+    with pytest.raises(PublishError, match=r"holds the private run \w+, but this is run \w+"):
         publish(lora, NAME, base_model=BASE)
     assert len(hub.pushes(NAME)) == 1
 
@@ -101,7 +101,9 @@ def test_a_card_that_was_edited_on_the_page_is_not_overwritten(hub, full, old, n
     card = hub.files(NAME)["README.md"].decode()
     assert old in card
     hub.add(NAME, {"README.md": card.replace(old, new).encode()})
-    with pytest.raises(PublishError, match=r"README.md in '.*/model' was edited there.*describe"):
+    with pytest.raises(
+        PublishError, match=r"README.md in '.*/model' was edited on the Hub.*describe"
+    ):
         publish(full, NAME)
     assert new.encode() in hub.files(NAME)["README.md"] and len(hub.pushes(NAME)) == 2
     del hub.repositories[NAME].commits[-1].files["README.md"]  # on its page, as the error says

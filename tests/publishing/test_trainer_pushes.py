@@ -107,7 +107,7 @@ def test_a_push_that_fails_warns_and_training_goes_on(hub, tmp_path, warnings):
     trainer.train()
     assert trainer.state.global_step == 4
     (warning,) = warnings
-    assert "checkpoint-2 was not pushed, and training goes on" in warning and NAME in warning
+    assert "checkpoint-2 was not pushed, and training continues" in warning and NAME in warning
     assert TOKEN not in warning
     assert [evidence(hub, n)["statement"]["steps"] for n in range(1)] == [4]
     hub.faults["commit"] = 403

@@ -169,12 +169,12 @@ def test_what_it_is_not_implemented_with_is_refused(tmp_path):
                 DpSgdPlan.of(C, 1.0, **{"router_balance": 0.1, name: value})
     with pytest.raises(UnsupportedArgumentError, match="bands"):
         DpSgdPlan.of(C, 1.0, router_balance=0.1, bands=2)
-    with pytest.raises(UnsupportedModelError, match="has no routers that are known"):
+    with pytest.raises(UnsupportedModelError, match="has no routers that hf_dp knows"):
         mechanism_for(private_run(tmp_path / "llama", llama))
     for attribute, value in (("top_k", 1), ("num_experts", None)):
         other = private_run(tmp_path / "other")
         setattr(routers_of(other.model)[1], attribute, value)
-        with pytest.raises(UnsupportedModelError, match="no routers that are known"):
+        with pytest.raises(UnsupportedModelError, match="no routers that hf_dp knows"):
             mechanism_for(other)
     other = private_run(tmp_path / "other")
     mechanism = mechanism_for(other)

@@ -171,7 +171,7 @@ def test_a_folder_that_went_back_is_not_read_again(folder, tmp_path, monkeypatch
     assert steps == EVERY
     stream = load(folder)
     known = Reading(stream, book(tmp_path / "run", stream.reader))
-    with pytest.raises(LedgerError, match="has begun 2 epochs .*, 8 steps, and its ledger holds 4"):
+    with pytest.raises(LedgerError, match="has begun 2 epochs .*, 8 steps, but its ledger holds 4"):
         _ = known.paid
 
 
@@ -214,7 +214,7 @@ def test_shards_that_a_run_has_begun_are_refused_by_another(folder, tmp_path):
     tiny.trained(trainer(tmp_path / "one", folder, max_steps=STEPS))
     run_id = load(folder).reader
     other = trainer(tmp_path / "two", folder)
-    with pytest.raises(LedgerError, match=f"were begun by the run {run_id[:8]}, and this is the"):
+    with pytest.raises(LedgerError, match=f"were begun by the run {run_id[:8]}, but this is the"):
         other.train()
     assert other.ledger.steps() == 0
 
@@ -222,7 +222,7 @@ def test_shards_that_a_run_has_begun_are_refused_by_another(folder, tmp_path):
 def test_planted_second_run_on_the_same_shards_is_seen(folder, tmp_path, monkeypatch):
     tiny.trained(trainer(tmp_path / "one", folder, max_steps=STEPS))
     monkeypatch.setattr(Reading, "check", lambda self: None)
-    with pytest.raises(LedgerError, match="has begun 1 epochs .*, 4 steps, and its ledger holds 0"):
+    with pytest.raises(LedgerError, match="has begun 1 epochs .*, 4 steps, but its ledger holds 0"):
         trainer(tmp_path / "two", folder).train()  # which the test above does not take for it
 
 
@@ -233,7 +233,7 @@ def test_of_two_runs_that_begin_at_once_one_is_refused(folder, tmp_path, monkeyp
         runs.append(Reading(load(folder), book(tmp_path / name, name)))
     runs[0].check()
     runs[1].record(0, 0)  # between the other's look and its claim
-    with pytest.raises(LedgerError, match="were begun by the run two, and this is the run one"):
+    with pytest.raises(LedgerError, match="were begun by the run two, but this is the run one"):
         runs[0]._claim()
     with pytest.raises(LedgerError, match="Expected step 1 of epoch 0, got 3"):
         runs[1].record(0, 3)

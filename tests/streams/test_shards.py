@@ -246,9 +246,11 @@ def test_a_killed_task_goes_on_with_the_same_data_alone(tmp_path, monkeypatch):
         dying(patch, 5)
         with pytest.raises(Killed):
             shard(data, tmp_path / "shards", expected_batch_size=50, num_train_epochs=2)
-    with pytest.raises(DataError, match="of a task that was killed, whose steps was 10 and not 5"):
+    with pytest.raises(
+        DataError, match="a command that was killed, whose steps was 10 instead of 5"
+    ):
         shard(data, tmp_path / "shards", expected_batch_size=100, num_train_epochs=2)
-    with pytest.raises(DataError, match="of 2 epochs and not 1"):
+    with pytest.raises(DataError, match="for 2 epochs instead of 1"):
         shard(data, tmp_path / "shards", expected_batch_size=50)
     poisson = {"folder": tmp_path / "other", "sampling": "poisson"}
     with monkeypatch.context() as patch:
@@ -332,7 +334,7 @@ def test_what_cannot_be_sharded(made, tmp_path, monkeypatch):
         shutil.rmtree(begun, ignore_errors=True)
     with pytest.raises(InvalidArgumentError, match="`folder` to be new"):
         shard(data, made, expected_batch_size=5)
-    with pytest.raises(OutputError, match="The shards could not be written to .*it goes on"):
+    with pytest.raises(OutputError, match="The shards could not be written to .*it continues"):
         shard(data, other / "shards", expected_batch_size=5)  # below a file
 
 

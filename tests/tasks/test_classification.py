@@ -77,7 +77,7 @@ PASTED = {
 def test_the_classes_that_the_rows_hold_can_be_pasted(case, tmp_path):
     labels, expected = PASTED[case]
     rows = load_file(written(tmp_path, "label", *labels))
-    with pytest.raises(DataError, match="declares no class names.*nobody away") as caught:
+    with pytest.raises(DataError, match="declares no class names.*reveals nobody") as caught:
         label_names(rows, "label", [])
     line = re.search(r"class_names: \[.*?\]", str(caught.value))
     assert line is not None and yaml.safe_load(line[0]) == {"class_names": expected}

@@ -86,7 +86,7 @@ MORE = ["8.png", "cat/old/8.PNG", "metadata.csv", "cat/metadata.jsonl", "more.zi
 
 @pytest.mark.parametrize("extra", MORE)
 def test_a_folder_that_is_more_than_images_by_class_is_refused(tmp_path, extra):
-    expected = rf"one subfolder for each class, got '{extra}' as well. Take it out \(unpack"
+    expected = rf"one subfolder for each class, got '{extra}' as well. Remove it \(unpack"
     with pytest.raises(DataError, match=expected):
         load_file(folder_with(tmp_path, extra))
 

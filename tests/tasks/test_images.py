@@ -134,7 +134,7 @@ def test_grey_is_repeated_and_transparency_dropped():
 
 @pytest.mark.parametrize("mode", ["I;16", "I", "F", "LAB", "La"])
 def test_other_modes_are_refused(mode):
-    with pytest.raises(DataError, match=f"the mode '{mode}', which is not converted to RGB here"):
+    with pytest.raises(DataError, match=f"the mode '{mode}', which hf_dp does not convert to RGB"):
         in_rgb(tiny_images.Image.new(mode, (4, 4)))
 
 

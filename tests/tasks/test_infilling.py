@@ -175,7 +175,7 @@ PREFIX = PrefixTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2)
 
 @pytest.mark.parametrize(
     ("adapter", "message"),
-    [(ON_HEAD, "the head of .* is a peft"), (PREFIX, "Prefix tuning does not go")],
+    [(ON_HEAD, "the head of .* is a peft"), (PREFIX, "Prefix tuning cannot be combined")],
 )
 def test_what_several_tokens_do_not_go_with_is_refused(adapter, message):
     """An adapter on the head would be passed by, and one cache would be read by several forwards."""

@@ -71,7 +71,7 @@ REFUSALS: list[tuple[str, Any, str, dict[str, Any]]] = [
     # users
     ("privacy_unit", "nation", r"to be one of \['example', 'user'\]", {}),
     ("privacy_unit_column", None, "to be given with privacy_unit='user'", {"privacy_unit": "user"}),
-    ("privacy_unit_column", "label", "to be another column than the label", USERS),
+    ("privacy_unit_column", "label", "to be a column other than the label", USERS),
     *[
         (name, value, "to be left at None with privacy_unit='example'", {})
         for name, value in {
@@ -142,7 +142,7 @@ REFUSALS: list[tuple[str, Any, str, dict[str, Any]]] = [
     # DP-FP
     (
         "dp_fp_variant", None,
-        "to be one of 'frozen', 'private_encoder', 'published' with privacy_mode='dp_fp', got None. 'frozen' .* is proven. "
+        "to be one of 'frozen', 'private_encoder', 'published' with privacy_mode='dp_fp', got None. 'frozen' .* is proven for .*. "
         "'private_encoder' .* is proven, too. 'published' .* nothing is proven, and no epsilon is printed.$", FP,
     ),
     ("dp_fp_variant", "best", "to be one of", FP),
@@ -187,7 +187,7 @@ REFUSALS: list[tuple[str, Any, str, dict[str, Any]]] = [
     ("debug", "underflow_overflow", "Remove it", {}),
     ("torch_empty_cache_steps", 10, "to be None", {}),
     ("save_on_each_node", True, "to be False.*rank 0 saved", {}),
-    ("enable_jit_checkpoint", True, "to be False.*SIGTERM by itself", {}),
+    ("enable_jit_checkpoint", True, "to be False.*already saves on SIGTERM", {}),
     ("report_to", "codecarbon", "to be among .*got 'codecarbon'", {}),
     ("hub_strategy", "checkpoint", "to be 'end' or 'every_save'", {}),
     ("hub_strategy", "all_checkpoints", "hub_strategy='end'", {}),

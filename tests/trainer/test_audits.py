@@ -246,7 +246,7 @@ def test_directions_without_gradients_and_canaries_that_are_training_rows_are_re
         return [*rows[:2], *honest(*args)[2:]]
 
     monkeypatch.setattr(canary_rows, "made_up_rows", with_two_of_them)
-    with pytest.raises(DataError, match="stand among the training rows already"):
+    with pytest.raises(DataError, match="are already among the training rows"):
         trainer(tmp_path, audit_scores="losses")
 
 

@@ -89,7 +89,7 @@ def test_a_checkpoint_without_what_makes_the_prompts_is_refused(tmp_path):
     made.train()
     (tmp_path / "checkpoint-2" / "_prompt_weights.safetensors").unlink()
     again, _ = adapted(tmp_path, "P-tuning", max_steps=3)
-    with pytest.raises(ConfigError, match="Cannot resume: .*holds prompts and not what makes them"):
+    with pytest.raises(ConfigError, match="Cannot resume: .*holds prompts but not the encoder"):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert read_run(tmp_path).ledger.steps() == 2
 

@@ -96,7 +96,7 @@ def test_lost_steps_are_counted_and_told(tmp_path, warnings_of):
     assert again.state.global_step == 3 and again.ledger.steps() == 4  # it ends early
     assert again.epsilon().value <= 4.0
     (told,) = said
-    assert "Going on from checkpoint-2" in told and "1 releases after it" in told
+    assert "Continuing from checkpoint-2" in told and "1 releases after it" in told
 
 
 def test_a_run_that_spent_its_target_makes_no_further_step(run, tmp_path):
@@ -106,7 +106,7 @@ def test_a_run_that_spent_its_target_makes_no_further_step(run, tmp_path):
         again = tiny.resumed(saving(folder, **options))
         assert (again.state.global_step, again.ledger.steps()) == (4, 4)
     branch = saving(tmp_path / "target", **TARGET)
-    with pytest.raises(BudgetExceededError, match="would pass it"):
+    with pytest.raises(BudgetExceededError, match="would exceed it"):
         branch.train(resume_from_checkpoint=str(tmp_path / "target" / "checkpoint-2"))
     assert read_run(tmp_path / "target").ledger.steps() == 4
 

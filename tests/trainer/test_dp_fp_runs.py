@@ -441,7 +441,7 @@ def mixing() -> torch.nn.Module:
 
 
 KEPT = "forward pass changed .'bert.pooler.last'"
-MOVED = "changes when other examples stand beside it"
+MOVED = "changes when other examples are in its batch"
 
 
 @pytest.mark.parametrize(

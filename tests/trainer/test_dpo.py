@@ -153,7 +153,7 @@ def test_without_a_reference_it_is_the_model_before_training_and_new_pairs_need_
     tested = trainer(tmp_path, given={"ref_model": None})
     losses = tested.compute_per_example_loss(tested.model, batch_of(tested, PLACES))
     torch.testing.assert_close(losses, torch.full_like(losses, 2.0).log())
-    with pytest.raises(DataError, match="nothing else knows the reference"):
+    with pytest.raises(DataError, match="no other copy of the reference"):
         tested.evaluate(pairs(4, 100))
     assert prepared.predict(pairs(4, 100)).predictions.shape == (4,)
 

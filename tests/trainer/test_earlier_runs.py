@@ -84,7 +84,7 @@ def test_planted_claims_of_earlier_runs_that_are_not_passed_on_are_seen(
     frozen, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("hf_dp.run.ledger.earlier_runs", lambda record: ())
-    with pytest.raises(LedgerError, match="it counts earlier runs and names none"):
+    with pytest.raises(LedgerError, match="it counts earlier runs but names none"):
         trained(tmp_path, frozen, max_steps=1)
 
 

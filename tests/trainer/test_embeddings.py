@@ -209,7 +209,7 @@ def test_what_is_saved_is_a_sentence_transformer_with_its_card(tmp_path):
         float(tested.loss(texts, None).detach())
     )
     resumed = trainer(tmp_path, with_head(tmp_path / "other"), rows(2), RANKING(made), **run)
-    with pytest.raises(Exception, match="would pass"):
+    with pytest.raises(Exception, match="would exceed"):
         resumed.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
 
 

@@ -245,7 +245,7 @@ def test_selections_beyond_the_plan_are_paid_from_what_is_left(tmp_path):
     run.append(plan.selection.event(1), "selection")  # one more than planned
     assert 0 < train_on(run) < 10
     assert run.ledger.epsilon(plan.delta).value <= 2.0
-    with pytest.raises(BudgetExceededError, match="next step of selection would pass"):
+    with pytest.raises(BudgetExceededError, match="next step of selection would exceed"):
         run.append(plan.selection.event(2), "selection")
     run.stop()
 

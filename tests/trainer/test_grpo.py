@@ -532,7 +532,7 @@ def test_an_audit_refutes_shared_streams_alone(tmp_path, monkeypatch):
         ("max_tokens_per_physical_batch", 99, "apart"),
         ("privacy_unit", "example", "what is protected"),
         ("privacy_unit_column", "answer", "what is protected"),
-        ("noised_loss_bound", 2.0, "says nothing of rewards"),
+        ("noised_loss_bound", 2.0, "says nothing about rewards"),
         ("privacy_mode", "non_private", "trl.GRPOTrainer"),
         ("beta", -1, ">= 0"),
         ("audit_canaries", 10, "A canary is one row"),

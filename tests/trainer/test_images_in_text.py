@@ -114,7 +114,7 @@ def test_a_row_that_would_take_from_its_neighbors_image_is_refused(tmp_path):
     before = model(**batch).logits[1]
     batch["pixel_values"][2] += 1
     assert not torch.allclose(model(**batch).logits[1], before)
-    with pytest.raises(DataError, match="Row 1 .*token 59.* 5 times, and row 0 has it 4 times"):
+    with pytest.raises(DataError, match="Row 1 .*token 59.* 5 times, but row 0 has it 4 times"):
         trainer(tmp_path, "llava", rows * 10).train()
 
 

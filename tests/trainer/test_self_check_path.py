@@ -120,7 +120,7 @@ def test_what_the_made_up_rows_show_is_named(tmp_path):
     message = r"one loss for each example, shape \(1,\) for a batch of one, got \(\)"
     with pytest.raises(UnsupportedLossError, match=message):
         tiny.trainer(tmp_path, cls=Mean).train()
-    message = "padding_values names 'token_wieghts', and the collated rows have"
+    message = "padding_values names 'token_wieghts', but the collated rows have"
     with pytest.raises(DataError, match=message):
         tiny.trainer(tmp_path, padding_values={"token_wieghts": 0}).train()
     data = datasets.Dataset.from_list(vectors())

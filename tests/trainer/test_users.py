@@ -206,7 +206,7 @@ def resumed_with(rows, folder: Path, **options):
 
 def test_a_resume_with_rows_grouped_in_another_way_is_refused(done, tmp_path):
     folder = Path(shutil.copytree(done.folder, tmp_path / "run"))
-    with pytest.raises(LedgerError, match="groups the rows in another way.*without earlier_runs"):
+    with pytest.raises(LedgerError, match="groups the rows differently.*without earlier_runs"):
         resumed_with(regrouped(), folder)
     kept = folder / "_users.json"
     assert not any(str(name) in kept.read_text() for name in owners())
@@ -454,12 +454,12 @@ def test_the_plan_command_compares_both_ways(tmp_path, capsys):
 
 
 REFUSED = {
-    "a row of nobody": ({"values": [None, *owners()[1:]]}, DataError, "'who' holds NoneType.*nobody's"),
+    "a row of nobody": ({"values": [None, *owners()[1:]]}, DataError, "'who' holds NoneType.*belongs to nobody"),
     "one user": ({"values": ["one"] * 40}, DataError, r"names 1 unit\(s\)"),
     "no column": ({"given": {"train_dataset": tiny.dataset()}}, DataError, "to have the privacy_unit_column 'who'.*input_ids"),
     # It would be taken off, and a task that keeps both columns would name one twice.
     **{
-        name: ({"privacy_unit_column": name}, InvalidArgumentError, "`privacy_unit_column` to be another column th")
+        name: ({"privacy_unit_column": name}, InvalidArgumentError, "`privacy_unit_column` to be a column other th")
         for name in ("label", "labels", "label_ids")
     },
     "delta of users": ({"target_delta": 0.09}, InvalidArgumentError, "`target_delta` to be < 1/num_examples"),

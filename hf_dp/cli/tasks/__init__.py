@@ -81,13 +81,13 @@ TASKS: dict[str, Task] = {
         "      --validation_file test.parquet",
     ),
     "causal_lm": Task(
-        "fine-tune a decoder to write: tables to text, dialog, chat, free text",
+        "fine-tune a decoder to generate text: from tables, dialog, chat, free text",
         "hf_dp.cli.tasks.generation:CAUSAL",
         "hf-dp train --config recipes/e2e/gpt2_full_eps8.yaml --train_file train.parquet \\\n"
         "      --validation_file test.parquet",
     ),
     "seq2seq": Task(
-        "fine-tune an encoder-decoder to write",
+        "fine-tune an encoder-decoder to generate text",
         "hf_dp.cli.tasks.generation:SEQ2SEQ",
         "hf-dp train --task seq2seq --model_name_or_path google-t5/t5-small --data_format e2e \\\n"
         "      --train_file train.parquet --validation_file test.parquet --output_dir out \\\n"
@@ -141,7 +141,7 @@ class EvalArguments:
 
     trained: str | None = argument(
         None,
-        "What to evaluate, a folder or Hub name. Default: the output_dir of the configuration.",
+        "The model to evaluate, a folder or Hub name. Default: the configuration's output_dir.",
     )
     per_device_eval_batch_size: int = argument(8, "Rows at a time.")
     use_cpu: bool = argument(False, "Leave a GPU alone.")
@@ -226,8 +226,8 @@ class PrivateTask(ABC):
         )
         if own[0].from_scratch and adapter is not None:
             raise ConfigError(
-                "`from_scratch` does not go with `peft`: the random base would not be saved. Leave "
-                "one of them out."
+                "`from_scratch` cannot be combined with `peft`: the random base would not be "
+                "saved. Leave one of them out."
             )
         trainer, evaluate = self.build_trainer(*own, args, adapter)
         if args.is_private:

@@ -105,7 +105,7 @@ class Classifier(ABC):
             if kept is None and not self.data.class_names:
                 raise ConfigError(
                     f"The adapter {Path(folder).name!r} does not say which classes it was trained "
-                    f"with, and the data declares {list(self.names)}. Set `class_names`."
+                    f"with, but the data declares {list(self.names)}. Set `class_names`."
                 )
             self._check(path, kept or self.names)
             set_seed(seed)  # initializes what the base's checkpoint lacks, as in training
@@ -116,7 +116,7 @@ class Classifier(ABC):
         if list(known) != list(self.names):
             raise ConfigError(
                 f"The classifier {path!r} has the classes {list(known)}, and the data "
-                f"{list(self.names)}. Set `class_names` to the former where they are the same."
+                f"{list(self.names)}. If these are the same, set `class_names` to the former."
             )
 
 

@@ -53,8 +53,8 @@ class Writing(tasks.PrivateTask):
 
         if args.privacy_mode == "dp_fp":
             raise ConfigError(
-                "privacy_mode 'dp_fp' noises one pooled representation of an example, and a model "
-                "that writes has one for each token. Use privacy_mode: dp_sgd."
+                "privacy_mode 'dp_fp' noises one pooled representation of an example, but a "
+                "generating model has one for each token. Use privacy_mode: dp_sgd."
             )
         if data.drop_long_rows and args.bands is not None:
             raise ConfigError(
@@ -95,7 +95,7 @@ class Writing(tasks.PrivateTask):
         )
         if trainer.is_fsdp_enabled and data.metrics:
             raise ConfigError(
-                "The model is sharded (FSDP), and each process holds a part of what would write. "
+                "The model is sharded (FSDP), so no process holds what generates. "
                 "Set metrics: [] and score the saved checkpoint in one process: hf-dp eval."
             )
         tasks.describe_sources(trainer, model_args, data)

@@ -132,7 +132,7 @@ def register_rule(
         is_fresh: whether the output has memory of its own that nothing reads in backward, so that
             no copy is needed for a model that changes it in place.
 
-    Raises: InvalidArgumentError for what is no module class, or has a rule already.
+    Raises: InvalidArgumentError for what is not a module class, or already has a rule.
 
     A learned scale of each feature, for example::
 

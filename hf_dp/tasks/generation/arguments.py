@@ -71,8 +71,8 @@ def e2e_table(meaning: str) -> str:
         found = _CELL.match(meaning, at)
         if found is None:
             raise DataError(
-                f"Expected a meaning representation like 'name[Aromi], eatType[pub]', got "
-                f"{meaning!r}, which ends to be one at {meaning[at : at + 20]!r}. Correct the row, "
+                "Expected a meaning representation like 'name[Aromi], eatType[pub]', got "
+                f"{meaning!r}, not readable from {meaning[at : at + 20]!r}. Correct the row, "
                 "or use data_format: pairs."
             )
         key, value = found.groups()
@@ -242,7 +242,7 @@ class TextArguments(SourceArguments):
     demo_name = "hf_dp demo tables (synthetic)"
 
     data_format: str = argument("pairs", f"Layout of the rows: {', '.join(NAMES)}.")
-    prompt_column: str | None = argument(None, "With pairs: the column that the model is given.")
+    prompt_column: str | None = argument(None, "With pairs: the column that the model reads.")
     target_column: str | None = argument(None, "With pairs: the column that it should write.")
     text_column: str | None = argument(None, "With text: the column that it should write.")
     columns: list[str] = argument([], "With table: the columns that it should write.")
@@ -260,15 +260,15 @@ class TextArguments(SourceArguments):
         "encoder-decoder. Targets are cut.",
     )
     max_target_length: int = argument(100, "Longest target of an encoder-decoder, in tokens.")
-    cut_prompts: bool = argument(False, "Cut prompts that are too long, rather than refuse them.")
+    cut_prompts: bool = argument(False, "Cut the front off prompts that are too long.")
     drop_long_rows: bool = argument(
         False,
-        "Leave what is longer than max_length (or its target than max_target_length) out of "
-        "training, rather than cut it. N, sample rate and delta then refer to what is left. "
-        "Evaluation rows stay.",
+        "Leave rows that are longer than max_length (or whose target is longer than "
+        "max_target_length) out of training instead of cutting them. N, sampling rate and delta "
+        "then refer to what is left. Evaluation rows stay.",
     )
     metrics: list[str] = argument(
-        ["bleu", "rougeL"], "Scores of what the model writes; none: decode nothing."
+        ["bleu", "rougeL"], "Scores of the generated texts; none: generate nothing."
     )
 
     bertscore_model: str | None = argument(
@@ -315,8 +315,8 @@ class DecodingArguments:
     top_p: float = argument(0.9, "Share of probability to sample from, with nucleus.")
     temperature: float = argument(1.0, "Of sampling, with nucleus.")
     max_new_tokens: int = argument(100, "Longest text, in tokens.")
-    stop: list[str] = argument([], "Texts that end the writing, beside the model's end token.")
-    one_line: bool = argument(False, "Write no line break: no token that has one is chosen.")
+    stop: list[str] = argument([], "Texts that end a generation, as the model's end token does.")
+    one_line: bool = argument(False, "Forbid line breaks: no token that has one is chosen.")
     decoding_batch_size: int = argument(16, "Prompts at a time.")
     decoding_seed: int = argument(0, "Seed of sampling.")
     max_decoded: int | None = argument(None, "Decode and score the first prompts only.")

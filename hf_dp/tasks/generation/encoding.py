@@ -59,7 +59,8 @@ class CausalEncoding:
                 raise DataError(
                     f"Row {row} has a prompt of {len(ids)} tokens, and `max_length` "
                     f"{self.max_length} leaves room for {max(left, 0)} beside its target. Raise "
-                    "`max_length`, drop such rows, or cut their fronts: cut_prompts: true."
+                    "`max_length`, drop such rows, or cut off their beginnings: cut_prompts: "
+                    "true."
                 )
             ids = ids[-left:]
         return [*start, *ids, *end]
@@ -135,8 +136,8 @@ class ChatEncoding:
     def __post_init__(self) -> None:
         if not self.tokenizer.chat_template:
             raise DataError(
-                "data_format 'messages' needs a tokenizer with a chat template, and that of this "
-                "model has none. Take an instruction-tuned model, or set tokenizer.chat_template "
+                "data_format 'messages' needs a tokenizer with a chat template, but that of this "
+                "model has none. Use an instruction-tuned model, or set tokenizer.chat_template "
                 "and save the tokenizer beside the model."
             )
 
@@ -159,7 +160,7 @@ class ChatEncoding:
         ids, mask = (each[: self.max_length] for each in self.masked(messages, row))
         if not any(mask):
             raise DataError(
-                f"Row {row} has no token of the assistant's in its first {self.max_length}. Raise "
+                f"Row {row} has no token of the assistant in its first {self.max_length}. Raise "
                 "`max_length`, or drop such rows."
             )
         labels = [token if own else IGNORED_LABEL for token, own in zip(ids, mask)]
@@ -205,9 +206,8 @@ class ChatEncoding:
         """Return the token ids after which an assistant's turn begins."""
         if turn == 0:
             raise DataError(
-                f"Row {row} begins with the {ASSISTANT}'s turn, and before it the chat template "
-                "has nothing to write. Put a turn before it (a system's, for example), or drop "
-                "such rows."
+                f"Row {row} begins with the {ASSISTANT}'s turn, and the chat template has nothing "
+                "before it. Put a turn before it (a system's, for example), or drop such rows."
             )
         return self._apply(messages[:turn], row, add_generation_prompt=True)["input_ids"]
 
@@ -267,7 +267,7 @@ def encoding_of(kind: str, tokenizer: PreTrainedTokenizerBase, data: TextArgumen
         if data.separator is not None:
             raise ConfigError(
                 f"`separator` ({data.separator!r}) stands between prompt and target of a decoder; "
-                "an encoder-decoder has them apart. Leave it out."
+                "an encoder-decoder takes them separately. Leave it out."
             )
         return Seq2SeqEncoding(tokenizer, data.max_length, data.max_target_length, data.cut_prompts)
     separator = default_separator(tokenizer) if data.separator is None else data.separator

@@ -158,15 +158,15 @@ def check_prompts(
     lengths = [len(prompt) for prompt in prompts]
     if lengths and not min(lengths):
         raise DataError(
-            f"Prompt {lengths.index(0)} has no token, and a model writes after one. Begin with the "
-            "tokenizer's beginning or end token."
+            f"Prompt {lengths.index(0)} has no token, but a model needs one to write after. Begin "
+            "with the tokenizer's beginning or end token."
         )
     limit = None if _is_encoder_decoder(model) else positions_of(model)
     if limit and lengths and max(lengths) + settings.max_new_tokens > limit - virtual:
         raise DataError(
             f"Prompt {lengths.index(max(lengths))} has {max(lengths)} tokens, and with "
-            f"`max_new_tokens` {settings.max_new_tokens} it passes the {limit - virtual} positions "
-            "of the model. Shorten it, or lower `max_new_tokens`."
+            f"`max_new_tokens` {settings.max_new_tokens} it exceeds the {limit - virtual} "
+            "positions of the model. Shorten it, or lower `max_new_tokens`."
         )
 
 
@@ -203,7 +203,7 @@ def evaluation_sets(
         if data.metrics and blank:
             raise DataError(
                 f"The evaluation set {name!r} has a blank target (of its different prompts: number "
-                f"{blank[0]}), and no text can be compared with it. Fill it in or drop the row; or "
+                f"{blank[0]}), with which no text can be compared. Fill it in or drop the row; or "
                 "leave the scores out, metrics: []."
             )
         found.append(EvaluationSet(name, encode(rows, data, encoding, keep), asked, right))
@@ -350,8 +350,8 @@ def write_rows(
     given = _given(data, prompts)
     if decoding.decoding != NUCLEUS and count > len(given):
         raise ConfigError(
-            f"decoding {decoding.decoding!r} writes one text for a prompt, and {count} rows are "
-            f"asked of {len(given)} different prompts. Set decoding: nucleus."
+            f"decoding {decoding.decoding!r} writes one text per prompt, but {count} rows are "
+            f"asked for, from {len(given)} different prompts. Set decoding: nucleus."
         )
     ids = [_prompt(row, place, data, encoding) for place, row in enumerate(given)]
     turns = [place % len(given) for place in range(count)]
@@ -359,7 +359,7 @@ def write_rows(
     made = [_row(given[i], text, data) for i, text in zip(turns, texts, strict=True)]
     rows = [row for row in made if row is not None]
     if len(rows) < count:
-        said = f"{count - len(rows)} of {count} texts have not the columns {columns_read(data)}"
+        said = f"{count - len(rows)} of {count} texts lack columns of {columns_read(data)}"
         if not rows:
             advice = "Train longer, or raise max_new_tokens."
             raise DataError(f"{said}, each on its line, so there is no row. {advice}")
@@ -386,7 +386,7 @@ def _given(data: TextArguments, prompts: Dataset | None) -> list[Row]:
     if prompts is None:
         raise ConfigError(
             f"data_format {data.data_format!r} needs `prompts`, a file with the columns {needed}. "
-            "They stand in the output as they are and no epsilon covers them: give public ones, "
+            "They are in the output as they are, and no epsilon covers them: give public ones, "
             "not those of the training rows."
         )
     require_columns(prompts, needed, "prompts")
@@ -421,7 +421,7 @@ def check_out(path: Path) -> None:
     """Raise DataError for a file that could not hold metadata, as :func:`save` does."""
     if path.suffix != ".parquet":
         raise DataError(
-            f"Expected `out` to end in .parquet, whose metadata hold epsilon, got {path.name!r}."
+            f"Expected `out` to end in .parquet, whose metadata holds epsilon, got {path.name!r}."
         )
 
 

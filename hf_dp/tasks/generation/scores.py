@@ -130,7 +130,7 @@ def _check_rows(predictions: Sequence[str], references: Sequence[Sequence[str]])
             "Give one prediction and one list of references for each row, in the same order."
         )
     if len(predictions) == 0:
-        raise invalid("predictions", [], "to have a row", "No rows have no score.")
+        raise invalid("predictions", [], "to have a row", "There are no rows to score.")
     for index, (text, row) in enumerate(zip(predictions, references, strict=True)):
         if not isinstance(text, str):
             problem = (

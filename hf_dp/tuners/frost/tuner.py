@@ -164,7 +164,7 @@ class Reselect(SelectOnce):
                 "num_selections",
                 self.config.num_selections,
                 f"to be at most the {run.plan.steps} steps of the run",
-                "Selections beyond them would be paid for and never made.",
+                "More selections would be paid for but never made.",
             )
 
     def _apply(self, run: Run) -> None:

@@ -120,11 +120,11 @@ def test_a_text_of_one_line_has_no_line_break_and_is_else_the_most_likely(decodi
 def test_prompts_that_cannot_be_written_after_are_named():
     with pytest.raises(DataError, match="Prompt 1 has no token"):
         written(tiny_text.gpt2(), [[1], []])
-    with pytest.raises(DataError, match=r"Prompt 1 has 154 tokens.* passes the 160 positions"):
+    with pytest.raises(DataError, match=r"Prompt 1 has 154 tokens.* exceeds the 160 positions"):
         written(tiny_text.gpt2(), [[1], [1] * 154])
-    with pytest.raises(DataError, match=r"150 tokens.* passes the 157 positions"):
+    with pytest.raises(DataError, match=r"150 tokens.* exceeds the 157 positions"):
         written(prompt_tuned(), [[1] * 150])
-    with pytest.raises(DataError, match=r"150 tokens.* passes the 157 positions"):
+    with pytest.raises(DataError, match=r"150 tokens.* exceeds the 157 positions"):
         check_prompts(tiny_text.gpt2(), [[1] * 150], settings(), virtual=3)
     check_prompts(tiny_text.gpt2(), [[1] * 150], settings())
 

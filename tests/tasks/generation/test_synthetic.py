@@ -55,7 +55,7 @@ def test_rows_of_several_columns(monkeypatch, caplog):
     rows, data, words = written("table")
     kept = [("Ann", 31, "a: b"), ("C", -7, "")]
     assert [tuple(row.values()) for row in rows] == kept
-    assert "1 of 3 texts have not the columns ['name', 'age', 'note']" in caplog.text
+    assert "1 of 3 texts lack columns of ['name', 'age', 'note']" in caplog.text
     example = encode(rows, data, encoding_of(CAUSAL, words, data))[0]
     learned = words.decode([token for token in example["labels"] if token != -100])
     assert learned.startswith("name: Ann\nage: 31\nnote: a: b")
