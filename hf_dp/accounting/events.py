@@ -472,16 +472,16 @@ class PublishedForwardNoise(Event):
     steps: int
 
     reasons: ClassVar[tuple[str, ...]] = (
-        "the noise protects functions of the noised representation, and the encoder's gradient is "
-        "none: it is computed from the activations below the noise, as they are. A word that "
-        "occurs in one training row alone moves its embedding in the steps that draw this row and "
-        "in no other, whatever the noise",
+        "the noise protects what is computed from the noised representation. The encoder's "
+        "gradient is not: it is computed from the activations below the noise. A word that occurs "
+        "in one training row alone moves its embedding in the steps that draw this row and in no "
+        "other, however large the noise",
         "noised rows are released one by one, so whoever knows the other rows sees whether a row "
         "took part; the formula for the secret sample of a sum, from which the paper computes its "
         "figure, does not apply",
         "the labels of the training rows enter the loss as they are",
         "the paper's figure is a limit theorem's estimate far outside its range: even if all of "
-        "the above held, the true value would be several times as large",
+        "the above held, the true epsilon would be several times as large, so privacy much weaker",
     )
     several_forwards: ClassVar[bool] = True
     unestablished: ClassVar[str] = (

@@ -71,18 +71,15 @@ def render_card(
 
 def render_head(statement: PrivacyStatement, details: CardDetails) -> str:
     """Return a card's title and section "Privacy", which ``privacy.json`` has a digest of."""
-    does = (details.task_tag or "").replace("-", " ")
-    what = f"{does}{f' on {details.dataset}' if details.dataset else ''}".strip()
-    claim = "no privacy guarantee"
-    if statement.proven:
-        claim = f"epsilon {wording.epsilon_text(statement.epsilon)}"
     return (
         _template("privacy.md")
         .render(
-            title=f"{details.model_name}: {', '.join(filter(None, (what, claim)))}",
+            title=_title(statement, details),
             statement=statement,
             status=wording.STATUSES[statement.status],
+            epsilon=wording.epsilon_text(statement.epsilon) if statement.proven else None,
             delta=wording.delta_text(statement.delta),
+            unit=_unit(statement),
             in_short=in_short(statement),
             seen_in_pretraining=seen_in_pretraining(details.dataset, details.pretraining_sources),
             accountant_rows=[
@@ -95,6 +92,23 @@ def render_head(statement: PrivacyStatement, details: CardDetails) -> str:
         )
         .strip()
     )
+
+
+def _title(statement: PrivacyStatement, details: CardDetails) -> str:
+    """Return what the model does and on which data, after its name where the user gave one."""
+    does = (details.task_tag or "").replace("-", " ")
+    what = f"{does}{f' on {details.dataset}' if details.dataset else ''}".strip()
+    named = not does or "model_name" in details.given
+    what = ": ".join(filter(None, (details.model_name, what))) if named else _capitalized(what)
+    claim = "trained with differential privacy" if statement.proven else "no privacy guarantee"
+    return f"{what}, {claim}"
+
+
+def _unit(statement: PrivacyStatement) -> str:
+    if statement.plan.users is not None:
+        return f"one {statement.plan.users.name}"
+    row = "one chunk of a text" if statement.rows_are_chunks else "one row of the training set"
+    return row if statement.unit_code == EXAMPLE else f"the text (or image) of {row}"
 
 
 def privacy_head(card: str) -> str | None:
@@ -253,7 +267,7 @@ def in_short(statement: PrivacyStatement) -> list[str]:
     found = most_found(statement.epsilon or 0.0, statement.delta)
     strength = (
         f"**How strongly:** {_judged(found)}. {_guessed(_in_100(found), users is not None)} "
-        "Without privacy they may find all."
+        "A blind guess names 1 in 100, and without privacy it may be all."
     )
     if statement.delta >= LARGE_DELTA:
         strength += (
@@ -289,12 +303,12 @@ def _without_a_guarantee(statement: PrivacyStatement) -> list[str]:
 
 def _guessed(found: str, users: bool) -> str:
     if users:
-        which, wrong, used = "whose rows", "those whose were not", "those whose were"
+        which, wrong, used = "whose rows", "of those whose were not", "of those whose were"
     else:
-        which, wrong, used = "which rows", "the rows that were not", "the rows that were"
+        which, wrong, used = "which rows", "unused rows", "used rows"
     return (
-        f"Suppose that somebody guesses {which} were used, and is wrong about 1 in 100 of {wrong}. "
-        f"Then they find at most {found} in 100 of {used}."
+        f"Somebody who guesses {which} were used, and wrongly names 1 in 100 {wrong}, names at "
+        f"most {found} in 100 {used}."
     )
 
 

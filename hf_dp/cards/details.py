@@ -44,7 +44,7 @@ class CardDetails(Kept):
     Raises: InvalidArgumentError for a value of another type.
     """
 
-    model_name: str = argument("model", "Title of the card.")
+    model_name: str = argument("model", "What the card's title begins with. Unset means the task.")
     repository: str | None = argument(
         None, "The model's id on the Hub, for the lines that check and load it."
     )

@@ -144,9 +144,9 @@ COVERED = (
 )
 PITFALLS = (
     "what holds for every run: rows that depend on other rows, collators with state that cannot be "
-    "copied, a folder that was put back or copied as a whole, where a run broke off, running time, "
-    "attacks on floating-point numbers and random generators (how much each matters, and what to "
-    "do: hf-dp verify --pitfalls)"
+    "copied, an output folder restored from a backup or trained on in two copies, where a run "
+    "broke off, running time, attacks on floating-point numbers and random generators (how much "
+    "each matters, and what to do: hf-dp verify --pitfalls)"
 )
 
 

@@ -151,7 +151,7 @@ def test_no_local_path_gets_in(small, tmp_path, monkeypatch):
         assert private not in text
     card = loaded(text, tmp_path)
     assert (card.data.base_model, card.data.datasets) == (None, None)
-    assert card.text.lstrip().startswith("# my-model: on train.csv (local), epsilon ")
+    assert card.text.lstrip().startswith("# my-model: on train.csv (local), trained with ")
     assert "| Base model | encoder (local) |" in text
     assert "files b.json, c.json |" in text
 

@@ -158,7 +158,7 @@ def test_most_found_bounds_every_test_of_a_gaussian_mechanism() -> None:
 def test_a_guarantee_is_judged_by_what_it_promises(epsilon: float, words: str) -> None:
     said = in_short(dataclasses.replace(statement_of(), epsilon=epsilon))
     (line,) = [line for line in said if "How strongly" in line]
-    assert words in line and " in 100 of " in line
+    assert words in line and " in 100 used rows" in line
 
 
 def test_a_large_delta_is_remarked() -> None:

@@ -153,8 +153,8 @@ def test_what_no_statement_is_known_for_is_refused(plan, facts):
 NOT_COVERED = (
     "evaluation data; model selection on evaluation data; hyperparameter tuning; other runs on the "
     "same data; rows of it may occur in the training data; rows that depend on other rows; "
-    "collators with state that cannot be copied; where a run broke off; a folder that was put back "
-    "or copied as a whole; label set; pretraining data; number of rows; running time; "
+    "collators with state that cannot be copied; where a run broke off; restored from a backup "
+    "or trained on in two copies; label set; pretraining data; number of rows; running time; "
     "floating-point; random generators"
 )
 

@@ -115,7 +115,7 @@ TAMPERINGS: dict[str, tuple[Change, str]] = {
     ),
     "epsilon in the table": (in_card(r"\| rdp \| \d+", "| rdp | 0"), "section Privacy does not"),
     "an item not covered": (in_card(r"- Hyperparameter tuning.*\n", ""), "section Privacy does not agree"),
-    "in short": (in_card(r"find at most \d", "find at most 0."), "section Privacy does not"),
+    "in short": (in_card(r"names at most \d", "names at most 0."), "section Privacy does not"),
     "no section": (in_card("## Privacy", "## Something"), "no section Privacy, or several"),
     "epsilon in the block": (in_block(lambda block: block.update(epsilon=0.1)), "differential_privacy block does not agree"),
     "unit in the block": (in_block(lambda block: block.update(unit="user")), "differential_privacy block does not agree"),

@@ -72,7 +72,7 @@ def test_train_then_evaluate(task):
     assert {"README.md", "privacy.json", "model.safetensors", "preprocessor_config.json"} <= files
     card = (task.out / "README.md").read_text()
     assert "| Training data | tiny pictures |" in card
-    assert "# out: image classification on tiny pictures, epsilon 8.000" in card
+    assert "# Image classification on tiny pictures, trained with differential privacy" in card
     assert str(task.folder) not in card
     assert list(task.saved("config.json")["id2label"].values()) == NAMES
     assert accuracy(task.run("eval", "--use_cpu", "True")) == accuracy(printed)

@@ -56,7 +56,7 @@ def test_an_empty_repository_of_the_web_page_is_filled(hub, full):
 @pytest.mark.parametrize(
     ("files", "why"),
     [
-        ({"train.csv": b"rows"}, r"holds 'train.csv' and no privacy.json.*another name"),
+        ({"train.csv": b"rows"}, r"holds 'train.csv' but no privacy.json.*another name"),
         ({"model.safetensors": b"w", "README.md": b"x"}, r"holds 'model.safetensors'"),
         ({"privacy.json": b"{}"}, r"a privacy.json that cannot be read"),
     ],
@@ -195,7 +195,7 @@ def test_a_repository_that_changes_during_a_push_is_not_overwritten(hub, full):
 
     pusher = Meanwhile()
     pusher.create(NAME)
-    with pytest.raises(PublishError, match=r"changed the repository meanwhile"):
+    with pytest.raises(PublishError, match=r"changed the repository in the meantime"):
         pusher.push(NAME, Publication.of(full, NAME))
     assert hub.files(NAME) == {"theirs.txt": b""}
 

@@ -179,9 +179,9 @@ CLAIMS = {
     "weights": ("model.safetensors", "of the private run"),
     "weights in a checkpoint": ("checkpoint-2/model.safetensors", "of the private run"),
     "evidence": ("privacy.json", "holds privacy.json"),
-    "a tag": ("tags:\n- differential-privacy\n", "claim differential privacy"),
-    "a key": ("differential_privacy:\n  epsilon: 1\n", "claim differential privacy"),
-    "nothing below": ("tags:\n- differential-privacy\n---", "claim differential privacy"),
+    "a tag": ("tags:\n- differential-privacy\n", "claims differential privacy"),
+    "a key": ("differential_privacy:\n  epsilon: 1\n", "claims differential privacy"),
+    "nothing below": ("tags:\n- differential-privacy\n---", "claims differential privacy"),
     "the text alone": ("", None),
 }
 
@@ -207,7 +207,7 @@ def test_a_public_run_whose_folder_claims_privacy_is_not_pushed(
         with pytest.raises(PublishError, match=message) if message else nullcontext():
             push()
     assert len(asked) == (0 if message else 3) and len(warnings) == bool(message)
-    with pytest.raises(PublishError, match=r"whole folder|claim differential privacy"):
+    with pytest.raises(PublishError, match=r"whole folder|claims differential privacy"):
         trainer.push_to_hub(tags="differential-privacy")
 
 
