@@ -1,4 +1,4 @@
-"""A clipping norm that finds itself: a quantile of the norms, by noised counts (Andrew et al. 2021,
+"""An adaptive clipping norm: a quantile of the norms, by noised counts (Andrew et al. 2021,
 arXiv 1905.03871, algorithm 1).
 
 **The count.** Each example that is drawn adds a number h to a second sum over the draw, which is

@@ -1,4 +1,4 @@
-"""A clipping norm that finds itself, and scaled gradients: in which units a step passes the gate, how
+"""An adaptive clipping norm, and scaled gradients: in which units a step passes the gate, how
 far one example moves what it releases, and what follows. (That scaled gradients are exact:
 tests/clipping/test_scales.py.) Each property has the bug it guards against planted."""
 

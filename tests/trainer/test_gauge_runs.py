@@ -1,4 +1,4 @@
-"""A clipping norm that finds itself, and scaled gradients, in whole runs: from the arguments to logs,
+"""An adaptive clipping norm, and scaled gradients, in whole runs: from the arguments to logs,
 ledger, statement and card, and over a resume."""
 
 import json
