@@ -292,7 +292,7 @@ DAMAGES = {
         ),
         "of another epoch or folder, or was changed",
     ),
-    "cut short": (lambda f: os.truncate(f / "epoch-0" / ROWS, 999), "rows.arrow.*another size"),
+    "cut short": (lambda f: os.truncate(f / "epoch-0" / ROWS, 999), "rows.arrow.*size is not what"),
     "no epoch": (lambda f: shutil.rmtree(f / "epoch-1"), "epoch-1.*is missing"),
 }  # fmt: skip
 

@@ -383,7 +383,7 @@ def with_a_frozen_head() -> torch.nn.Module:
 
 
 UNFIT = {  # DPTrainer's keywords, arguments, the message
-    "a loss of one's own": ({}, {"cls": OwnLoss}, "the last layer trains on released rows"),
+    "a loss of one's own": ({}, {"cls": OwnLoss}, "the last layer trains on released vectors"),
     "tied weights": ({"model": tied()}, {}, "has no parameters of its own"),
     "FROST": ({"peft_config": FrostConfig()}, {"target_epsilon": 8.0}, "`peft_config` to be None with dp_fp"),
     "another layer": ({}, {"representation_module": "bert.pooler"}, "to be the last layer"),

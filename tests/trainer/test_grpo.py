@@ -399,7 +399,7 @@ def test_a_prompt_without_rewards_adds_nothing_and_nobody_is_told(kind, tmp_path
 def test_what_is_not_a_prompts_own_error_ends_the_run_and_names_nobody(tmp_path, monkeypatch):
     monkeypatch.setattr(grpo, "_TRIED", 1)
     made = trainer(tmp_path, failing("memory"), expected_batch_size=ROWS, max_steps=1)
-    with pytest.raises((DataError, StepError), match="memory ran out.*not said") as found:
+    with pytest.raises((DataError, StepError), match="memory ran out.*does not say") as found:
         made.train()
     error: BaseException | None = found.value
     while error is not None:
@@ -451,7 +451,7 @@ def test_a_private_run_names_its_unit_and_shows_no_completion(made, lora, tmp_pa
     assert predicted.metrics["test_reward"] == pytest.approx(float(predicted.predictions.mean()), nan_ok=True)  # fmt: skip
     with pytest.raises(UnsupportedArgumentError, match="training set"):
         tested.evaluate(made(6))
-    with pytest.raises(DataError, match="was prepared before"):
+    with pytest.raises(DataError, match="was already prepared"):
         tested.evaluate(tested.eval_dataset)
 
 

@@ -169,7 +169,7 @@ def test_an_optimizer_of_ones_own_must_have_its_parameters_in_the_same_order(tmp
     with_own(["weight", "bias"]).train()
     ledger = read_run(tmp_path).ledger.to_list()
     for other in (["bias", "weight"], ["weight"]):
-        with pytest.raises(ConfigError, match="Cannot resume: the optimizer has other parameters"):
+        with pytest.raises(ConfigError, match="Cannot resume: the optimizer.s parameters differ"):
             tiny.resumed(with_own(other, max_steps=2), 1)
     assert read_run(tmp_path).ledger.to_list() == ledger
     tiny.resumed(with_own(["weight", "bias"], max_steps=2), 1)

@@ -115,7 +115,7 @@ def test_a_conversation_that_does_not_fit_is_named(turns, message):
 
 def test_a_conversation_is_cut_and_needs_a_token_of_the_assistants():
     assert len(encoding(PLAIN, 70).example(TURNS, 0)["input_ids"]) == 70
-    with pytest.raises(DataError, match="Row 2 has no token of the assistant's in its first 8"):
+    with pytest.raises(DataError, match="Row 2 has no token of the assistant in its first 8"):
         encoding(PLAIN, 8).example(TURNS, 2)
     with pytest.raises(DataError, match=r"Row 2 has .* before the assistant's last turn"):
         encoding(PLAIN, 8).prompt(TURNS, 2, room=1)
