@@ -204,6 +204,17 @@ class Progress(Feature):
     def on_log(self, args: object, state: State, control: Control, **kw: Any) -> None:
         self._show(kw.get("logs") or {}, state)
 
+    def on_evaluate(self, args: object, state: State, control: Control, **kw: object) -> None:
+        for table in self._those("training_tracker"):
+            columns, *_, last = table.inner_table
+            if last[columns.index("Training Loss")] == "No log":
+                last[columns.index("Training Loss")] = "withheld"
+            if "" in columns:  # the table takes `eval_` off all names, and so all of `epsilon`
+                place = columns.index("")
+                for row in table.inner_table:
+                    del row[place : place + 1]
+            table.display()
+
     def _those(self, name: str) -> list[Any]:
         """Return the bars or tables that the trainer's callbacks show now."""
         found = (getattr(each, name, None) for each in self._seen.callbacks)
@@ -225,8 +236,9 @@ class Progress(Feature):
         for table in self._those("training_tracker"):
             columns = table.inner_table[0]
             place = state.global_step if columns[0] == "Step" else round(state.epoch or 0, 2)
+            is_new = table.inner_table[-1][0] != place  # else it keeps the metrics of its evaluation
             row: dict[str, object] = {
-                **dict.fromkeys(columns, "No log"),  # the table's first row must fill all columns
+                **dict.fromkeys(columns if is_new else (), "No log"),  # the first must fill all
                 columns[0]: place,
                 "Training Loss": logs.get("loss", "withheld"),
                 "Epsilon": logs["epsilon"],

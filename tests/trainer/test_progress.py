@@ -30,14 +30,17 @@ def test_planted_bar_that_waits_for_a_log_is_seen(tmp_path, capsys, monkeypatch)
 
 
 def test_the_notebook_table_has_an_epsilon_column(tmp_path, monkeypatch):
-    trainer = tiny.trainer(tmp_path, eval_strategy="steps", eval_steps=2, logging_steps=3)
+    trainer = tiny.trainer(tmp_path, eval_strategy="steps", eval_steps=2, logging_steps=2)
     notebook = NotebookProgressCallback()
-    trainer.add_callback(notebook)
+    trainer.callback_handler.callbacks.insert(0, notebook)  # where Trainer has it
 
     def table(*given, **named):
         return [list(row) for row in notebook.training_tracker.inner_table]
 
-    tables = watch(monkeypatch, notebook, "on_step_end", table)
+    tables = watch(monkeypatch, notebook, "on_train_end", before=table)
     trainer.train()
-    assert "Epsilon" in tables[-1][0]
-    assert tables[0][1][0] == 1 and tables[0][1][tables[0][0].index("Epsilon")] > 0
+    columns, *rows = tables[0]
+    assert columns == ["Step", "Training Loss", "Validation Loss", "Epsilon"]
+    assert [row[:2] for row in rows] == [[step, "withheld"] for step in (1, 2, 4)]
+    assert [row[2] != "No log" for row in rows] == [False, True, True]
+    assert 0 < rows[0][3] < rows[1][3] < rows[2][3]
