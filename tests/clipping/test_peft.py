@@ -395,8 +395,37 @@ OWN = {  # options beside target_modules and r
 def test_the_page_names_each_kind_once():
     """Kinds come with new versions of PEFT."""
     named = [kind for kinds in KINDS.values() for kind in kinds]
-    assert len(KINDS) == 5 and len(named) == len({*named})
+    assert len(KINDS) == 7 and len(named) == len({*named})
     assert {each.value.lower() for each in peft.PeftType} <= {*named}
+
+
+OF_DECODERS = {
+    "multitask_prompt_tuning": Case("gpt2_tied", peft.MultitaskPromptTuningConfig, task_type="CAUSAL_LM", num_tasks=2, **PREFIX),
+    "adaption_prompt": Case("llama", peft.AdaptionPromptConfig, task_type="CAUSAL_LM", adapter_layers=2, adapter_len=3),
+    "poly": Case("llama", peft.PolyConfig, task_type="CAUSAL_LM", target_modules=["q_proj"], r=2, n_tasks=2, n_skills=2),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OF_DECODERS)
+def test_it_is_what_the_page_says_of_decoders(kind):
+    case = OF_DECODERS[kind]
+    model, (status,) = case.build(), [s for s, kinds in KINDS.items() if kind in kinds]
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        task = {} if kind == "adaption_prompt" else {"task_ids": batch["input_ids"][:, 0] % 2}
+        logits = model(**{name: x for name, x in batch.items() if name != "labels"}, **task).logits
+        labels = batch["labels"][:, 1:]  # behind virtual tokens, if there are any
+        return token_mean(logits[:, -1 - labels.shape[1] : -1], labels)
+
+    examples = case.examples(model, (5, 2, 3))
+    expected = loop(model, examples, lambda model, example: loss(model, example)[0])
+    if "refused" in status:
+        with pytest.raises(HfDpError):
+            clipped(model, collate(model, examples), 1.0, STRATEGIES[0], loss=loss)
+    else:
+        batch, norm = collate(model, examples), expected.clipping_norm
+        assert_equal(*clipped(model, batch, norm, STRATEGIES[0], loss=loss), expected)
 
 
 @pytest.mark.slow
