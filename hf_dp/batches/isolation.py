@@ -14,7 +14,7 @@ import pickle
 import random
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -55,6 +55,18 @@ _NONE = object()  # no value; in a snapshot, a seed that is drawn when it is loa
 
 Space = dict[str, object] | type  # where names are bound to values
 _Words = hf.PreTrainedTokenizerBase
+
+
+class _Copies(pickle.Unpickler):
+    """Loads what an ``Isolated`` dumped; ``get`` returns what stands for a key."""
+
+    # A method, since Python 3.13.0 lets nobody set it (CPython issue 125631).
+    def __init__(self, file: io.BytesIO, get: Callable[[int], object]):
+        super().__init__(file)
+        self._get = get
+
+    def persistent_load(self, key: int) -> object:
+        return self._get(key)
 
 
 class Isolated(pickle.Pickler):
@@ -115,8 +127,7 @@ class Isolated(pickle.Pickler):
         before = [(space, dict(_vars(space))) for space in self._spaces.values()]
         sizes = [*map(len, self._tokenizers)]
         undo = [seed_in_place(each, random.getrandbits(63)) for each in self._generators]
-        load = pickle.Unpickler(io.BytesIO(self._snapshot))
-        load.persistent_load = self._get  # type: ignore[method-assign]
+        load = _Copies(io.BytesIO(self._snapshot), self._get)
         try:
             for space, name in self._fresh:
                 _put(space, name, load.load())
