@@ -66,17 +66,16 @@ def _texts(
     model: nn.Module, base: Any, lengths: Sequence[int], target_lengths: Sequence[int], choices: int
 ) -> list[Batch]:
     config, task = base.config, known_task(model)
-    # Funnel has no end token.
-    pad, eos = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
-    pad = pad if isinstance(pad, int) else 0
     vocabulary = base.get_input_embeddings().weight.shape[0]
+    pad, eos = getattr(config, "pad_token_id", None), _end_token(base)
+    pad = pad if isinstance(pad, int) else 0
     none = {pad, *placeholders_of(model)}
     tokens = torch.tensor([token for token in range(vocabulary) if token not in none])
     has_mask = "attention_mask" in inspect.signature(base.forward).parameters
     alone = []
     for length, target_length in zip(lengths, target_lengths, strict=True):
         ids = tokens[torch.randint(len(tokens), (choices if task == CHOICE else 1, length))]
-        if isinstance(eos, int) and 0 <= eos < vocabulary:
+        if eos is not None:
             ids[:, :-1][ids[:, :-1] == eos] = ids[0, 0] if ids[0, 0] != eos else tokens[0]
             ids[:, -1] = eos  # some heads read its position
             if eos != pad and length == max(lengths):
@@ -126,15 +125,22 @@ def _with_marks(model: nn.Module, example: Batch, row: Tensor) -> Batch:
     }
 
 
+def _end_token(base: Any) -> int | None:
+    """Return the end token; None where the vocabulary has none, whatever the configuration says."""
+    eos = getattr(getattr(base, "config", None), "eos_token_id", None)
+    vocabulary = base.get_input_embeddings().weight.shape[0]
+    return eos if isinstance(eos, int) and 0 <= eos < vocabulary else None
+
+
 def made_up_tokens(model: nn.Module, shape: tuple[int, ...], row: Tensor) -> Tensor:
     """Return valid token ids (..., T) without padding; the last is the end token, if any. Of a row
     (..., S), tokens that stand for images and the like remain at their places."""
     base = base_model(model)
     config = getattr(base, "config", None)
-    pad, eos = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
+    pad, eos = getattr(config, "pad_token_id", None), _end_token(base)
     others = (pad, eos, *placeholders_of(model))
     tokens = torch.full(shape, next(token for token in itertools.count(1) if token not in others))
-    if isinstance(eos, int):
+    if eos is not None:
         tokens[..., -1:] = eos  # some heads read its position
     row = row[..., : shape[-1]]
     here = tokens[..., : row.shape[-1]]

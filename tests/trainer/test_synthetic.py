@@ -14,7 +14,7 @@ from hf_dp.clipping import self_check
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.errors import DataError, SelfCheckError, UnsupportedModelError
 from hf_dp.losses import per_example_loss, task_of
-from hf_dp.run.synthetic import synthetic_examples
+from hf_dp.run.synthetic import made_up_tokens, synthetic_examples
 from hf_dp.run.training_data import padded_together
 
 
@@ -46,6 +46,16 @@ def test_a_config_that_knows_no_end_token():
     padded, alone = synthetic_batches(hf.FunnelForSequenceClassification(config))
     assert padded["input_ids"].shape == (3, 12)
     assert [row["input_ids"].shape[1] for row in alone] == [7, 12, 4]
+
+
+def test_an_end_token_outside_the_vocabulary_is_none():
+    """GPT-2's configuration has 50256, whatever the size of its vocabulary."""
+    model = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2))
+    for tokens in (
+        synthetic_batches(model)[0]["input_ids"],
+        made_up_tokens(model, (1, 5), torch.ones(1, 3, dtype=torch.long)),
+    ):
+        assert tokens.max() < 64 < model.config.eos_token_id
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
