@@ -236,7 +236,7 @@ class Progress(Feature):
         for table in self._those("training_tracker"):
             columns = table.inner_table[0]
             place = state.global_step if columns[0] == "Step" else round(state.epoch or 0, 2)
-            is_new = table.inner_table[-1][0] != place  # else it keeps the metrics of its evaluation
+            is_new = table.inner_table[-1][0] != place  # else it keeps its metrics
             row: dict[str, object] = {
                 **dict.fromkeys(columns if is_new else (), "No log"),  # the first must fill all
                 columns[0]: place,
