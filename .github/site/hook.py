@@ -174,7 +174,8 @@ def _output(output: dict[str, Any]) -> str:
         return f'<img alt="the figure that this cell draws" src="{source}">'
     if "text/html" in text:
         return f'<div class="output">{text["text/html"]}</div>'
-    return f"````{{.text .output .no-copy}}\n{text['text/plain'].rstrip()}\n````"
+    plain = text["text/plain"].strip()  # nothing, where a bar has gone
+    return plain and f"````{{.text .output .no-copy}}\n{plain}\n````"
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
