@@ -374,15 +374,17 @@ _FIGURE = re.compile(r"<!-- figure: (\w+) -->")
 @functools.cache
 def figure(name: str) -> str:
     """Return a figure of :data:`FIGURES` as SVG whose ink is the page's, and how it is made."""
+    if name not in FIGURES:
+        raise PluginError(f"A page asks for the figure {name!r}, which FIGURES does not have.")
+    source, axes, caption = FIGURES[name]
     try:
-        source, axes, caption = FIGURES[name]
         with tempfile.TemporaryDirectory() as folder:
             records, picture = Path(folder) / "records.json", Path(folder) / "figure.svg"
             records.write_text(_records(source), encoding="utf-8")
             _printed(["figure", str(records), *shlex.split(axes), "-o", str(picture)], name)
             drawn = picture.read_text(encoding="utf-8")
-    except (OSError, KeyError) as problem:
-        raise PluginError(f"The figure {name!r} cannot be drawn: {problem!r}") from problem
+    except OSError as problem:
+        raise PluginError(f"The figure {name!r} cannot be drawn: {problem}") from problem
     drawn = re.sub(r"^.*?(?=<svg)|<metadata>.*?</metadata>|<style.*?</style>", "", drawn, flags=re.S)
     drawn = drawn.replace("#000000", "currentColor").replace("#ffffff", "none")
     made = f"{source} --json > made.json" if source.startswith("hf-dp ") else source
