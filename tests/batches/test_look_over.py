@@ -104,7 +104,7 @@ def with_row(model=bert, side="right", **columns):
 
 
 BESIDE_TOKENS = {
-    "fewer labels than tokens": (with_row(model=token_model, label=[0, 1]), r"`labels` has shape \(1, 2\), and `input_ids`"),
+    "fewer labels than tokens": (with_row(model=token_model, label=[0, 1]), r"`labels` has shape \(1, 2\), but `input_ids`"),
     "a longer mask": (with_row(attention_mask=[1] * 4), r"`attention_mask` has shape \(1, 4\)"),
     "no tokens": (with_row(input_ids=[], attention_mask=[]), "it has no tokens|is a float32 tensor"),
     "a mask of zeros": (with_row(attention_mask=[0, 0, 0]), "its attention_mask is 0 everywhere"),

@@ -281,7 +281,7 @@ def test_a_heat_map_for_each_selection_of_frost(draw, capsys):
     ("words", "message"),
     [
         (["--y", "bleu"], "'metrics.accuracy', 'zero_shot.accuracy'], got 'bleu'"),
-        (["--y", "accuracy"], "['metrics.accuracy', 'zero_shot.accuracy'], which differ"),
+        (["--y", "accuracy"], "['metrics.accuracy', 'zero_shot.accuracy'] differ"),
         (["--x", "recipe"], "has a number for each of"),
         (["--by", "famly"], "got 'famly'"),
         (["-o", "a.foo"], "to end in one of"),

@@ -103,7 +103,7 @@ def test_zero_shot_is_the_base_itself(recipe, base):
         ({"validation_split": ["test"]}, "The split 'test' .* could not be loaded"),
         ({"max_length": 49}, "`max_length` to be no more tokens than the model has positions"),
         ({"max_length": 12.5}, "--max_length/--max-length: invalid int value: '12.5'"),
-        ({"model_name_or_path": "package:json"}, "'json' carries no model"),
+        ({"model_name_or_path": "package:json"}, "'json' contains no model"),
         ({"validation_split": ["train[:20]"]}, "the evaluation set holds rows equal to training rows.*Pass a held-out set"),
         ({"validation_split": ["validation_matched+train"]}, "the evaluation set holds rows equal to training rows"),
         ({"freeze": ["bert", "cls"]}, "no trainable parameter"),

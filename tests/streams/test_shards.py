@@ -257,7 +257,7 @@ def test_a_killed_task_goes_on_with_the_same_data_alone(tmp_path, monkeypatch):
         dying(patch, 5)
         with pytest.raises(Killed):
             shard(data, expected_batch_size=100.1, **poisson)
-    with pytest.raises(DataError, match=r"expected_batch_size was 100\.1 and not 100\.2"):
+    with pytest.raises(DataError, match=r"expected_batch_size was 100\.1 instead of 100\.2"):
         shard(data, expected_batch_size=100.2, **poisson)  # of as many steps
     os.utime(data[0], (1, 1))
     with pytest.raises(DataError, match="whose source was"):

@@ -155,7 +155,7 @@ def test_label_words_that_cannot_work_are_refused():
         label_word_ids(bert(), words(a="é中", b="great"), ["a", "b"])
     with pytest.raises(InvalidArgumentError, match="different tokens"):
         label_word_ids(bert(), words(a="Great", b="great"), ["a", "b"])
-    with pytest.raises(DataError, match=r"no word for \['c'\], .* no class \['b'\]"):
+    with pytest.raises(DataError, match=r"no word for \['c'\], .*\['b'\] are no classes"):
         label_word_ids(bert(), words(a="great", b="terrible"), ["a", "c"])
 
 
