@@ -115,7 +115,8 @@ def decoded(stored: Stored | None) -> Image:
 def _is_deep(image: ImageFile) -> bool:
     """Return whether a PIL image that is not decoded yet has more than 8 bits a channel."""
     bits = getattr(image, "tag_v2", {}).get(_BITS_PER_SAMPLE, 8)
-    layout = [tile.args if isinstance(tile.args, tuple) else (tile.args,) for tile in image.tile]
+    found = [args for *_, args in image.tile]  # a tile has names from Pillow 11 on
+    layout = [args if isinstance(args, tuple) else (args,) for args in found]
     largest = [args[1] for args in layout if image.format == "PPM" and len(args) == 2]
     return (
         image.mode.startswith(("I", "F"))
