@@ -298,7 +298,7 @@ def _is_whole(value: object) -> bool:
 def _names(value: type | types.FunctionType) -> set[str]:
     """Return the names in the code of a function or class, and those of a class's functions."""
     members = dict(vars(value)) if isinstance(value, type) else {value.__name__: value}
-    members.pop("__annotate_func__", None)  # from Python 3.14 on: no row runs what a class annotates
+    members.pop("__annotate_func__", None)  # since Python 3.14; no row runs annotations
     names = {name for name, each in members.items() if isinstance(each, (*_FUNCTIONS, _CACHED))}
     code = [getattr(each, "__func__", getattr(each, "fget", each)) for each in members.values()]
     for each in code:  # grows
