@@ -207,7 +207,7 @@ def test_an_image_is_turned_upright():
 def test_a_format_whose_depth_is_not_known_is_refused():
     file = io.BytesIO()
     picture(3).save(file, "jpeg2000")
-    with pytest.raises(DataError, match="the format JPEG2000, .* not known .* Save it as PNG"):
+    with pytest.raises(DataError, match="the format JPEG2000, .* cannot tell .* Save it as PNG"):
         decoded({"bytes": file.getvalue(), "path": None})
 
 
