@@ -46,9 +46,7 @@ def with_weights(
 
     if gguf_file is not None:
         options |= {**reading(gguf_file), "dtype": torch.float32}
-        # Before transformers 5.23 all files were dequantized, and there was nothing to say.
-        if (config := getattr(transformers, "GgufConfig", None)) is not None:
-            options["quantization_config"] = config(dequantize=True)
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model, info = auto.from_pretrained(path, output_loading_info=True, **options)
     if gguf_file is not None:
         remember_file(dequantized(model), gguf_file)

@@ -130,9 +130,9 @@ _AS_ADDED = (
     "{all}"
 )
 _IN_A_GROUP = (
-    "Its group then has another gradient, of any direction, and epsilon is that of such a move: so "
-    "it holds for a row that another replaces, too. Adding or removing a row is not covered, "
-    "because others would move into other groups"
+    "Its group then has a different gradient, of any direction, and epsilon covers any such move; "
+    "so it also holds for a row that is replaced by another. Adding or removing a row is not "
+    "covered, because others would move into other groups"
 )
 _RELEASES = {
     EVALUATION_ON_TRAINING_ROWS: " (metrics computed on training rows)",
