@@ -117,7 +117,9 @@ def run_experts(
     def product(of: nn.Module, name: str, layout: Layout, x: Tensor) -> Tensor:
         parameter, x = of.get_parameter(name), x.to(matmul_dtype(x))
         weights = layout.weights(tape.constant(parameter)).mT
-        output = torch.cat([part @ of_one for part, of_one in zip(x.split(counts), weights)])
+        pairs = zip(x.split(counts), weights)
+        # PEFT keeps adapters of a bfloat16 base in float32.
+        output = torch.cat([part @ of_one.to(part.dtype) for part, of_one in pairs])
         if not (parameter.requires_grad and torch.is_grad_enabled()):
             return output
         tape.note_forward(of, name)
