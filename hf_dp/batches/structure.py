@@ -182,5 +182,5 @@ def _leaf(value: object) -> Leaf:
 
 
 def _describe(leaf: Leaf) -> str:
-    kind = f"a {leaf.dtype} tensor with {len(leaf.least)} dimensions"
+    kind = f"a tensor of {leaf.dtype} with {len(leaf.least)} dimensions"
     return kind if leaf.is_tensor else leaf.dtype

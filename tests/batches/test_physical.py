@@ -203,11 +203,11 @@ def test_structures_and_plain_values():
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"labels": torch.tensor([1.0])}, r"`labels` is a float32 tensor with 1 dimensions, and a int64 tensor"),
+        ({"labels": torch.tensor([1.0])}, r"`labels` is a tensor of float32 with 1 dimensions, but a tensor of int64"),
         ({"labels": torch.tensor([[1]])}, "a int64 tensor with 2 dimensions"),
         ({}, r"it lacks \['labels'\]"),
         ({"labels": torch.tensor([1]), "more": torch.tensor([1])}, r"adds \['more'\]"),
-        ({"labels": 3}, "`labels` is 3, and a int64 tensor"),
+        ({"labels": 3}, "`labels` is 3, but a tensor of int64"),
     ],
 )  # fmt: skip
 def test_examples_of_another_kind_are_refused(other, message):
@@ -217,7 +217,7 @@ def test_examples_of_another_kind_are_refused(other, message):
 
 
 def test_constants_that_differ_are_refused():
-    with pytest.raises(DataError, match="`length` is 4, and 3 in the first row"):
+    with pytest.raises(DataError, match="`length` is 4, but 3 in the first row"):
         together(RIGHT, {"length": 3}, {"length": 4})
 
 

@@ -93,7 +93,7 @@ def test_nothing_is_searched_beyond_a_draw_or_a_size_that_is_given(tmp_path, art
 REFUSED = {
     "too little memory": (16, 1, DoesNotFitError, r"1 example of 16 token.*gradient_checkpointing"),
     "no length": (None, 10**6, InvalidArgumentError, "`auto_physical_batch_length` to be the num"),
-    "a longer row": (5, 10**6, DataError, r"`input_ids` of a row has 8 .*at most 5"),
+    "a longer row": (5, 10**6, DataError, r"`input_ids` of a row has 8 .*at 5"),
 }
 
 

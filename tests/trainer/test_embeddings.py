@@ -197,7 +197,7 @@ def test_what_is_saved_is_a_sentence_transformer_with_its_card(tmp_path):
     card = " ".join((folder / "README.md").read_text().split())
     for said in (
         "zero-out of one row of the training set of 22 rows", "each group of 3 rows, formed by their places",
-        "it holds for a row that another replaces, too", "library_name: sentence-transformers",
+        "it also holds for a row that is replaced by another", "library_name: sentence-transformers",
         "loss_module MultipleNegativesRankingLoss",
     ):  # fmt: skip
         assert said in card
