@@ -204,7 +204,7 @@ def test_structures_and_plain_values():
     ("other", "message"),
     [
         ({"labels": torch.tensor([1.0])}, r"`labels` is a tensor of float32 with 1 dimensions, but a tensor of int64"),
-        ({"labels": torch.tensor([[1]])}, "a int64 tensor with 2 dimensions"),
+        ({"labels": torch.tensor([[1]])}, "a tensor of int64 with 2 dimensions"),
         ({}, r"it lacks \['labels'\]"),
         ({"labels": torch.tensor([1]), "more": torch.tensor([1])}, r"adds \['more'\]"),
         ({"labels": 3}, "`labels` is 3, but a tensor of int64"),
