@@ -193,7 +193,10 @@ def test_a_size_that_grew_after_the_check_is_refused(tmp_path):
     trainer.run.check_engine()
     trainer.args.per_device_train_batch_size = 4
     run = trainer.training.sync()  # as each step does
-    with run.engine() as engine, pytest.raises(UnsupportedArgumentError, match="got 4: the self-check never"):
+    with (
+        run.engine() as engine,
+        pytest.raises(UnsupportedArgumentError, match="got 4: the self-check never"),
+    ):
         run.feed(engine, [])
     with pytest.raises(SelfCheckError, match="`table_dropout` draws"):
         trainer.run.check_engine()
