@@ -106,7 +106,7 @@ def with_row(model=bert, side="right", **columns):
 BESIDE_TOKENS = {
     "fewer labels than tokens": (with_row(model=token_model, label=[0, 1]), r"`labels` has shape \(1, 2\), but `input_ids`"),
     "a longer mask": (with_row(attention_mask=[1] * 4), r"`attention_mask` has shape \(1, 4\)"),
-    "no tokens": (with_row(input_ids=[], attention_mask=[]), "it has no tokens|is a float32 tensor"),
+    "no tokens": (with_row(input_ids=[], attention_mask=[]), "it has no tokens|is a tensor of float32"),
     "a mask of zeros": (with_row(attention_mask=[0, 0, 0]), "its attention_mask is 0 everywhere"),
     "a mask that begins with zero": (with_row(attention_mask=[0, 1, 1]), "its attention_mask begins with 0"),
     "a hole beside left padding": (with_row(model=gpt2, side="left", label=[4, 5, 6], attention_mask=[1, 0, 1]), "has a hole"),
@@ -141,7 +141,7 @@ def listed(change):
     ("change", "message"),
     [
         (lambda row: row.pop("label"), r"Row 7 .*it lacks \['labels'\]"),
-        (lambda row: row.update(label=0.5), "Row 7 .*`labels` is a float32 tensor"),
+        (lambda row: row.update(label=0.5), "Row 7 .*`labels` is a tensor of float32"),
         (lambda row: row.update(label="good"), "Row 7 of the training set has the text 'good' as `label`"),
     ],
 )  # fmt: skip
