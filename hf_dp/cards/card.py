@@ -105,6 +105,7 @@ def _title(statement: PrivacyStatement, details: CardDetails) -> str:
 
 
 def _unit(statement: PrivacyStatement) -> str:
+    """Return what a card's first line says is protected, in a few words."""
     if statement.plan.users is not None:
         return f"one {statement.plan.users.name}"
     row = "one chunk of a text" if statement.rows_are_chunks else "one row of the training set"

@@ -128,8 +128,9 @@ def _with_marks(model: nn.Module, example: Batch, row: Tensor) -> Batch:
 def _end_token(base: Any) -> int | None:
     """Return the end token; None where the vocabulary has none, whatever the configuration says."""
     eos = getattr(getattr(base, "config", None), "eos_token_id", None)
-    vocabulary = base.get_input_embeddings().weight.shape[0]
-    return eos if isinstance(eos, int) and 0 <= eos < vocabulary else None
+    if not isinstance(eos, int) or not hasattr(base, "get_input_embeddings"):
+        return None  # as of a module of one's own
+    return eos if 0 <= eos < base.get_input_embeddings().weight.shape[0] else None
 
 
 def made_up_tokens(model: nn.Module, shape: tuple[int, ...], row: Tensor) -> Tensor:

@@ -36,8 +36,8 @@ _AT_ONCE = 2**24  # numbers of both factors that are put in order for norms at o
 
 
 class Layout(NamedTuple):
-    """How a parameter holds the weights of all experts, (E, out, in): the view of a parameter as
-    such weights, and gradients of such weights, (E, out, in), as the parameter's."""
+    """Turns a parameter into the weights of all experts, (E, out, in), as a view of it, and
+    gradients of such weights, (E, out, in), into the parameter's shape."""
 
     weights: Callable[[Tensor], Tensor]
     gradients: Callable[[Tensor], Tensor]
