@@ -153,7 +153,7 @@ class Training:
         """Do what Trainer does."""
         return stock()
 
-    loader = operations = batch_size = search = _as_trainer
+    loader = operations = batch_size = gradient_norm = search = _as_trainer
 
     def log(self, logs: dict[str, float], stock: Callable[[dict[str, float]], None]) -> None:
         """Log. Args: stock: takes what is logged."""

@@ -217,6 +217,12 @@ class DPTrainer(Publishing):
         self.tuner.tune(self.optimizer)
         return self.optimizer
 
+    def _get_grad_norm(
+        self, model: nn.Module, grad_norm: Tensor | float | None = None
+    ) -> Tensor | float | None:
+        stock = partial(super()._get_grad_norm, model, grad_norm)
+        return stock() if grad_norm is not None else self.training.gradient_norm(stock)
+
     def floating_point_ops(self, inputs: Batch) -> int:
         """Return 0 in private modes: the sum over steps would reveal the sizes of the samples."""
         return self.training.operations(partial(super().floating_point_ops, inputs))

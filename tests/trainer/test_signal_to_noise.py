@@ -4,6 +4,8 @@ import math
 
 import pytest
 import tiny
+import torch
+from torch import nn
 from watch import watch
 
 from hf_dp.cli.tasks import signal_to_noise
@@ -60,6 +62,15 @@ def test_where_gradients_are_not_the_noised_sum_none_is_logged_and_the_mean_is_o
     assert signal_to_noise(trainer.state.log_history) == {}
     logs = [{"signal_to_noise": of, "step": step} for of, step in ((1.0, 1), (2.0, 30), (9.0, 31))]
     assert signal_to_noise([*logs, {"loss": 3.0}]) == {"signal_to_noise": 1.5}
+
+
+def test_the_norm_of_a_large_gradient_is_not_that_of_float32(tmp_path):
+    trainer = tiny.trainer(tmp_path)
+    model = nn.Linear(10**7, 3, bias=False)
+    model.weight.grad = torch.full_like(model.weight, 0.1)
+    trainer.model = model
+    assert float(trainer._get_grad_norm(model)) == pytest.approx(0.1 * (3e7) ** 0.5, rel=1e-6)
+    assert trainer._get_grad_norm(model, 2.0) == 2.0
 
 
 # -- measured, where the user lets the norms out ---
