@@ -42,7 +42,7 @@ def table() -> str:
         }
         claimed = [epsilons[name] if statement.proven else "none" for name in ("pld", "rdp", "prv")]
         name = folder.relative_to(CARDS).as_posix()
-        score = _accuracy(details)
+        score, said = _score(details)
         rows.append(
             (
                 details.dataset or "",
@@ -51,21 +51,21 @@ def table() -> str:
                 f"| [{statement.plan.words.name}: {name}]({name}/README.md) "
                 f"| {details.task_tag}, {details.dataset} | {details.base_model} "
                 f"| {re.split(r': |, (?=[a-z])', statement.facts.trained)[0]} "
-                f"| {' | '.join(claimed)} | accuracy {100 * score:.1f} % | {_link(details)} |",
+                f"| {' | '.join(claimed)} | {said} | {_link(details)} |",
             )
         )
     return "\n".join([_HEAD, *(row for *_, row in sorted(rows))])
 
 
-def _accuracy(details: CardDetails) -> float:
-    """Return the accuracy on the evaluation set that the card's data set has, or the only one."""
-    found = {
-        split: value
-        for name, value in details.metrics.items()
-        for split, metric in [of_metric(name, None)]
-        if metric == "accuracy"
-    }
-    return found[None] if None in found else found["validation"]
+def _score(details: CardDetails) -> tuple[float, str]:
+    """Return the accuracy on the evaluation set that the card's data set has, or the only one, or
+    BLEU; and the same in words."""
+    found = {of_metric(name, None): value for name, value in details.metrics.items()}
+    for split in (None, "validation"):
+        if (accuracy := found.get((split, "accuracy"))) is not None:
+            return accuracy, f"accuracy {100 * accuracy:.1f} %"
+    bleu = found[None, "bleu"]
+    return bleu, f"BLEU {bleu:.1f}"
 
 
 def _link(details: CardDetails) -> str:

@@ -164,6 +164,8 @@ METRICS = frozenset(
     "perplexity precision recall rouge rouge1 rouge2 rougeL rougeLsum sacrebleu spearmanr ter "
     "wer".split()
 )
+# Ours with a task's name before the Hub's, where a Trainer has the name of an evaluation set.
+_OF_A_TASK = {"e2e_nist": "nist", "bertscore_f1": "bertscore", "dialog_f1": "f1"}
 KEY = "differential_privacy"
 TAG = "hf_dp"
 CLAIMS = ("differential-privacy", "dp-sgd")  # a search for them must not find what is not private
@@ -227,11 +229,12 @@ def of_metric(name: str, split: str | None) -> tuple[str | None, str]:
     """Return split and metric of a Trainer's name: "eval_validation_matched_f1" is the f1 of
     "validation_matched"; where the name has no split, it is ``split``."""
     text = name.removeprefix("eval_")
-    for metric in sorted(METRICS, key=len, reverse=True):
-        if text == metric:
+    for known in sorted((*METRICS, *_OF_A_TASK), key=len, reverse=True):
+        metric = _OF_A_TASK.get(known, known)
+        if text == known:
             return split, metric
-        if text.endswith(f"_{metric}"):
-            return text.removesuffix(f"_{metric}"), metric
+        if text.endswith(f"_{known}"):
+            return text.removesuffix(f"_{known}"), metric
     return split, text
 
 

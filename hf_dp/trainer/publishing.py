@@ -329,7 +329,7 @@ def _public_settings(args: DPTrainingArguments) -> dict[str, object]:
         "lr_scheduler_type",
         "warmup_steps",
         "weight_decay",
-        "num_train_epochs",
+        "max_steps" if args.max_steps > 0 else "num_train_epochs",
         "per_device_train_batch_size",
         "seed",
     ]

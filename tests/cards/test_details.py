@@ -53,7 +53,10 @@ def test_metadata_survives_a_round_trip_and_keeps_the_rules(tmp_path: Path) -> N
     details = CardDetails(
         **license, model_name="m", base_model="org/base", dataset="nyu-mll/glue/mnli",
         evaluation_split="validation", task_tag="text-classification", language=["en", "zh-Hant"],
-        metrics={"eval_accuracy": 0.5, "eval_validation_matched_f1": 0.25, "eval_loss": 1.0},
+        metrics={
+            "eval_accuracy": 0.5, "eval_validation_matched_f1": 0.25, "eval_loss": 1.0,
+            "eval_e2e_nist": 7.0, "eval_test_bertscore_f1": 0.75, "eval_e2e_rouge_l": 0.625,
+        },
         repository="org/m",
     )  # fmt: skip
     text = render_card(statement_of(), details)
@@ -70,7 +73,10 @@ def test_metadata_survives_a_round_trip_and_keeps_the_rules(tmp_path: Path) -> N
         for metric in result["metrics"]
         if result["dataset"]["config"] == "mnli"
     }
-    assert scores == {("validation", "accuracy"): 0.5, ("validation_matched", "f1"): 0.25}
+    assert scores == {
+        ("validation", "accuracy"): 0.5, ("validation_matched", "f1"): 0.25,
+        ("validation", "nist"): 7.0, ("test", "bertscore"): 0.75,
+    }  # fmt: skip
     assert str(data) == text.split("---\n")[1].rstrip()
     assert "hf-dp verify org/m" in text
 
@@ -91,7 +97,9 @@ def test_what_the_user_gave_survives_later_saves_and_a_resume(tmp_path: Path) ->
     again = tiny.trainer(tmp_path, **arguments)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     again.save_model()
-    assert ModelCard.load(tmp_path / "README.md").data.license == "mit"
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.license == "mit"
+    assert "; max_steps 2;" in card.content and "num_train_epochs" not in card.content
 
 
 @pytest.fixture(scope="module")

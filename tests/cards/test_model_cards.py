@@ -11,6 +11,7 @@ from hf_dp.statement.evidence import FILE_NAME
 CARDS_OF = {
     "sst2": "full_eps8 frost_eps2 dp_fp_published dp_fp_private_encoder_eps8",
     "cifar10": "full_eps0.5",
+    "e2e": "smollm2_lora_eps8",
 }
 
 
