@@ -62,7 +62,13 @@ class Examples(Dataset[Example]):
             return [look(partial(self._example, index)) for index in indices]
 
     def _example(self, index: int) -> Example:
-        return self._collated(self._row(index), f"Row {index} of the training set")
+        return self._collated(self._row(index), self.name(index))
+
+    def name(self, index: int) -> str:
+        """Return what errors call an example: its row, or the rows of its group."""
+        rows = getattr(self.dataset, "rows_per_group", 1)
+        which = f"Row {index}" if rows == 1 else f"Rows {index * rows} to {(index + 1) * rows - 1}"
+        return f"{which} of the training set"
 
     def row(self, index: int) -> Row:
         """Return a row of the data set, as the collator gets it."""
@@ -100,12 +106,12 @@ class Examples(Dataset[Example]):
             raise
         except Exception as problem:  # a damaged file, a transform that fails
             raise DataError(
-                f"Row {index} of the training set cannot be read ({type(problem).__name__}: "
+                f"{self.name(index)} cannot be read ({type(problem).__name__}: "
                 f"{problem}). Repair it, or leave it out. If a transform needs a column that the "
                 "model's forward does not take, set remove_unused_columns=False."
             ) from problem
         # A collator may pop columns or write into lists, which rows of the data set may share.
-        return row if self._rows_are_fresh else _copied(row, index)
+        return row if self._rows_are_fresh else _copied(row, self.name(index))
 
     def _collated(self, row: Row, which: str) -> Example:
         try:
@@ -166,11 +172,11 @@ def _is_one_example(leaf: object) -> bool:
     return not isinstance(leaf, list) or len(leaf) == 1
 
 
-def _copied(row: Row, index: int) -> Row:
+def _copied(row: Row, which: str) -> Row:
     try:
         return copy.deepcopy(row)
     except Exception as problem:
         raise DataError(
-            f"Row {index} of the training set cannot be copied ({problem}), so a collator could "
+            f"{which} cannot be copied ({problem}), so a collator could "
             "change what other rows share with it. Let rows hold only values, tensors and images."
         ) from problem

@@ -84,9 +84,7 @@ def look_over(
             found.layout.add(example)
             limits.check(example)
         except DataError as problem:
-            raise DataError(
-                f"Row {index} of the training set cannot be trained on: {problem}"
-            ) from problem
+            raise DataError(f"{examples.name(index)} cannot be trained on: {problem}") from problem
         found.without_target += not has_target(example)
         length = tokens_of(example)
         if length > most:

@@ -521,7 +521,7 @@ def refuse_ids_beyond_tables(
                 except Exception as problem:
                     said = problem if isinstance(problem, HfDpError) else repr(problem)
                     raise DataError(
-                        f"Row {index} of the training set cannot be trained on: {said} Correct "
+                        f"{examples.name(index)} cannot be trained on: {said} Correct "
                         f"one of its columns {columns}, or leave the row out."
                     ) from problem
                 lookups.most = max(lookups.most, lookups.count)

@@ -262,3 +262,14 @@ def test_what_couples_rows_is_refused_with_the_next_move(
     made = model(tmp_path)
     with pytest.raises(error, match=match):
         trainer(tmp_path, made, rows(texts), loss(made), **options)
+
+
+def test_an_error_names_the_rows_of_a_group(tmp_path):
+    made = model(tmp_path)
+    bad = Dataset.from_list(
+        [row if i != 4 else row | {"text_1": None} for i, row in enumerate(rows(2))]
+    )
+    options = {"rows_per_group": 3, "expected_batch_size": 2}
+    tested = trainer(tmp_path, made, bad, RANKING(made), **options)
+    with pytest.raises(DataError, match="^Rows 3 to 5 of the training set, collated"):
+        tested.train()
