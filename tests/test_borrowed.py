@@ -32,6 +32,7 @@ OVERRIDDEN = {
     "LNTuningModel._unload_and_optionally_merge": "self merge progressbar safe_merge adapter_names",
     "RewardTrainer._prepare_dataset": "self dataset processing_class args dataset_name",
     "SFTTrainer._prepare_dataset": "self dataset processing_class args packing formatting_func dataset_name",
+    "Trainer._get_grad_norm": "self model grad_norm",
     "Trainer._get_output_dir": "self trial",
     "Trainer._load_best_model": "self",
     "Trainer._load_from_checkpoint": "self resume_from_checkpoint model",
