@@ -164,7 +164,7 @@ METRICS = frozenset(
     "perplexity precision recall rouge rouge1 rouge2 rougeL rougeLsum sacrebleu spearmanr ter "
     "wer".split()
 )
-# Ours with a task's name before the Hub's, where a Trainer has the name of an evaluation set.
+# The Hub's names of our metrics that begin with a task's name, which is no evaluation set.
 _OF_A_TASK = {"e2e_nist": "nist", "bertscore_f1": "bertscore", "dialog_f1": "f1"}
 KEY = "differential_privacy"
 TAG = "hf_dp"

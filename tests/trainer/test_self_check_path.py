@@ -161,9 +161,7 @@ def test_nothing_of_a_real_row_is_in_a_made_up_one():
     torch.manual_seed(0)
     made = made_up_rows([row, row], examples)
     shown = re.sub("0x[0-9A-F]+", "", repr(made))  # without addresses
-    assert not re.search("77777|77[.]777", shown) and [
-        len(each["attention_mask"]) for each in made
-    ] == [3, 6]
+    assert "777" not in shown and [len(each["attention_mask"]) for each in made] == [3, 6]
     types = {name: type(value) for name, value in row.items() if name != "image"}
     for each in made:
         image = each.pop("image")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import tiny_images
 import torch
@@ -56,7 +58,8 @@ def test_an_end_token_outside_the_vocabulary_is_none():
         made_up_tokens(model, (1, 5), torch.ones(1, 3, dtype=torch.long)),
     ):
         assert tokens.max() < 64 < model.config.eos_token_id
-    own = torch.nn.Linear(2, 2)  # a module without a configuration
+    own = torch.nn.Linear(2, 2)  # a module without embeddings of transformers' kind
+    own.config = SimpleNamespace(eos_token_id=1)
     assert made_up_tokens(own, (1, 3), torch.ones(1, 2, dtype=torch.long)).tolist() == [[1, 1, 1]]
 
 
