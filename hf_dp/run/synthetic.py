@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from hf_dp.batches.padding import LABELS
 from hf_dp.batches.structure import Row, is_picture
 from hf_dp.errors import DataError, UnsupportedModelError
-from hf_dp.losses import CHOICE, IGNORED_LABEL, base_model, known_task, placeholders_of, targets_of
+from hf_dp.losses import (
+    CHOICE,
+    IGNORED_LABEL,
+    base_model,
+    known_task,
+    placeholders_of,
+    reads_before_padding,
+    targets_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -67,7 +75,7 @@ def _texts(
 ) -> list[Batch]:
     config, task = base.config, known_task(model)
     vocabulary = base.get_input_embeddings().weight.shape[0]
-    pad, eos = getattr(config, "pad_token_id", None), _end_token(base)
+    pad, eos = getattr(config, "pad_token_id", None), _end_token(model)
     pad = pad if isinstance(pad, int) else 0
     none = {pad, *placeholders_of(model)}
     tokens = torch.tensor([token for token in range(vocabulary) if token not in none])
@@ -125,11 +133,16 @@ def _with_marks(model: nn.Module, example: Batch, row: Tensor) -> Batch:
     }
 
 
-def _end_token(base: Any) -> int | None:
-    """Return the end token; None where the vocabulary has none, whatever the configuration says."""
-    eos = getattr(getattr(base, "config", None), "eos_token_id", None)
+def _end_token(model: nn.Module) -> int | None:
+    """Return the end token; None where the vocabulary has none, whatever the configuration says,
+    and where a class is read before it, because it pads."""
+    base: Any = base_model(model)
+    config = getattr(base, "config", None)
+    eos = getattr(config, "eos_token_id", None)
     if not isinstance(eos, int) or not hasattr(base, "get_input_embeddings"):
         return None  # as of a module of one's own
+    if eos == getattr(config, "pad_token_id", None) and reads_before_padding(model):
+        return None
     return eos if 0 <= eos < base.get_input_embeddings().weight.shape[0] else None
 
 
@@ -138,7 +151,7 @@ def made_up_tokens(model: nn.Module, shape: tuple[int, ...], row: Tensor) -> Ten
     (..., S), tokens that stand for images and the like remain at their places."""
     base = base_model(model)
     config = getattr(base, "config", None)
-    pad, eos = getattr(config, "pad_token_id", None), _end_token(base)
+    pad, eos = getattr(config, "pad_token_id", None), _end_token(model)
     others = (pad, eos, *placeholders_of(model))
     tokens = torch.full(shape, next(token for token in itertools.count(1) if token not in others))
     if eos is not None:
