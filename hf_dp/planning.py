@@ -234,8 +234,8 @@ def _batch_and_steps(count: int, epochs: float | None) -> tuple[int, int, str, s
     else:
         wanted = min(wanted * epochs / needed, count)
         why = (
-            f"{epochs:g} epochs in {STEPS} steps: at a fixed number of steps a larger batch is "
-            f"always better ({LI}, section 3.1.1 and figure 3)"
+            f"{min(epochs, STEPS * wanted / count):.4g} epochs in {STEPS} steps: at a fixed number "
+            f"of steps a larger batch is always better ({LI}, section 3.1.1 and figure 3)"
         )
     return max(1, round(wanted)), steps, why, why_steps
 

@@ -72,8 +72,8 @@ class TruncatedPoissonSampledGaussian(NoisedSum):
     """A :class:`PoissonSampledGaussian` whose samples are truncated to ``max_batch_size``.
 
     A larger Poisson sample is truncated uniformly at random. An example can then push another out
-    of the sample, which costs more than leaving one out. The analysis is that of Chua et al. 2025
-    (arXiv 2508.15089).
+    of the sample, which costs more than leaving one out. The analysis is that of Ganesh 2025 (arXiv
+    2508.15089).
 
     Args:
         sample_rate: that of the sample before it is truncated.

@@ -116,9 +116,11 @@ def _of_a_run(args: argparse.Namespace) -> Found:
 
 def _ledger(args: argparse.Namespace) -> Found:
     """Compute again what a run recorded."""
-    from hf_dp.accounting.accountants import compare
+    from hf_dp.accounting.accountants import Answer, compare
     from hf_dp.run.witnesses import read_run
-    from hf_dp.statement.evidence import disagreements
+    from hf_dp.statement.evidence import disagreements, earlier_runs
+    from hf_dp.statement.facts import Weaknesses
+    from hf_dp.statement.statement import observed, why_not_private
     from hf_dp.statement.wording import STATUSES
 
     evidence = read_run(args.path)
@@ -136,7 +138,11 @@ def _ledger(args: argparse.Namespace) -> Found:
         )
     every = args.cross_check and not args.accountant
     names = ACCOUNTANTS if every else [args.accountant or evidence.plan.accountant]
-    answers = compare(evidence.ledger.events, evidence.plan.delta, names)
+    runs = Weaknesses(earlier=earlier_runs(evidence))
+    if reason := why_not_private(evidence.ledger, runs) or "; ".join(observed(runs)):
+        answers = tuple(Answer(name, None, reason) for name in names)
+    else:
+        answers = compare(evidence.ledger.events, evidence.plan.delta, names)
     rows = evidence.ledger.to_list()
     found: dict[str, object] = {
         "status": evidence.status,

@@ -271,27 +271,31 @@ def model_size(name: str) -> dict[str, object]:
 def spent_together(cells: Sequence[Cell]) -> str:
     """Return what all private runs of the sweep, unfinished ones included, cost on the rows that
     they share. A guarantee at the smallest delta holds at every larger one."""
-    from hf_dp.accounting import epsilon
+    from hf_dp.accounting import TRAINING, Ledger, epsilon
     from hf_dp.plans.units import FEATURES, NONE, weakest_unit
     from hf_dp.run.ledger_file import LEDGER
     from hf_dp.run.witnesses import read_run
-    from hf_dp.statement.evidence import FILE_NAME
-    from hf_dp.statement.wording import PROVEN_WEIGHTS_ONLY
+    from hf_dp.statement.evidence import FILE_NAME, earlier_runs
+    from hf_dp.statement.facts import Weaknesses
+    from hf_dp.statement.statement import observed, why_not_private
 
     folders = [path for cell in cells for path in cell.attempts]
     known = [
         path for path in folders if any((path / name).exists() for name in (LEDGER, FILE_NAME))
     ]
     records = [read_run(path) for path in known]
-    plans = [evidence.plan for evidence in records]
-    events = [event for evidence in records for event in evidence.ledger.events]
     if not records:
         return ""
-    if any(evidence.insecure_seed for evidence in records):
-        return (
-            "some of these runs drew their noise from a fixed seed (insecure_seed): no epsilon "
-            "holds for all together"
-        )
+    plans = [evidence.plan for evidence in records]
+    events = [event for evidence in records for event in evidence.ledger.events]
+    weak = Weaknesses(earlier=tuple(run for each in records for run in earlier_runs(each)))
+    spent = Ledger()
+    for event in events:
+        spent.append(event, TRAINING)
+    if reason := why_not_private(spent, weak):
+        return f"no epsilon holds for all private runs together: {reason}"
+    if seen := observed(weak):
+        return f"no epsilon is established for all private runs together: {'; '.join(seen)}"
     if any(plan.unit == NONE for plan in plans) or not all(event.established for event in events):
         return (
             "DP-FP as published is among these runs: no differential privacy guarantee is "
@@ -308,12 +312,14 @@ def spent_together(cells: Sequence[Cell]) -> str:
             f"({', '.join(sorted(owners))}): no epsilon is stated for all together"
         )
     whose = owners.pop()
+    if any(run.rows_are_chunks for run in weak.earlier):
+        whose += " (a chunk of a longer text)"
     if weakest_unit(plan.unit for plan in plans) == FEATURES:
         whose += " without its label, which is public"
     delta = min(plan.delta for plan in plans)
     besides = (
         "; some also released values without noise, which no epsilon covers"
-        if any(evidence.status == PROVEN_WEIGHTS_ONLY for evidence in records)
+        if any(run.released for run in weak.earlier)
         else ""
     )
     return (

@@ -20,7 +20,7 @@ from hf_dp.accounting import Event
 from hf_dp.accounting.events import BandedGaussian, TruncatedBandedGaussian
 from hf_dp.accounting.knows import BANDED, TRUNCATED_BANDED, Asked
 from hf_dp.errors import ConfigError, UnsupportedArgumentError
-from hf_dp.plans.draws import Draw, Poisson, Schedule, TruncatedPoisson, register_draw
+from hf_dp.plans.draws import BY_PLACE, Draw, Poisson, Schedule, TruncatedPoisson, register_draw
 from hf_dp.plans.mechanism import Words
 from hf_dp.plans.samplers import PoissonSampler
 
@@ -174,11 +174,7 @@ class Banded(Poisson):
 
     @property
     def conditions(self) -> tuple[str, ...]:
-        return (
-            *super().conditions,
-            "whether the place of each row, or user, in the training set depends on no other's "
-            "content: sorting, filtering or removing rows by what they say moves others",
-        )
+        return (*super().conditions, BY_PLACE)
 
     def check(self, schedule: Schedule) -> None:
         _validate.integer(BANDS, self.bands, 2)

@@ -235,6 +235,11 @@ def _users(schedule: Schedule) -> Users:
 
 
 GROUP = "rows_per_group"
+# What epsilon rests on where places decide who takes part together.
+BY_PLACE = (
+    "whether the place of each row, or user, in the training set depends on no other's content: "
+    "sorting, filtering or removing rows by what they say moves others"
+)
 
 
 @register_draw
@@ -266,10 +271,17 @@ class Groups(Poisson):
         return self.rows_per_group
 
     @property
+    def conditions(self) -> tuple[str, ...]:
+        return (*super().conditions, BY_PLACE)
+
+    @property
     def asked(self) -> Asked:
         return Asked(self.kind, GROUP, self.rows_per_group)
 
     def drawn_from(self, rows: int) -> int:
+        if rows < self.rows_per_group:
+            expected = f"to be at most the number of rows ({rows})"
+            raise _validate.invalid(GROUP, self.rows_per_group, expected)
         return rows // self.rows_per_group
 
     def event(self, schedule: Schedule, noise_multiplier: float, steps: int) -> Event:

@@ -17,6 +17,7 @@ from hf_dp._version import __version__
 from hf_dp.accounting import EARLIER, Ledger
 from hf_dp.errors import HfDpError, LedgerError
 from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.plans.units import NONE
 from hf_dp.statement.durable import Beside, Head, digest_of, is_digest, loads, replace_file
 from hf_dp.statement.facts import (
     NAMES,
@@ -28,7 +29,7 @@ from hf_dp.statement.facts import (
     refuse_unnamed,
 )
 from hf_dp.statement.statement import PrivacyStatement
-from hf_dp.statement.wording import RUNNING, STATUSES
+from hf_dp.statement.wording import NOT_PRIVATE, RUNNING, STATUSES
 
 FILE_NAME = "privacy.json"
 SCHEMA_VERSION = 5
@@ -129,8 +130,12 @@ class Evidence(Beside):
 def earlier_runs(evidence: Evidence) -> tuple[EarlierRun, ...]:
     """List the earlier runs that a run names, and then the run itself."""
     own = {item.name: getattr(evidence.weaknesses, item.name) for item in fields(Flags)}
-    mechanism = evidence.plan.mechanism
-    this = EarlierRun(evidence.run_id, evidence.plan.unit, mechanism.relation, **own)
+    plan, facts = evidence.plan, evidence.facts
+    audited = facts is not None and facts.audit is not None
+    own["refuted"] = audited and evidence.status == NOT_PRIVATE
+    own["conditions"] = plan.words.conditions
+    unit = plan.unit if plan.mechanism.established else NONE
+    this = EarlierRun(evidence.run_id, unit, plan.mechanism.relation, **own)
     return each_once((*evidence.weaknesses.earlier, this))
 
 

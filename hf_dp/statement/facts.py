@@ -47,6 +47,9 @@ class Flags(Kept):
         public_teacher: whether losses read another model, which the user states to be public.
         observers: names of code that is not hf_dp's and saw what was not noised. No epsilon is
             established for such a run.
+        refuted: of an earlier run, whether an audit refuted what its ledger gives. No epsilon holds
+            for what comes after it.
+        conditions: of an earlier run, what its epsilon rests on that no record shows.
 
     Raises: InvalidArgumentError for a value of another type.
     """
@@ -60,17 +63,19 @@ class Flags(Kept):
     observers: tuple[str, ...] = ()
     experts: bool = unless_asked(False)
     public_teacher: bool = unless_asked(False)
+    refuted: bool = unless_asked(False)
+    conditions: tuple[str, ...] = unless_asked(())
 
     def __post_init__(self) -> None:
         for name in (
             *("insecure_seed", "model_selection", "rows_are_chunks", "evaluation_compared"),
-            *("experts", "public_teacher"),
+            *("experts", "public_teacher", "refuted"),
         ):
             if not isinstance(getattr(self, name), bool):
                 raise _validate.invalid(name, getattr(self, name), "to be True or False")
         if self.other_training is not None:
             _validate.one_of("other_training", self.other_training, OTHER_TRAINING)
-        for name in ("released", "observers"):
+        for name in ("released", "observers", "conditions"):
             names = getattr(self, name)
             if not isinstance(names, (list, tuple)) or not all(
                 isinstance(each, str) and each and each.isprintable() for each in names
@@ -93,6 +98,8 @@ class Flags(Kept):
             observers=(*self.observers, *other.observers),
             experts=self.experts or other.experts,
             public_teacher=self.public_teacher or other.public_teacher,
+            refuted=self.refuted or other.refuted,
+            conditions=(*self.conditions, *other.conditions),
         )
 
     def includes(self, other: Flags) -> bool:

@@ -30,7 +30,7 @@ from hf_dp.errors import LedgerError
 from hf_dp.plans import units
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.statement import wording
-from hf_dp.statement.facts import RunFacts, refuse_unnamed
+from hf_dp.statement.facts import RunFacts, Weaknesses, refuse_unnamed
 
 REFUTED_BY_AUDIT = "refuted by an audit"  # instead of an epsilon
 
@@ -94,7 +94,7 @@ class PrivacyStatement:
             rows = tuple(said.get(name, Answer(name, None, note)) for name in ACCOUNTANTS)
             return stated(status, reasons, None, plan.accountant, note, rows)
 
-        if reason := _why_not_private(ledger, facts):
+        if reason := why_not_private(ledger, facts):
             return unclaimed(wording.NOT_PRIVATE, (reason,), "not computed: the run is not private")
         if seen := observed(facts):
             note = "not computed: not only hf_dp saw what was not noised"
@@ -105,6 +105,9 @@ class PrivacyStatement:
             known = wording.results_of(ledger, plan.delta, estimates)
             note = "no bound is known for what ran"
             return unclaimed(wording.NOT_ESTABLISHED, reasons, note, known)
+        if unknown := [run.name for run in facts.earlier if units.NONE in (run.unit, run.relation)]:
+            reasons = tuple(f"no bound is known for {name} on the same rows" for name in unknown)
+            return unclaimed(wording.NOT_ESTABLISHED, reasons, "no bound is known for what ran")
         results = wording.results_of(ledger, plan.delta, ACCOUNTANTS)
         accountant, epsilon, note = wording.headline(results, plan.accountant)
         if facts.audit is not None and (
@@ -153,7 +156,7 @@ class PrivacyStatement:
     @property
     def neighboring_relation(self) -> str:
         """Against which change, in words."""
-        return wording.relation_in_words(self.relation_code, self.plan)
+        return wording.relation_in_words(self.relation_code, self.plan, self.ledger)
 
     @property
     def mechanism(self) -> str:
@@ -202,7 +205,7 @@ class PrivacyStatement:
     def sentence(self) -> str:
         """Return the claim in one sentence, or a sentence that says there is none."""
         if self.status == wording.NOT_ESTABLISHED:
-            why = "; ".join(observed(self.facts)) or self._what_ran()
+            why = "; ".join(observed(self.facts)) or self._what_ran() or self.status_reason
             return (
                 "NO differential privacy guarantee is established for this run: "
                 f"{why}. No epsilon is claimed."
@@ -230,7 +233,9 @@ class PrivacyStatement:
     def _what_ran(self) -> str:
         """Say what ran: in earlier runs on the same rows, in the selection, and in this run."""
         plan, ledger = self.plan, self.ledger
-        if self.status == wording.NOT_ESTABLISHED and (found := _not_established(plan, ledger)):
+        if self.status == wording.NOT_ESTABLISHED:
+            if not (found := _not_established(plan, ledger)):
+                return ""
             event = found[0]
             earlier = event in ledger.events and event not in plan.events()
             who = "an earlier run on the same rows, which it names," if earlier else "it"
@@ -286,7 +291,7 @@ class PrivacyStatement:
         return {"status": self.status, "epsilon": self.epsilon, "delta": self.delta, **kept}
 
 
-def observed(facts: RunFacts) -> tuple[str, ...]:
+def observed(facts: Weaknesses) -> tuple[str, ...]:
     """Return why nothing is known of what a run shows, where code that is not hf_dp's was inside
     its gate, or that of an earlier run."""
     names = dict.fromkeys(name for run in facts.everywhere for name in run.observers)
@@ -301,7 +306,8 @@ def _not_established(plan: PrivacyPlan, ledger: Ledger) -> list[Event]:
     return [*planned, *(event for event in ledger.events if not event.established)]
 
 
-def _why_not_private(ledger: Ledger, facts: RunFacts) -> str:
+def why_not_private(ledger: Ledger, facts: Weaknesses) -> str:
+    """Return why no epsilon holds for what ran, of this run or an earlier one; empty if one may."""
     if facts.insecure_seed:
         return (
             "noise and sampling came from a fixed seed (insecure_seed), and anyone who knows it "
@@ -313,6 +319,8 @@ def _why_not_private(ledger: Ledger, facts: RunFacts) -> str:
                 f"noise and sampling of {run.name} on the same rows came from a fixed seed "
                 "(insecure_seed), and anyone who knows it can subtract that noise"
             )
+        if run.refuted:
+            return f"an audit refuted what the ledger gives for {run.name} on the same rows"
     noiseless = sum(event.steps for event in ledger.events if compose(event).noiseless)
     return f"{noiseless} of {ledger.steps()} steps ran without noise" if noiseless else ""
 

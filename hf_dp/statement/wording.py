@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from decimal import ROUND_CEILING, Decimal
 
-from hf_dp.accounting import BOUNDS, Epsilon, Ledger, round_up
+from hf_dp.accounting import BOUNDS, Epsilon, GroupedGaussian, Ledger, round_up
 from hf_dp.accounting.accountants import Answer, compare
+from hf_dp.accounting.composition import compose
 from hf_dp.errors import AccountingRangeError
 from hf_dp.plans import units
 from hf_dp.plans.privacy import PrivacyPlan
@@ -134,6 +135,7 @@ _IN_A_GROUP = (
     "so it also holds for a row that is replaced by another. Adding or removing a row is not "
     "covered, because others would move into other groups"
 )
+_NOT_ADDED = "Adding or removing one {one} is not covered"
 _RELEASES = {
     EVALUATION_ON_TRAINING_ROWS: " (metrics computed on training rows)",
     "clipped_gradient_norm": " (norms of clipped gradients before noise)",
@@ -171,12 +173,17 @@ def unit_in_words(unit: str, facts: RunFacts, users: units.Users | None) -> str:
     return f"{_UNITS[unit]}; {who} {_K_FOLD}"
 
 
-def relation_in_words(relation: str, plan: PrivacyPlan) -> str:
+def relation_in_words(relation: str, plan: PrivacyPlan, ledger: Ledger) -> str:
     """Say against which change a row, or user, is protected, by its code in
-    :mod:`hf_dp.plans.units`."""
+    :mod:`hf_dp.plans.units`, and what holds for others of all that ran."""
     users = plan.users
     one, every = ("row", "rows") if users is None else (users.name, f"units (each a {users.name})")
-    cost = _IN_A_GROUP if plan.mechanism.draw.group_size > 1 else _AS_ADDED
+    events = ledger.events or plan.events()
+    cost = _NOT_ADDED
+    if all(isinstance(event, GroupedGaussian) for event in events):
+        cost = _IN_A_GROUP
+    elif all("add_remove" in cls.relations for cls in compose(events).restricted):
+        cost = _AS_ADDED
     return _RELATIONS[relation].format(one=one, all=every, cost=cost.format(one=one, all=every))
 
 
@@ -215,7 +222,9 @@ def not_covered(facts: RunFacts, plan: PrivacyPlan) -> Iterator[str]:
             "the user states that it is public. If it saw the training set, this epsilon is wrong"
         )
     yield plan.words.tuning
-    yield from plan.words.conditions
+    yield from dict.fromkeys(
+        (*plan.words.conditions, *(each for run in facts.earlier for each in run.conditions))
+    )
     yield "tokenizer, vocabulary or label set, if built from the training set"
     yield "pretraining data of the base model"
     users, counted = plan.users, "rows"

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from statements import SMALL, problems, rewrite, statement_of
 
-from hf_dp.accounting import Ledger, PublishedForwardNoise, RecordRelease
+from hf_dp.accounting import GroupedGaussian, Ledger, PublishedForwardNoise, RecordRelease
+from hf_dp.accounting.events import BandedGaussian, TruncatedPoissonSampledGaussian
 from hf_dp.cards.card import render_card
 from hf_dp.cards.details import CardDetails
 from hf_dp.errors import InvalidArgumentError, LedgerError
-from hf_dp.plans import FrozenPlan, PrivacyPlan, PublishedPlan
+from hf_dp.plans import DpSgdPlan, FrozenPlan, PrivacyPlan, PublishedPlan
+from hf_dp.plans.draws import BY_PLACE, Groups
 from hf_dp.plans.units import (
     EXAMPLE,
     FEATURES,
@@ -27,6 +29,7 @@ from hf_dp.plans.units import (
     weakest_unit,
 )
 from hf_dp.statement import statement as statement_module
+from hf_dp.statement.audited import AuditResult
 from hf_dp.statement.durable import Beside
 from hf_dp.statement.evidence import Evidence, disagreements, earlier_runs, read, write
 from hf_dp.statement.facts import EarlierRun, Weaknesses, each_once
@@ -111,6 +114,8 @@ WEAK = [
     Weaknesses(rows_are_chunks=True),
     Weaknesses(evaluation_compared=False),
     Weaknesses(experts=True),
+    Weaknesses(refuted=True),
+    Weaknesses(conditions=("whether",)),
     Weaknesses(earlier=(SAFE,)),
     Weaknesses(earlier=(dataclasses.replace(SAFE, insecure_seed=True),)),
 ]
@@ -135,6 +140,8 @@ def test_what_weakens_adds_up_and_never_goes_away(weak) -> None:
         "rows_are_chunks",
         "evaluation_compared",
         "experts",
+        "refuted",
+        "conditions",
     ],
 )
 def test_planted_merge_that_forgets_one_is_seen(name, monkeypatch) -> None:
@@ -197,7 +204,24 @@ def test_planted_statement_of_this_run_alone_is_seen(monkeypatch) -> None:
 def test_relations_of_several_runs() -> None:
     public = EarlierRun("e" * 32, FEATURES, RECORD_ZERO_OUT)
     assert "its released vector holds noise" in after(SAFE, public).neighboring_relation
-    assert after(SAFE).neighboring_relation.endswith("derived from the number of rows")
+    ended = re.compile("derived from the number of rows$|by another.*other groups$|is not covered$")
+
+    def said(*events: Any, plan: PrivacyPlan = SGD) -> str:
+        ledger = Ledger()
+        for event in events:
+            ledger.append(event, "training")
+        words = statement_of(plan, ledger).neighboring_relation
+        return ended.search(words)[0]
+
+    poisson, cut = SGD.event(4), TruncatedPoissonSampledGaussian(2.0, 0.1, 4, 1000, 101)
+    groups = GroupedGaussian(2.0, 0.1, 4)
+    in_groups = dataclasses.replace(SGD, mechanism=DpSgdPlan(1.0, 2.0, draw=Groups(8)))
+    assert said(poisson).startswith("derived from")
+    assert said(groups, plan=in_groups).startswith("by another")
+    for mixed in ([poisson, cut], [cut, BandedGaussian(2.0, 0.4, 4, 4)]):
+        assert said(*mixed) == "is not covered"
+    # The steps of the other run hold for no replaced row at this epsilon.
+    assert said(poisson, groups, plan=in_groups) == "is not covered"
 
 
 def test_what_an_earlier_run_released_limits_the_claim_to_the_weights() -> None:
@@ -226,6 +250,30 @@ def test_what_an_earlier_run_did_is_said() -> None:
     lines = after(dataclasses.replace(SAFE, model_selection=True)).not_covered
     selected = "used in an earlier run on the same rows, and not accounted for"
     assert any("model selection" in line and selected in line for line in lines)
+    refuted = after(dataclasses.replace(SAFE, refuted=True))
+    assert (refuted.status, refuted.epsilon) == ("not_private", None)
+    assert "an audit refuted what the ledger gives for the earlier run aaaa" in refuted.sentence()
+    unknown = after(dataclasses.replace(SAFE, unit=NONE))  # a mechanism for which no bound is known
+    assert (unknown.status, unknown.epsilon) == ("not_established", None)
+    assert "no bound is known for the earlier run aaaaaaaa" in unknown.sentence()
+    kept = after(dataclasses.replace(SAFE, conditions=("whether it rained",))).not_covered
+    assert kept.count("whether it rained") == 1
+
+
+def test_what_a_run_hands_on(tmp_path) -> None:
+    """That an audit refuted it, that no bound is known, and what no record shows."""
+    audit = AuditResult("gradients", 1000, 1000, 990, SGD.delta)
+    for plan, facts, expected in (
+        (SGD, {"audit": audit}, {"refuted": True}),
+        (SGD, {"audit": dataclasses.replace(audit, correct=500)}, {}),
+        (PUBLISHED, {}, {"unit": NONE, "relation": NONE}),
+        (dataclasses.replace(SGD, mechanism=DpSgdPlan(1.0, 2.0, draw=Groups(8))), {}, {"conditions": (BY_PLACE,)}),
+    ):  # fmt: skip
+        evidence = made(tmp_path / str(len(list(tmp_path.iterdir()))), plan)
+        stated = evidence.stating(statement_of(plan, evidence.ledger, **facts), Beside())
+        (run,) = earlier_runs(stated)
+        relation = plan.mechanism.relation
+        assert run == dataclasses.replace(EarlierRun("b" * 32, EXAMPLE, relation), **expected)
 
 
 def test_published_dp_fp_in_an_earlier_run_is_not_established() -> None:

@@ -193,6 +193,19 @@ class TestLedger:
         rewrite(folder / "privacy.json", edit)
         refused(["account", "ledger", str(folder)], match)
 
+    def test_where_no_epsilon_holds_none_is_printed(self, folder, tmp_path, printed):
+        known = document.read(folder)
+        for weak, reason in (
+            ({"insecure_seed": True}, "came from a fixed seed"),
+            ({"observers": ("spy",)}, "spy, which is not hf_dp's, saw"),
+        ):
+            running = replace(known, weaknesses=Weaknesses(**weak), facts=None, statement=None)
+            document.write(path := tmp_path / reason[:4], running)
+            (line,) = [
+                each for each in printed("account", "ledger", str(path)).splitlines() if each.startswith("pld")
+            ]  # fmt: skip
+            assert "not computed" in line and reason in line and "bound" not in line
+
     def test_a_looser_bound_of_another_version_is_consistent(self, folder, printed):
         path = folder / "privacy.json"
         rewrite(path, lambda data: data["statement"].update(epsilon=2.5))

@@ -110,14 +110,14 @@ def test_a_run_without_logs_is_named(tmp_path):
 # -- what all runs cost together ---
 
 
-def written(folder, number=0, *, insecure=False, **options) -> Cell:
+def written(folder, number=0, *, insecure=False, weak=(), **options) -> Cell:
     """A run of two steps that left its record, as a cell with one attempt."""
     given = {"num_examples": 100, "expected_batch_size": 10, "clipping_norm": 0.1}
     plan = PrivacyPlan.create(**given, noise_multiplier=1.0, max_steps=2, **options)
     ledger = Ledger()
     ledger.append(plan.event(), "training")
-    weak = Weaknesses(insecure_seed=insecure)
-    record = document.Evidence(plan, ledger, str(number), weak)
+    weaknesses = Weaknesses(insecure_seed=insecure, **dict(weak))
+    record = document.Evidence(plan, ledger, str(number), weaknesses)
     document.write(folder / str(number) / "run1", record)
     return Cell({"a": number}, 0, folder / str(number))
 
@@ -133,6 +133,19 @@ def test_at_the_smallest_delta_and_nothing_beside_a_fixed_seed(tmp_path):
     total = epsilon(events, 1e-6, "rdp").rounded_up()
     assert f"epsilon {total} at delta 1e-06" in spent_together(runs)
     assert "no epsilon holds" in spent_together([*runs, written(tmp_path, 3, insecure=True)])
+    for number, (weak, expected) in enumerate(
+        (
+            (
+                {"observers": ("spy",)},
+                "no epsilon is established for all private runs.*: spy, which",
+            ),
+            ({"rows_are_chunks": True}, r"for one row \(a chunk of a longer text\); that is"),
+            ({"released": ("training_loss",)}, "some also released values without noise"),
+        ),
+        4,
+    ):
+        found = spent_together([*runs, written(tmp_path, number, weak=weak)])
+        assert re.search(expected, found) and ("(rdp" in found) == ("observers" not in weak)
 
 
 def test_runs_with_different_units_have_no_epsilon_together(tmp_path):
