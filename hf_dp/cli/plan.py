@@ -285,9 +285,9 @@ def of_bands(in_bands: Sequence[Weighed], parameters: int | None) -> str:
     """Return a line to read for each number of bands."""
     lines = []
     for one in in_bands:
-        memory = f"{one.bands - 1} x 4 bytes a number"
+        memory = f"{one.bands - 1} x 8 bytes a number"
         if parameters is not None:
-            memory = f"{(one.bands - 1) * 4 * parameters / 2**20:,.0f} MiB"
+            memory = f"{(one.bands - 1) * 8 * parameters / 2**20:,.0f} MiB"
         name = "independent" if one.bands == 1 else f"{one.bands} bands"
         ratios = (f"{n:.3f}" for n in (one.weights, one.sums, one.step, one.resumed))
         lines.append([name, f"{one.plan.noise_multiplier:.5g}", *ratios, memory])

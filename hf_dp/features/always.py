@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import EarlyStoppingCallback
 from transformers import TrainerControl as Control
@@ -17,6 +16,7 @@ from transformers.utils import logging
 
 from hf_dp._dataclasses import default_of
 from hf_dp.accounting import TRAINING
+from hf_dp.clipping.sharding import held
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import LedgerError, UnaccountedGradientError
 from hf_dp.features.base import Feature, Inside, Seen, register
@@ -76,7 +76,7 @@ class WeightsMove(Feature):
         note_steps_before_own(model)
         if not self._moved:  # an empty draw of DP-FP has no gradient, and may leave all unchanged
             gradients = [p.grad for p in model.parameters() if p.requires_grad]
-            told = any(each is not None and bool(_own(each).any()) for each in gradients)
+            told = any(each is not None and bool(held(each).any()) for each in gradients)
             self._before = _values(model) if Processes.here().largest(told) else []
 
     def on_optimizer_step(self, args: object, state: State, control: Control, **kw: Any) -> None:
@@ -98,12 +98,7 @@ class WeightsMove(Feature):
 
 def _values(model: nn.Module) -> list[Tensor]:
     trained = [p.detach() for p in model.parameters() if p.requires_grad and p.numel()]
-    return [_own(each).flatten()[:4096].clone() for each in trained]
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this process holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return [held(each).flatten()[:4096].clone() for each in trained]
 
 
 @register

@@ -211,16 +211,18 @@ class Mechanism(ABC):
             self.prepare()
             run.start(run.plan.steps, self.tuner.releases_to_come())
             endless = self._endless()
-            for step in range(run.plan.steps):
-                if run.plan.releases_each_step and run.book.exhausted:
-                    break
-                if (batches := next(endless, None)) is None:  # of a stream, all steps were read
-                    break
-                run.model.train()
-                self.tuner.before_step(run, step)
-                run.begin_step()
-                yield batches
-            run.other.resting.note(run.model)
+            try:
+                for step in range(run.plan.steps):
+                    if run.plan.releases_each_step and run.book.exhausted:
+                        break
+                    if (batches := next(endless, None)) is None:  # of a stream, all were read
+                        break
+                    run.model.train()
+                    self.tuner.before_step(run, step)
+                    run.begin_step()
+                    yield batches
+            finally:  # also where the caller breaks off
+                run.other.resting.note(run.model)
         finally:
             run.stop()
 

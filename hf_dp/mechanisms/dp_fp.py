@@ -209,6 +209,7 @@ class PrivateEncoder(DpSgd):
         vectors = release.vectors(vectors)
         with self._below_only():
             gradients = dict(super().gradients(below, release))
+        self.noise_norm = None  # that of the encoder alone, while all gradients are logged
         _, found = self._last.gradients(vectors, labels)
         for parameter, gradient in zip(self._last.parameters, found, strict=True):
             own = torch.zeros_like(parameter) if gradient is None else gradient

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from hf_dp.batches.loader import Drawn
-from hf_dp.clipping.rounding import full_precision
+from hf_dp.clipping.rounding import accumulation_dtype
 from hf_dp.clipping.self_check import in_training
 from hf_dp.errors import DataError, SelfCheckError, UnsupportedArgumentError, UnsupportedModelError
 from hf_dp.losses import base_model, classification_loss, problem_type, task_of
 from hf_dp.plans.dp_fp import ForwardPlan
+from hf_dp.run.precision import in_full_precision
 from hf_dp.run.private_run import PrivateRun
 
 _ONE_VECTOR = ("sequence_classification", "image_classification")
@@ -136,7 +137,7 @@ class LastLayer:
         with (
             self.layer.register_forward_pre_hook(note),
             torch.no_grad(),
-            full_precision(),
+            in_full_precision(self.model),
             self.run.randomness.streams(),
             _nothing_kept(self.model),
             in_training(self.model, False),
@@ -151,7 +152,7 @@ class LastLayer:
                         f"representation per example; it made {len(entered)} call(s), or gave "
                         f"another number of representations. Use a model that does, {_OR_DP_SGD}"
                     )
-                vectors.append(_float32_or_better(entered[0]))
+                vectors.append(entered[0].to(accumulation_dtype(entered[0].dtype)))
                 labels.append(batch["labels"].to(entered[0].device))
         if not vectors:
             device = self.run.device
@@ -287,7 +288,7 @@ def _enter(
     inputs: tuple[object, ...],
 ) -> tuple[object, ...]:
     rows = one_vector_per_example(inputs, module)
-    clipped = clip_vectors(_float32_or_better(rows), clipping_norm)
+    clipped = clip_vectors(rows.to(accumulation_dtype(rows.dtype)), clipping_norm)
     if not released:
         noised = noise(clipped)
         released.append((rows.detach(), noised.detach()))
@@ -303,10 +304,6 @@ def _enter(
             )
         noised = clipped + (values - clipped).detach()
     return (noised.to(rows.dtype), *inputs[1:])
-
-
-def _float32_or_better(vectors: Tensor) -> Tensor:
-    return vectors if vectors.dtype == torch.float64 else vectors.float()
 
 
 def into_blocks(rows: Tensor, labels: Tensor, num_classes: int) -> Tensor:

@@ -83,7 +83,7 @@ class Gate:
         Raises: BudgetExceededError, LedgerError, as :meth:`hf_dp.run.ledger.RunLedger.append`.
         """
         self._ledger.append(planned.event, planned.purpose)
-        self._ledger.paid = planned.event.steps
+        self._ledger.pay(planned.event.steps)
 
     @contextmanager
     def release(self, planned: PlannedRelease, drawn_for: int | None = None) -> Iterator[Release]:

@@ -56,6 +56,7 @@ class RunLedger:
         weaknesses: what weakens the claim, which :meth:`weaken` adds to, and the next line notes.
         lost: releases since the checkpoint resumed from.
         paid: steps in the ledger, recorded with those before them, that are yet to come.
+        abandoned: steps in the ledger that were paid and never come, as a resume skips some.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class RunLedger:
         self.earlier_entries = [LedgerEntry(entry.event, EARLIER) for entry in entries]
         self.lines = Lines(uuid.uuid4().hex, plan)
         self.lost = 0
-        self.paid = 0
+        self.paid = self.abandoned = 0
         self.budget = Budget(plan, self.ledger)
         self.processes = processes or Processes()
         self._is_open = False
@@ -153,8 +154,13 @@ class RunLedger:
 
     @property
     def steps_made(self) -> int:
-        """Training steps in the ledger, without those that are paid ahead."""
-        return self.ledger.steps(TRAINING) - self.paid
+        """Training steps in the ledger, without those that are paid and not made."""
+        return self.ledger.steps(TRAINING) - self.paid - self.abandoned
+
+    def pay(self, steps: int) -> None:
+        """Note that so many steps, which are recorded, are to come."""
+        self.abandoned += self.paid
+        self.paid = steps
 
     def use_paid(self) -> None:
         """Take one of the steps that are paid ahead. Raises: LedgerError if none is left."""

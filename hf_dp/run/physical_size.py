@@ -10,13 +10,12 @@ themselves, and what is left of it tells of them: there the size is set by hand.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.utils import find_executable_batch_size
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -92,27 +91,19 @@ def largest_physical_batch(
                 "DPTrainer.synthetic_batches(self).",
             ) from problem
 
-    def step(examples: int) -> int:
-        # Outside the handler of the error, whose frames hold the tensors of the step.
-        if not fits(examples):
-            raise RuntimeError("CUDA out of memory.")  # as find_executable_batch_size reads it
-        return examples
-
     def find() -> int:
-        search = find_executable_batch_size(
-            step, starting_batch_size=min(most, most_examples or sys.maxsize)
+        size = min(most, most_examples or most)
+        while size and not fits(size):
+            clear_device_cache(garbage_collection=True)
+            size = int(0.9 * size)
+        if size:
+            return size
+        raise DoesNotFitError(
+            f"A private step of 1 example of {length or 'one'} token(s) does not fit into the "
+            f"memory of {run.device}, of which {MARGIN:.0%} stays free. Truncate rows and set "
+            f"{LENGTH} accordingly, set gradient_checkpointing=True, or train fewer parameters "
+            "with peft_config."
         )
-        try:
-            return int(search())
-        except RuntimeError as problem:
-            if "No executable batch size found" not in str(problem):
-                raise
-            raise DoesNotFitError(
-                f"A private step of 1 example of {length or 'one'} token(s) does not fit into "
-                f"the memory of {run.device}, of which {MARGIN:.0%} stays free. Truncate rows "
-                f"and set {LENGTH} accordingly, set gradient_checkpointing=True, or train fewer "
-                "parameters with peft_config."
-            ) from problem
 
     return -run.processes.largest(-run.processes.together(find))  # the smallest in any process
 

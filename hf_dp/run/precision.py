@@ -28,12 +28,14 @@ _FULL = ("float32", "float64")
 @dataclass(frozen=True)
 class Precision:
     """The precision that accelerator, surrounding autocast and parameters give, by names of types:
-    ``computed`` are shorter ones seen in a forward, ``products`` what float32 products round to."""
+    ``computed`` are shorter ones seen in a forward, ``products`` what float32 products round to.
+    ``around`` is the autocast that surrounds, which is also ``autocast``."""
 
     autocast: str | None
     parameters: tuple[str, ...]
     computed: tuple[str, ...] = ()
     products: str = "float32"
+    around: str | None = None
 
     @classmethod
     def of(
@@ -47,9 +49,9 @@ class Precision:
         UnsupportedArgumentError for other autocast than to bfloat16."""
         mixed = str(mixed_precision or "no")
         autocast = {"no": None, "bf16": "bfloat16"}.get(mixed, mixed)
-        around = torch.is_autocast_enabled(device.type)
-        if around and autocast in (None, "bfloat16"):
-            autocast = _name(torch.get_autocast_dtype(device.type))
+        around = autocast_around(device)
+        if autocast in (None, "bfloat16"):
+            autocast = around or autocast
         if autocast not in (None, "bfloat16"):
             raise invalid(
                 "torch.autocast" if around else "mixed_precision",
@@ -65,6 +67,7 @@ class Precision:
             tuple(sorted({_name(p.dtype) for p in model.parameters()})),
             tuple(sorted(computed)),
             product_precision(device.type),
+            around,
         )
 
     @property
@@ -86,6 +89,13 @@ class Precision:
         if self.products != "float32":
             forward += f" with products in {self.products}"
         return f"forward and backward {forward}; norms, clipped sums and noise float32 or better"
+
+
+def autocast_around(device: torch.device) -> str | None:
+    """Return the type of the autocast that surrounds the caller, or None."""
+    if not torch.is_autocast_enabled(device.type):
+        return None
+    return _name(torch.get_autocast_dtype(device.type))
 
 
 class Watched(TorchDispatchMode):
@@ -144,7 +154,8 @@ def run_facts(
     audit: AuditResult | None,
 ) -> RunFacts:
     """Return the facts of a run. Args: trained: which parameters, in words."""
-    noise = f"PyTorch's {device.type} generator seeded with 63 bits"
+    bits = 124 if device.type == "cuda" else 63
+    noise = f"PyTorch's {device.type} generator seeded with {bits} bits"
     if device.type == "cpu":
         noise = "NumPy SFC64 seeded with 128 bits"
     return RunFacts(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.utils import logging
 
+from hf_dp._validate import invalid
 from hf_dp.accounting import EARLIER, Epsilon, Ledger
 from hf_dp.batches.examples import Collator
 from hf_dp.batches.groups import in_groups
@@ -50,7 +51,7 @@ from hf_dp.run.gguf import dequantized
 from hf_dp.run.ledger import RunLedger
 from hf_dp.run.options import RunOptions
 from hf_dp.run.other_training import OtherTraining, note_training, pay_for_step
-from hf_dp.run.precision import Precision, run_facts
+from hf_dp.run.precision import Precision, autocast_around, run_facts
 from hf_dp.run.training_data import TrainingData
 from hf_dp.statement.audited import AuditResult
 from hf_dp.statement.facts import ALL, ANY, EVALUATION_ON_TRAINING_ROWS, WHEN_DRAWN, Flags, RunFacts
@@ -141,6 +142,7 @@ class PrivateRun:
         self.processing_class, self.accelerator = processing_class, accelerator
         self.add_to_losses: Callable[[PerExampleLoss, nn.Module, Batch], Tensor] | None = None
         self.has_own_loss = compute_per_example_loss is not None
+        self._drawn_in: Precision | None = None
         self._of_model: PerExampleLoss = compute_per_example_loss or per_example_loss
         self.forward_context = forward_context
         self.columns: Callable[[], tuple[Rows, Collator]] = self._all_columns
@@ -302,7 +304,8 @@ class PrivateRun:
 
     def facts(self, trained: str) -> RunFacts:
         """Return what the ledger does not know of the run."""
-        found = run_facts(self.device, self.precision(), self.book.weaknesses, trained, self.audit)
+        precision = self._drawn_in or self.precision()
+        found = run_facts(self.device, precision, self.book.weaknesses, trained, self.audit)
         return found if self.reading is None else replace(found, sampling_generator=OF_SHARDS)
 
     def check_evaluation(self, evaluation: DataSet) -> None:
@@ -413,7 +416,8 @@ class PrivateRun:
         Raises: DataError, as :meth:`training_data`.
         """
         data = self.training_data()  # which also sees in what precision the loss computes
-        short = self.precision().is_short
+        self._drawn_in = self.precision()
+        short = self._drawn_in.is_short
         if short:
             data.check_padded(self.model, self.losses)
         sampler = self._of_rows(sampler)
@@ -459,7 +463,21 @@ class PrivateRun:
         return Precision.of(self.model, mixed, self.device, computed)
 
     def losses(self, batch: Batch) -> Tensor:
-        """Return the per-example losses, (b,), of a collated physical batch."""
+        """Return the per-example losses, (b,), of a collated physical batch.
+
+        Raises: UnsupportedArgumentError under an autocast that did not surround the draws: they are
+            checked, cut and padded for the precision that ran then, which is what the card states.
+        """
+        around = autocast_around(self.device)
+        if self._drawn_in is not None and around != self._drawn_in.around:
+            raise invalid(
+                "torch.autocast",
+                around,
+                f"to be {self._drawn_in.around} as when the draws began",
+                'Use Accelerator(mixed_precision="bf16") or DPTrainingArguments(bf16=True), or '
+                "enter torch.autocast before the loop over the draws.",
+                UnsupportedArgumentError,
+            )
         with self.forward_context():
             return self.loss_of(self.model, self.placed(batch))
 

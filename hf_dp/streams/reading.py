@@ -307,9 +307,9 @@ class Reading:
 
 @dataclass(frozen=True)
 class StreamSampler(Sampler):
-    """Yields the steps of one epoch of a stream, from the first that was not recorded on, each
-    recorded before it is yielded, and cut as the plan's sampler cuts. Nothing once all epochs were
-    read."""
+    """Yields the steps of one epoch of a stream (of Poisson draws, as many as an epoch has), from
+    the first that was not recorded on, each recorded before it is yielded, and cut as the plan's
+    sampler cuts. Nothing once all epochs were read."""
 
     sampler: AllocationSampler | PoissonSampler
     reading: Reading = field(kw_only=True, repr=False, compare=False)
@@ -318,7 +318,10 @@ class StreamSampler(Sampler):
         reading, epoch = self.reading, self.reading.unfinished
         if epoch is None:
             return
-        for step in range(reading.made(epoch), reading.stream.plan.steps):
+        first = reading.made(epoch)
+        # Not beyond what is taken before the next iterator begins: workers fetch ahead, and what
+        # they fetched of a step that is recorded is not drawn again.
+        for step in range(first, min(first + len(self), reading.stream.plan.steps)):
             reading.record(epoch, step)
             drawn = reading.stream.rows_of(epoch, step)
             if isinstance(self.sampler, PoissonSampler):

@@ -140,7 +140,7 @@ class StepArguments(ArgumentGroup):
         "a part of what a step adds. Steps draw in turn from as many fixed parts of the rows. In "
         "runs of few epochs the final weights then have less noise for the same epsilon, at a "
         "learning rate that suits the larger noise of a step. auto: the number, up to 16, that "
-        "leaves the least noise with the run's learning-rate schedule; each but the first takes 4 "
+        "leaves the least noise with the run's learning-rate schedule; each but the first takes 8 "
         "bytes per trained number. `hf-dp plan` compares them. Unset means independent noise.",
         check_bands,
     )

@@ -61,7 +61,7 @@ def test_bands_beside_independent_noise(printed, refused):
     out = printed(*words, "--bands", "8", "--parameters", "22700000")
     assert "sample rate 0.121635, cyclic Poisson sampling" in out and "effective" not in out
     independent, banded = (line.split() for line in out.splitlines()[-2:])
-    assert independent[2:] == ["1.000"] * 4 + ["0", "MiB"] and banded[-2:] == ["606", "MiB"]
+    assert independent[2:] == ["1.000"] * 4 + ["0", "MiB"] and banded[-2:] == ["1,212", "MiB"]
     sigma, steps = float(banded[2]) / float(independent[1]), np.arange(198)
     kept = np.tril(0.9 ** np.clip(steps[:, None] - steps, 0, None))  # of Adam's first moment
     weights = (1 - steps / 198) @ kept  # linear decay

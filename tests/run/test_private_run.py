@@ -98,6 +98,30 @@ def test_no_gradient_without_a_release(tmp_path):
     assert private.ledger.steps() == 1
 
 
+def test_autocast_within_a_step_is_refused(tmp_path):
+    """The draws were checked and cut for float32, which the card would state."""
+    mechanism = mechanism_for(run(tmp_path))
+    for batches in mechanism.logical_batches():
+        with pytest.raises(UnsupportedArgumentError, match="`torch.autocast` to be None as when"):
+            with torch.autocast("cpu", torch.bfloat16):
+                mechanism.clip(batches)
+        break
+    private = run(tmp_path / "around")
+    with torch.autocast("cpu", torch.bfloat16):
+        loop(private, torch.optim.SGD(private.model.parameters(), lr=0.1))
+    assert "bfloat16 autocast" in private.facts("all").precision
+
+
+def test_weights_that_change_after_a_loop_was_left_are_refused(tmp_path):
+    mechanism = mechanism_for(run(tmp_path))
+    for _ in mechanism.logical_batches():
+        break
+    with torch.no_grad():
+        next(mechanism.run.model.parameters()).add_(1)
+    with pytest.raises(UnsupportedModelError, match="since the last step"):
+        save_run(mechanism)
+
+
 def test_bad_input_is_refused_before_the_first_step(tmp_path):
     with pytest.raises(DataError, match="40"):
         loop(run(tmp_path / "a", train_dataset=tiny.dataset(30)), None)

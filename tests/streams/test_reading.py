@@ -161,6 +161,15 @@ def test_poisson_draws_are_read_once_each_and_paid_for_one_by_one(cap, tmp_path,
             trainer(tmp_path / "other", folder, sampling=other, expected_batch_size=8).train()
 
 
+def test_workers_that_fetch_ahead_lose_no_poisson_draw(tmp_path):
+    given = {"expected_batch_size": ROWS / STEPS, "num_train_epochs": EPOCHS, "sampling": "poisson"}
+    folder = shard(tiny.dataset(ROWS), tmp_path / "shards", **given)
+    made = tiny.trained(
+        trainer(tmp_path / "run", folder, sampling="poisson", dataloader_num_workers=1)
+    )
+    assert made.state.global_step == made.ledger.steps() == STEPS * EPOCHS
+
+
 def test_a_folder_that_went_back_is_not_read_again(folder, tmp_path, monkeypatch):
     """The run knows what it read, too, and its ledger what was paid."""
     steps = noted(monkeypatch)

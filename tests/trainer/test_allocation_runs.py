@@ -61,14 +61,16 @@ def test_an_epoch_is_recorded_whole_before_its_first_step(tmp_path, monkeypatch,
     assert verify(tmp_path).outcome != "FAILED"
 
 
-@pytest.mark.parametrize(("saved", "steps_in_all"), [(3, 6), (2, 4)])
-def test_a_resume_counts_a_new_allocation_unless_an_epoch_has_ended(tmp_path, saved, steps_in_all):
+@pytest.mark.parametrize(("steps", "saved", "steps_in_all"), [(4, 3, 6), (4, 2, 4), (6, 3, 8)])
+def test_a_resume_counts_a_new_allocation_unless_an_epoch_has_ended(
+    tmp_path, steps, saved, steps_in_all
+):
     """Inside an epoch, after step 3, the rest of its allocation is lost."""
-    kept = {"max_steps": 4, "save_strategy": "steps", "save_steps": saved}
+    kept = {"max_steps": steps, "save_strategy": "steps", "save_steps": saved}
     given = {"callbacks": [tiny.StopsAfter(saved)]}
     tiny.trainer(tmp_path, **ALLOCATED, **kept, given=given).train()
     again = tiny.resumed(tiny.trainer(tmp_path, **ALLOCATED, **kept), saved)
-    assert again.state.global_step == 4
+    assert again.state.global_step == steps
     assert again.ledger.events == (RandomAllocationGaussian(1.0, 2, steps_in_all),)
 
 

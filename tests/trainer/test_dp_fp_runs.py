@@ -323,6 +323,30 @@ def test_gradients_and_vectors_have_draws_of_their_own(tmp_path, monkeypatch):
     assert not has_two_draws(tmp_path / "planted")
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_vectors_are_computed_in_the_precision_in_which_they_were_checked(tmp_path, monkeypatch):
+    """In float32, though gradients are computed under bfloat16 autocast."""
+    options = {"bf16": True, "max_steps": 2, "expected_batch_size": 30, "logging_steps": 1}
+    trainer = made(tmp_path, "private_encoder", **options)
+    inside, types = [False], {True: set(), False: set()}
+    dense, original = trainer.model.bert.pooler.dense, LastLayer.vectors_of
+    dense.register_forward_hook(lambda _, args, out: types[inside[0]].add(out.dtype))
+
+    def vectors_of(self, batches):
+        inside[0] = True
+        try:
+            return original(self, batches)
+        finally:
+            inside[0] = False
+
+    monkeypatch.setattr(LastLayer, "vectors_of", vectors_of)
+    trainer.train()
+    trainer.train()
+    assert types[True] == {torch.float32} and torch.bfloat16 in types[False]
+    # The logged norm is of all gradients, the last layer's too, which have no noise of their own.
+    assert not any("signal_to_noise" in row for row in trainer.state.log_history)
+
+
 SHARE = {"unfreeze_ratio": 0.5, "selection_iterations": 2, "selection_sample_rate": 0.2}
 
 
