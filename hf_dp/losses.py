@@ -216,6 +216,12 @@ def reads_before_padding(model: nn.Module) -> bool:
     return not _READ_BEFORE_PADDING.isdisjoint(_names(model))
 
 
+def reads_by_tokens(model: nn.Module) -> bool:
+    """Return whether a classifier finds the place where it reads by the ids of tokens, so that
+    :func:`each_row_read_as_alone` shows it others than its backbone."""
+    return not (_READ_BEFORE_PADDING | _READ_AT_THE_END).isdisjoint(_names(model))
+
+
 def _padding_token(model: nn.Module) -> int | None:
     return _config(model).get_text_config().pad_token_id
 
@@ -439,6 +445,14 @@ def with_position_ids(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, 
         raise UnsupportedModelError(
             f"Examples are padded on the left, and {type(base).__name__} would count padding, of "
             "which there is as much as the neighbors need. Set tokenizer.padding_side = 'right'."
+        )
+    if padding_moves_prompts(model):
+        virtual: Any = model.active_peft_config
+        raise UnsupportedModelError(
+            "Examples are padded on the left, where the virtual tokens of "
+            f"{virtual.peft_type} stand before the padding: how far they are from "
+            "the text depends on the neighbors. Use PrefixTuningConfig or LoraConfig; a language "
+            "model can also be padded on the right (tokenizer.padding_side = 'right')."
         )
     tokens = mask != 0
     begins = tokens & ~F.pad(tokens[:, :-1], (1, 0))

@@ -111,7 +111,8 @@ class ClippingEngine:
 
     def __enter__(self) -> Self:
         modules = dict(self.model.named_modules())
-        self._folds = any(type(module).__name__ in _FOLDING for module in modules.values())
+        kinds = {cls.__name__ for each in modules.values() for cls in type(each).__mro__}
+        self._folds = not _FOLDING.isdisjoint(kinds)
         forwards = (module.__dict__.get("forward") for module in modules.values())
         if self._restore or any(
             isinstance(getattr(each, "__func__", None), _CapturingForward) for each in forwards

@@ -86,7 +86,7 @@ def reset_shards(model: nn.Module) -> None:
         each for outer in managed_modules(model) for each in list(module_of(outer).modules())[1:]
     }
     for module in managed_modules(model):
-        if module not in inner and hasattr(module, "reset_iter_state"):  # torch >= 2.13
+        if module not in inner:
             module.reset_iter_state()
     reshard(model)
 
@@ -221,7 +221,7 @@ def _by_owner(total: Tensor, dimension: int, count: int) -> Tensor:
     return slices.reshape(count, -1)
 
 
-# Numbers that the sums of whole parameters may hold on a process, together: 128 MiB in float32.
+# Numbers that the sums of whole parameters may hold on a process, together: 256 MiB in float64.
 _WHOLE = 2**25
 
 

@@ -246,9 +246,6 @@ def _is_of_a_collective(problem: RuntimeError) -> bool:
 # the time.
 BUCKET = 2**23
 
-# Newer versions of torch warn of the old name.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-
 Noise = Callable[[Tensor], Tensor]  # of the shape, type and device of its argument
 
 
@@ -326,7 +323,7 @@ def _scatter_noise_gather(bucket: list[Tensor], noise: Noise, processes: Process
     with others_present():
         reduce_scatter(owned, flat)
         owned.add_(noise(owned))
-        _all_gather(flat, owned)
+        dist.all_gather_single(flat, owned)
     for total, part in zip(bucket, flat.split([*sizes, padding]), strict=False):
         total.copy_(part.view(total.shape))
 

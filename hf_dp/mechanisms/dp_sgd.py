@@ -15,7 +15,9 @@ from torch.optim import Optimizer
 
 from hf_dp._validate import invalid
 from hf_dp.accounting import LOSS, SUM
+from hf_dp.clipping.compiled import not_compiled
 from hf_dp.errors import UnsupportedArgumentError
+from hf_dp.losses import base_model, reads_by_tokens
 from hf_dp.mechanisms.base import Batches, Clipped, Mechanism, register_mechanism
 from hf_dp.mechanisms.gauge import Gauge
 from hf_dp.plans.balance import LOADS
@@ -63,6 +65,9 @@ class DpSgd(Mechanism):
             why, error = "Its own engine is not compiled.", UnsupportedArgumentError
             name = type(self.tuner).__name__
             raise invalid("torch_compile", True, f"to be False with {name}", why, error)
+        if self.run.options.torch_compile and reads_by_tokens(self.run.model):
+            why = "it finds the place where it reads by tokens that its backbone must not see"
+            raise not_compiled(type(base_model(self.run.model)).__name__, why)
         self.run.check_engine()
 
     def clip(self, batches: Batches) -> Clipped:

@@ -169,6 +169,17 @@ def test_rules_that_no_architecture_uses(name, strategy, value, monkeypatch):
     assert_same_sums(sums, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("scale", [0.02, 0.3])
+def test_torchs_rms_norm_has_the_epsilon_of_what_it_computes_in(scale):
+    """For bfloat16 activations that is float32's."""
+    torch.manual_seed(0)
+    norm, x = nn.RMSNorm(32).to(torch.bfloat16), (scale * torch.randn(2, 5, 32)).bfloat16()
+    losses = lambda: norm(x).float().square().sum((1, 2))  # noqa: E731
+    (expected,) = torch.autograd.grad(losses().sum(), norm.weight)
+    _, sums = clip_losses(norm, losses, 1e9)
+    torch.testing.assert_close(sums["weight"].float(), expected.float(), rtol=0.02, atol=0)
+
+
 @pytest.mark.parametrize("name", ["bert", "gpt2_tied", "llama", "albert"])
 def test_bit_for_bit_the_sum_without_it(name):
     """Compare the example with weight 0 and the example spoiled. The shapes are the same, so no

@@ -73,6 +73,9 @@ def test_rows_that_are_taken_for_examples_are_refused(monkeypatch):
     each = lambda model, batch: -model(**batch).logits.log_softmax(1).flatten()  # noqa: E731
     with pytest.raises(UnsupportedLossError, match="each of the 2 exam"):
         clipped(model, {name: batch[name] for name in batch if name != "labels"}, 1.0, loss=each)
+    mine = type("Mine", (type(model),), {})  # a class of one's own, or FSDP2's
+    model.__class__ = mine
+    clipped(model, batch, 1.0)
     monkeypatch.setattr("hf_dp.clipping.engine._FOLDING", frozenset())
     with pytest.raises(Exception, match="cannot be split|must match|expand"):
         clipped(model, batch, 1.0)

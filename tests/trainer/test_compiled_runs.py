@@ -8,7 +8,7 @@ import users
 from peft import LoraConfig
 from processes import results
 from torch._dynamo.utils import counters
-from transformers import TrainerCallback
+from transformers import GPT2Config, GPT2ForSequenceClassification, TrainerCallback
 
 from hf_dp.batches.loader import BatchOptions
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
@@ -104,6 +104,16 @@ def test_a_tuner_with_an_engine_of_its_own_is_refused(tmp_path):
         made.train()
     with pytest.raises(UnsupportedArgumentError, match="shapes='any'"):
         RunOptions(BatchOptions(4), torch_compile=True)
+
+
+def test_a_classifier_that_reads_by_tokens_is_refused_before_the_first_draw(tmp_path):
+    config = GPT2Config(
+        vocab_size=40, n_embd=8, n_layer=1, n_head=2, n_positions=16, pad_token_id=0
+    )
+    made = trainer(tmp_path, GPT2ForSequenceClassification(config), **COMPILED)
+    with pytest.raises(UnsupportedModelError, match="cannot compile GPT2ForSeq.*reads by tokens"):
+        made.train()
+    assert made.ledger.steps() == 0
 
 
 def test_gradient_checkpointing_is_refused_before_the_first_draw(tmp_path):

@@ -116,6 +116,26 @@ def test_adapters_read_at_the_same_place(method, side):
     torch.testing.assert_close(found, torch.stack(own), rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize("task", ["SEQ_CLS", "CAUSAL_LM"])
+def test_virtual_tokens_before_the_padding_are_refused(task):
+    """They would be as far from the text as the longest row of the batch is long."""
+    config = peft.PromptTuningConfig(task_type=task, num_virtual_tokens=2)
+    made = model_of("Llama") if task == "SEQ_CLS" else hf.LlamaForCausalLM(model_of("Llama").config)
+    model, some = peft.get_peft_model(made, config).eval(), rows(TEXTS[:2])
+    if task == "CAUSAL_LM":
+        some = [{**row, "labels": row["input_ids"]} for row in some]
+    for row in some:  # alone it has no padding
+        per_example_loss(model, {name: torch.tensor([row[name]]) for name in row})
+    widths = (4 - len(row["input_ids"]) for row in some)
+    sides = [{n: [0] * w * isinstance(v, list) + v if isinstance(v, list) else v for n, v in row.items()}
+             for row, w in zip(some, widths)]  # fmt: skip
+    batch = {name: torch.tensor([row[name] for row in sides]) for name in some[0]}
+    with pytest.raises(
+        UnsupportedModelError, match="padded on the left.*PROMPT_TUNING stand before"
+    ):
+        per_example_loss(model, batch)
+
+
 def test_a_configuration_without_padding_token_is_named():
     model = model_of("GPT2", pad_token_id=None)
     one = rows([[5, 6, 7]])

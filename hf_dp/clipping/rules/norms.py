@@ -71,7 +71,8 @@ def _rms_norm(use: Use, kept: Sequence[Tensor], grad: Tensor) -> Found:
     (x,), module = kept, use.module
     eps = getattr(module, "variance_epsilon", None)
     eps = getattr(module, "eps", None) if eps is None else eps
-    eps = torch.finfo(x.dtype).eps if eps is None else eps  # nn.RMSNorm's default
+    if eps is None:  # nn.RMSNorm's default: that of the type in which it computes
+        eps = torch.finfo(accumulation_dtype(x.dtype)).eps
     # x_hat as the forward rounds it: transformers' classes compute in float32, for any dtype.
     stock = plain_class(module) is nn.RMSNorm
     within = accumulation_dtype(grad.dtype) if stock else torch.float32
