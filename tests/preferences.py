@@ -44,6 +44,7 @@ def moved() -> Any:
 
 def arguments(folder: Any, **options: Any) -> Any:
     sizes = {"expected_batch_size": 6, "per_device_train_batch_size": 8, "max_steps": 2}
+    sizes["teacher_is_public"] = True  # the reference
     return tiny.arguments(folder, DPDPOConfig, **{**sizes, "beta": BETA, **options})
 
 

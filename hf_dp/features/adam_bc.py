@@ -113,5 +113,12 @@ class AdamBC(Feature):
         noise_std = seen.plan.noise_std / seen.plan.expected_batch_size
         return DPAdamBC(groups, noise_std**2, self.args.adam_bc_floor)
 
+    def start(self, seen: Seen) -> None:
+        """Refuse an optimizer that did not come through :meth:`optimizer`."""
+        if not isinstance(getattr(seen.optimizer, "optimizer", seen.optimizer), DPAdamBC):
+            expected = "to be unset where create_optimizer does not call super().create_optimizer()"
+            move = "The optimizer would not be corrected. Call it, or remove this."
+            raise invalid(FLOOR, self.args.adam_bc_floor, expected, move, UnsupportedArgumentError)
+
     def words(self) -> dict[str, float]:
         return {FLOOR: self.args.adam_bc_floor}

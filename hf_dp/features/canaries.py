@@ -88,6 +88,15 @@ class Canaries(Inside):
                 "Its noised sums are of factors, in which a row's gradient has no direction.",
                 UnsupportedArgumentError,
             )
+        if tuner.selects_again:
+            raise invalid(
+                "audit_canaries",
+                self.count,
+                "to be unset with num_selections above 1",
+                "Each canary has a coordinate of its own, in what trains throughout. Audit with "
+                "num_selections=1.",
+                UnsupportedArgumentError,
+            )
         super().enter(run, tuner)
         self.first = run.plan.num_examples - self.count
         secret = run.randomness.random_bytes

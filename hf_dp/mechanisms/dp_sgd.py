@@ -104,7 +104,8 @@ class DpSgd(Mechanism):
         self.noised = {"noised_loss": beside[LOSS] / divisor} | told if LOSS in beside else told
         own = {id(total) for total in noised.values()}
         gradients = self.tuner.finish(noised)  # a function of what is noised: free
-        as_noised = {id(gradient) for gradient in gradients.values()} == own
+        same = {id(gradient) for gradient in gradients.values()} == own
+        as_noised = same and self.tuner.keeps_all_noise
         std = release.noise_std(SUM) / divisor
         self.noise_norm = spread * std if as_noised else None
         return {p: gradients.pop(name) for name, p in self._trainable().items()}

@@ -130,9 +130,9 @@ class DPTrainingArguments(  # type: ignore[misc]  # learning_rate, max_grad_norm
 
     def __post_init__(self) -> None:
         self.settle()
-        every = self.eval_steps or 0.0
-        if self.load_best_model_at_end and self.save_steps == _SHARE and every >= 1:
-            self.save_steps = every  # Trainer wants a multiple of it
+        if self.load_best_model_at_end and self.save_steps == _SHARE:
+            # Trainer wants a multiple of it.
+            self.save_steps = self.eval_steps or self.logging_steps
         super().__post_init__()
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False  # as with use_cpu; torch would warn at every loader

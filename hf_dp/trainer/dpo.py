@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 
 from hf_dp._validate import invalid
 from hf_dp.batches.structure import Batch
-from hf_dp.errors import DataError
+from hf_dp.errors import DataError, UnsupportedArgumentError
 from hf_dp.losses import IGNORED_LABEL, labels_at_their_tokens, number_of_targets, per_example_loss
 from hf_dp.trainer import trl_preparation as trl
 from hf_dp.trainer.arguments import DPTrainingArguments
@@ -85,9 +85,9 @@ class DPDPOTrainer(trl.TrainedOnPairs):
     answer than the reference model does, in log-probability. The model runs on the chosen and on
     the rejected answers before one backward, so both answers' gradients are clipped together.
 
-    The reference model is frozen. It must be public, or the result of a private run that
-    ``earlier_runs`` names. Its output for a pair depends on that pair alone: it is computed
-    before training, one answer at a time, without padding.
+    The reference model is frozen. One of your own must be public (``teacher_is_public=True`` says
+    so) or the result of a private run that ``earlier_runs`` names. Its output for a pair depends on
+    that pair alone: it is computed before training, one answer at a time, without padding.
 
     Predictions are margins times beta, (rows,), and their ``label_ids`` are 1.
 
@@ -131,7 +131,7 @@ class DPDPOTrainer(trl.TrainedOnPairs):
                 "to be a model without adapter",
                 "Pass the base model and `peft_config`, or merge_and_unload() the adapter.",
             )
-        self._ref_model = ref_model
+        self._ref_model = None if ref_model is model else ref_model
         of_trl = {
             "model": model,
             "processing_class": processing_class,
@@ -147,6 +147,17 @@ class DPDPOTrainer(trl.TrainedOnPairs):
         labels = dict.fromkeys(("labels", "rejected_labels"), IGNORED_LABEL)
         args.padding_values = labels | args.padding_values
         reference = made.model if self._ref_model is None else self._ref_model
+        known = args.teacher_is_public or args.earlier_runs or not args.is_private
+        if reference is not made.model and not known:
+            raise invalid(
+                "teacher_is_public",
+                False,
+                "to be True with a `ref_model` that is not the result of one of `earlier_runs`",
+                "Each pair's loss reads it: if it was trained on these pairs, each would depend on "
+                "the others. If it saw only public data, say so; the card repeats it. Or leave "
+                "`ref_model` out: the model as it is before training.",
+                UnsupportedArgumentError,
+            )
 
         def with_references(dataset: Dataset, name: str) -> Dataset:
             return add_references(dataset, reference, made.data_collator, args)

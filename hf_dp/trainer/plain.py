@@ -43,6 +43,8 @@ class Training:
 
     def __init__(self, args: DPTrainingArguments, peft_config: PeftConfig | None):
         self.args = args
+        # Which argument says how long it is; a private run fills in max_steps.
+        self.length = "max_steps" if args.max_steps > 0 else "num_train_epochs"
         tuner = tuner_for(peft_config, self.is_private)
         self._wraps = tuner is None and peft_config is not None
         self.tuner = tuner or Tuner()

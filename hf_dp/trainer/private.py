@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from accelerate.utils import DynamoBackend
@@ -294,9 +294,10 @@ class PrivateTraining(Training):
         if self.args.teacher_is_public or not of_user:
             return
         for name, value in vars(trainer).items():
-            is_theirs = isinstance(value, nn.Module) and name not in ours
-            others = value.parameters() if is_theirs else ()
-            if any(id(parameter) not in model for parameter in others):
+            held: Any = list(value.values()) if isinstance(value, dict) else value
+            several = held if isinstance(held, (list, tuple)) else [held]
+            modules = [] if name in ours else [m for m in several if isinstance(m, nn.Module)]
+            if any(id(parameter) not in model for m in modules for parameter in m.parameters()):
                 expected = f"to be True for {of_user[0].__name__}, which has a model in `{name}`"
                 why = (
                     "If that model was trained on the training rows, each row's loss would depend "

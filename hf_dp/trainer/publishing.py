@@ -264,7 +264,11 @@ def details_of(trainer: Any, given: Mapping[str, object]) -> CardDetails:
         trainer.model,
         args.hub_model_id or str(args.output_dir),
         trainer.evaluation_metrics(),
-        {**_public_settings(args), **trainer.data_settings, **trainer.training.words()},
+        {
+            **_public_settings(args, trainer.training.length),
+            **trainer.data_settings,
+            **trainer.training.words(),
+        },
     )
     return known.with_given(**given)
 
@@ -312,6 +316,11 @@ def in_our_names(options: Mapping[str, object]) -> dict[str, object]:
     """Return the arguments of a ``create_model_card`` by the names of CardDetails, without those
     that are None."""
     given = {name: value for name, value in options.items() if value is not None}
+    part = given.pop("dataset_args", None)
+    if (tags := given.get("dataset_tags")) is not None:  # `dataset` is a title then
+        given.pop("dataset", None)
+        if isinstance(tags, str) and isinstance(part, str) and "/" not in tags:
+            given["dataset_tags"] = f"{tags}/{part}"
     return {_OTHER_NAMES.get(name, name): value for name, value in given.items()}
 
 
@@ -322,14 +331,14 @@ def pretraining_sources(model: nn.Module) -> list[str]:
     )
 
 
-def _public_settings(args: DPTrainingArguments) -> dict[str, object]:
+def _public_settings(args: DPTrainingArguments, length: str) -> dict[str, object]:
     names = [
         "learning_rate",
         "optim",
         "lr_scheduler_type",
         "warmup_steps",
         "weight_decay",
-        "max_steps" if args.max_steps > 0 else "num_train_epochs",
+        length,
         "per_device_train_batch_size",
         "seed",
     ]

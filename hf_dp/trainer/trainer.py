@@ -7,6 +7,7 @@ privacy. Trainer's loop, schedulers, callbacks, evaluation and saving stay as th
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
@@ -315,7 +316,7 @@ class DPTrainer(Publishing):
         Arguments are those of :meth:`transformers.Trainer.create_model_card` and of
         :meth:`describe`; every later save keeps them.
         """
-        names = ("language", "license", "tags", "model_name", "finetuned_from", "tasks")
+        names = inspect.signature(super().create_model_card).parameters
         options = {**dict(zip(names, args, strict=False)), **kwargs}
         self.training.write_card(options, partial(super().create_model_card, *args, **kwargs))
 

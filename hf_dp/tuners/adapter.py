@@ -153,7 +153,11 @@ class AdapterModel(BaseTuner):
         else:  # attention's names may also end with "output.dense"
             peft_config.target_modules = sorted(feed_forward)
             excluded = [end for end in attention if end.endswith(tuple(feed_forward))]
-            peft_config.exclude_modules = excluded or None
+            if excluded and peft_config.exclude_modules:
+                expected = "to be unset without `target_modules`, which then exclude attention's"
+                advice = "Give `target_modules`, too."
+                raise invalid("exclude_modules", peft_config.exclude_modules, expected, advice)
+            peft_config.exclude_modules = excluded or peft_config.exclude_modules
         return peft_config
 
     def _create_and_replace(

@@ -65,6 +65,8 @@ class Tuner:
 
     clips_in_its_own_way = False  # whether :meth:`engine` differs from the run's engine
     gradients_are_noised_sums = True  # and not made of several of them
+    selects_again = False  # what trains, between steps
+    keeps_all_noise = True  # and does not remove a part of it in :meth:`finish`
     needs_whole_weights = ""  # why, where a sharded model cannot be trained
 
     def plan(self, clipping_norm: float) -> SelectionPlan | None:

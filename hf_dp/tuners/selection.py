@@ -133,7 +133,7 @@ class SelectionConfig(LNTuningConfig):
         Raises: ConfigError when there is none, or when another method made it.
         """
         folder = pretrained_model_name_or_path
-        path = Path(folder, FILE_NAME)
+        path = Path(folder, subfolder or "", FILE_NAME)
         if not os.path.isdir(folder):
             path = Path(hf_hub_download(folder, FILE_NAME, subfolder=subfolder, **kwargs))
         try:

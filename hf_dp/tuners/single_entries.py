@@ -70,6 +70,7 @@ class Masks(ConfiguredTuner[PvalConfig | ParamConfig]):
     """Gives neither gradient nor noise to entries that the mask does not keep."""
 
     clips_in_its_own_way = True
+    keeps_all_noise = False
     needs_whole_weights = "PARAM and PVAL apply masks to whole weight matrices at every step."
     masks: Mapping[str, Tensor] = {}
 

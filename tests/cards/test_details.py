@@ -140,6 +140,11 @@ def test_epochs_are_expected_passes_over_the_rows(tmp_path: Path) -> None:
     assert plan is not None
     assert trainer.state.epoch == pytest.approx(plan.steps * 17 / plan.num_examples)
     assert plan.steps == math.ceil(plan.num_examples / 17)
+    trainer.create_model_card(dataset_tags="glue", dataset="GLUE SST2", dataset_args="sst2")
+    trainer.save_model()
+    card = ModelCard.load(tmp_path / "README.md")
+    assert "; num_train_epochs 1;" in card.content and "max_steps" not in card.content
+    assert card.data.datasets == ["glue/sst2"]
 
 
 # -- plain words --

@@ -8,6 +8,7 @@ from watch import watch
 
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
 from hf_dp.features.adam_bc import DPAdamBC
+from hf_dp.trainer.trainer import DPTrainer
 from hf_dp.tuners.rgp import RgpConfig
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -92,6 +93,15 @@ def test_a_resumed_run_goes_on_with_its_moments(tmp_path):
 
 
 def test_other_noise_is_refused(tmp_path):
+    class Own(DPTrainer):
+        def create_optimizer(self, model=None):
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+            return self.optimizer
+
+    own = tiny.trainer(tmp_path / "own", cls=Own, adam_bc_floor=0.1)
+    with pytest.raises(UnsupportedArgumentError, match=r"does not call super\(\)"):
+        own.train()
+    assert own.ledger.steps() == 0
     with pytest.raises(UnsupportedArgumentError, match="`adam_bc_floor` to be unset with this"):
         tiny.trainer(tmp_path, adam_bc_floor=0.1, given={"peft_config": RgpConfig()})
     model = tiny.model()

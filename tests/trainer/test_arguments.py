@@ -290,6 +290,8 @@ def test_settings_that_follow_from_others(output_dir):
     best = {"load_best_model_at_end": True, "eval_strategy": "steps"}
     assert make(output_dir, **best, eval_steps=50).save_steps == 50
     assert make(output_dir, **best).save_steps == make(output_dir, **best).eval_steps == 0.1
+    assert make(output_dir, **best, eval_steps=0.2).save_steps == 0.2
+    assert make(output_dir, **best, logging_steps=10).save_steps == 10
     assert make(output_dir, **best, eval_steps=50, save_steps=100).save_steps == 100
     args = make(output_dir, dataloader_pin_memory=True, use_cpu=False)
     with warnings.catch_warnings():

@@ -13,7 +13,13 @@ from peft import PeftModel, get_peft_model
 from torch import nn
 from transformers import BertForMaskedLM, BertForTokenClassification
 
-from hf_dp.errors import ConfigError, InvalidArgumentError, LedgerError, UnsupportedModelError
+from hf_dp.errors import (
+    ConfigError,
+    InvalidArgumentError,
+    LedgerError,
+    UnsupportedArgumentError,
+    UnsupportedModelError,
+)
 from hf_dp.tuners.base import ConfiguredTuner
 from hf_dp.tuners.frost.magnitude import MagnitudeEngine, representable, sensitivity
 from hf_dp.tuners.frost.select import partitions
@@ -85,6 +91,8 @@ def test_a_selection_of_another_run_and_more_than_steps_are_refused(tmp_path):
     for config in (made, FrostConfig(**FROST, made=[{"parameters": []}])):
         with pytest.raises(ConfigError, match="another run made"):
             run(tmp_path, config)
+    with pytest.raises(UnsupportedArgumentError, match="`audit_canaries` to be unset with num_sel"):
+        run(tmp_path / "audit", FrostConfig(**FROST, num_selections=2), audit_canaries=20)
     with pytest.raises(InvalidArgumentError, match="num_selections.*at most the 4 steps"):
         run(tmp_path, FrostConfig(**FROST, num_selections=5))
 

@@ -147,6 +147,27 @@ def test_the_reference_sees_one_answer_at_a_time(tmp_path):
         assert beside[3][name] == together[7][name] != together[8][name]
 
 
+def test_a_reference_of_ones_own_is_stated_to_be_public(tmp_path):
+    for reference, public, fits in (
+        (model(), True, True),
+        (model(), False, False),
+        (None, False, True),
+    ):
+        given = {"ref_model": reference}
+        if not fits:
+            with pytest.raises(
+                UnsupportedArgumentError, match="`teacher_is_public` to be True with a"
+            ):
+                trainer(tmp_path / "refused", given=given, teacher_is_public=public)
+            continue
+        made = trainer(tmp_path / str(public), given=given, teacher_is_public=public)
+        said = any(
+            "the user states that it is public" in each
+            for each in made.privacy_statement().not_covered
+        )
+        assert said == public
+
+
 def test_without_a_reference_it_is_the_model_before_training_and_new_pairs_need_one(
     prepared, tmp_path
 ):

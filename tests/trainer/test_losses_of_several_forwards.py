@@ -63,6 +63,10 @@ def test_a_teacher_is_refused_unless_it_is_stated_to_be_public_as_the_card_then_
         UnsupportedArgumentError, match="`teacher_is_public` to be True for Distilled.*`teacher`"
     ):
         recipe("Distilled", tmp_path / "not").train()
+    in_a_list = recipe("RDrop", tmp_path / "list")
+    in_a_list.teachers = [tiny.model(seed=7)]
+    with pytest.raises(UnsupportedArgumentError, match="RDrop, which has a model in `teachers`"):
+        in_a_list.train()
     tested = recipe("Distilled", tmp_path / "public", teacher_is_public=True)
     tested.train()
     tested.save_model()

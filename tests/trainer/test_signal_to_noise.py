@@ -9,7 +9,8 @@ from torch import nn
 from watch import watch
 
 from hf_dp.cli.tasks import signal_to_noise
-from hf_dp.tuners.methods import RgpConfig
+from hf_dp.tuners.rgp import RgpConfig
+from hf_dp.tuners.single_entries import PvalConfig
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -56,9 +57,11 @@ def test_it_is_what_was_clipped_beside_little_noise_and_nothing_beside_much(tmp_
 def test_where_gradients_are_not_the_noised_sum_none_is_logged_and_the_mean_is_of_30_steps(
     tmp_path,
 ):
-    given = {"peft_config": RgpConfig(rank=2, task_type="SEQ_CLS")}
-    trainer = tiny.trained(tiny.trainer(tmp_path, given=given, accountant="rdp", max_steps=1))
-    assert not any("signal_to_noise" in log for log in trainer.state.log_history)
+    for number, config in enumerate((RgpConfig(rank=2), PvalConfig(unfreeze_ratio=0.25))):
+        given = {"peft_config": config}
+        trainer = tiny.trainer(tmp_path / str(number), given=given, accountant="rdp", max_steps=1)
+        trainer.train()
+        assert not any("signal_to_noise" in log for log in trainer.state.log_history)
     assert signal_to_noise(trainer.state.log_history) == {}
     logs = [{"signal_to_noise": of, "step": step} for of, step in ((1.0, 1), (2.0, 30), (9.0, 31))]
     assert signal_to_noise([*logs, {"loss": 3.0}]) == {"signal_to_noise": 1.5}

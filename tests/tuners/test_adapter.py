@@ -41,14 +41,16 @@ def test_changes_nothing_at_first_and_is_exact_to_clip(name):
 
 
 def test_houlsby_has_two_a_block_and_pfeiffer_one():
-    def built(style):
-        config = AdapterConfig(style=style, task_type="SEQ_CLS")
+    def built(style, **options):
+        config = AdapterConfig(style=style, task_type="SEQ_CLS", **options)
         return adapters(get_peft_model(ARCHITECTURES["bert"].build(), config))
 
     blocks = ARCHITECTURES["bert"].build().config.num_hidden_layers
     assert len(built("houlsby")) == 2 * blocks
     assert len(built("pfeiffer")) == blocks
     assert not any("attention" in name for name in built("pfeiffer"))
+    with pytest.raises(InvalidArgumentError, match="`exclude_modules` to be unset without"):
+        built("pfeiffer", exclude_modules=["layer.0.output.dense"])
 
 
 def test_computes_what_it_says():

@@ -107,6 +107,8 @@ def test_top_blocks():
     assert all(p.requires_grad for n, p in model.named_parameters() if ".modules_to_save." in n)
     with pytest.raises(InvalidArgumentError, match="blocks"):
         chosen(TopBlocksConfig(blocks=9))
+    equal, _ = chosen(TopBlocksConfig(blocks=1), "t5")  # of two stacks as long, the decoder's
+    assert all("decoder.block." in name for name in equal.peft_config["default"].parameters)
     with pytest.raises(UnsupportedModelError, match="blocks"):
         chosen(TopBlocksConfig(), "albert")
 

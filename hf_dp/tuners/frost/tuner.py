@@ -154,6 +154,7 @@ class Reselect(SelectOnce):
     needs_whole_weights = (
         "DP-FROST with num_selections above 1 looks at whole gradients again while it trains."
     )
+    selects_again = True
     _may_train: Sequence[nn.Parameter] = ()
 
     def prepare(self, run: Run) -> None:
