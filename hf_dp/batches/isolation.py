@@ -81,7 +81,7 @@ class Isolated(pickle.Pickler):
         self._shared, self._spaces = dict[int, object](), dict[int, Space]()
         self._words, self._classes = set[str](), dict[type, None]()
         self._objects, self._generators = list[object](), list[object]()
-        self._seeds, self._tokenizers = list[tuple[Space, str]](), list[_Words]()
+        self._seeds, self._growing = list[tuple[Space, str]](), list[Any]()
         self._todo = list[tuple[Space, str, bool, bool]]()
         name = getattr(root, "__qualname__", type(root).__qualname__)
         self._add({name: root}, name, copied=True)
@@ -125,7 +125,7 @@ class Isolated(pickle.Pickler):
         """Yield the copy for one row, with seeds from Python's global generator, which is private
         here; put back afterwards what it bound elsewhere."""
         before = [(space, dict(_vars(space))) for space in self._spaces.values()]
-        sizes = [*map(len, self._tokenizers)]
+        sizes = [*map(len, self._growing)]
         undo = [seed_in_place(each, random.getrandbits(63)) for each in self._generators]
         load = _Copies(io.BytesIO(self._snapshot), self._get)
         try:
@@ -151,9 +151,9 @@ class Isolated(pickle.Pickler):
             for back in undo:
                 back()
             # Not put back. Also where the row fails otherwise: the tokens stay.
-            if any(len(each) != size for each, size in zip(self._tokenizers, sizes)):
-                why = "It adds tokens to a tokenizer, which later rows see. Add them beforehand."
-                raise SharedStateError(why)
+            if any(len(each) != size for each, size in zip(self._growing, sizes)):
+                why = "It adds tokens to a tokenizer, or rows to a data set, which later rows see. "
+                raise SharedStateError(f"{why}Add them beforehand.")
         for each, late, known in zip(objects, self._late, self._set):
             for name, value in vars(each).items():
                 if isinstance(value, _MODEL) and name not in known:  # loaded when first needed
@@ -183,10 +183,11 @@ class Isolated(pickle.Pickler):
         if isinstance(value, _MODEL) and hasattr(value, "__dict__"):
             self._spaces[id(vars(value))] = vars(value)
             words = getattr(value, "tokenizer", value)  # of a processor
-            self._tokenizers += [words] if isinstance(words, _Words) else []
+            self._growing += [words] if isinstance(words, _Words) else []
         rows = [*vars(value).values()] if isinstance(value, Dataset) else []
         for each in filter(self._is_row, rows + [value] * (self._rows or not self._copied)):
             self._shared[id(each)] = each
+            self._growing += [each] if isinstance(each, (list, dict, set)) else []
             self._add({"": getattr(each, "__dict__", None)}, "")
         if isinstance(value, _CACHED) and _is_own(value, value):
             self._named.add(value.__name__)

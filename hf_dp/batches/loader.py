@@ -21,8 +21,13 @@ that is truncated, one example leaves and another joins: twice as many.)
 from __future__ import annotations
 
 import dataclasses
+import io
+import logging
+import os
+import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from multiprocessing.context import BaseContext
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -246,12 +251,45 @@ class DrawnUnits(Dataset[Drawn[Example]]):
         return drawn
 
     def _read(self, rows: Sequence[int]) -> list[Read]:
-        if self.look is not None:
-            return self.look.read(self.examples, rows)
-        return [Read(example) for example in self.examples.__getitems__(rows)]
+        with unheard():
+            if self.look is not None:
+                return self.look.read(self.examples, rows)
+            return [Read(example) for example in self.examples.__getitems__(rows)]
 
     def __getitem__(self, place: Place) -> Drawn[Example]:
         return self.__getitems__([place])[0]
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Let nothing be logged, warned of or printed meanwhile, also by libraries that are not Python:
+    a row is in sight that was drawn."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            with redirect_stderr(io.StringIO()), _unprinted(1), _unprinted(2):
+                yield
+    finally:
+        logging.disable(before)
+
+
+@contextmanager
+def _unprinted(descriptor: int) -> Iterator[None]:
+    """Let nothing be written to a file descriptor of the process, if it is open."""
+    try:
+        kept = os.dup(descriptor)
+    except OSError:
+        yield
+        return
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), descriptor)
+    try:
+        yield
+    finally:
+        os.dup2(kept, descriptor)
+        os.close(kept)
 
 
 def private_dataloader(

@@ -18,6 +18,7 @@ from torch.utils.data import Sampler, Subset
 from hf_dp.batches.loader import Drawn, PhysicalBatches, Read, length_of, physical_batches, shape_of
 from hf_dp.batches.structure import Batch, DataSet, Example, Row, Value
 from hf_dp.errors import ConfigError, DataError
+from hf_dp.noise import untouched_generators
 from hf_dp.plans.samplers import Draws, RandomBytes
 from hf_dp.plans.units import Users
 
@@ -144,10 +145,14 @@ def unit_values(dataset: DataSet, column: str) -> list[Value] | None:
         return list(dataset.with_format(None)[column])
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         return None
-    rows = [dataset[index] for index in range(len(dataset))]
-    if not all(isinstance(row, Mapping) and column in row for row in rows):
-        return None
-    return [row[column] for row in rows]
+    values = []
+    with untouched_generators():  # an adapter may be drawn from them next, and is released
+        for index in range(len(dataset)):
+            row = dataset[index]
+            if not (isinstance(row, Mapping) and column in row):
+                return None
+            values.append(row[column])
+    return values
 
 
 class _Without(Subset[Row]):

@@ -27,12 +27,8 @@ all are otherwise, so that a run with the wrong tokenizer does not train on nois
 
 from __future__ import annotations
 
-import io
-import logging
 import os
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from errno import EDQUOT, EIO, EMFILE, ENFILE, ENOMEM, ENOSPC
 
@@ -114,8 +110,7 @@ class WhenDrawn:
 
         Raises: DataError, which names no row, for what is not a row's own error.
         """
-        with unheard():
-            return examples.each(places, self._one)
+        return examples.each(places, self._one)
 
     def _one(self, read: Callable[[], Example]) -> Read:
         try:
@@ -123,7 +118,10 @@ class WhenDrawn:
             self.layout.check(example)
             self._check_sizes(example)
             self.limits.check(example)
-        except Exception as problem:  # of whatever kind: to stop would tell that it was drawn
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as problem:  # of whatever kind (Rust's panics are no Exception): to
+            # stop would tell that it was drawn
             if (cause := not_of_the_row(problem)) is None:
                 return Read(self.made_up, False)
             raise DataError(
@@ -156,17 +154,3 @@ def not_of_the_row(problem: BaseException | None) -> str | None:
             return os.strerror(problem.errno)
         problem = problem.__cause__ or problem.__context__
     return None
-
-
-@contextmanager
-def unheard() -> Iterator[None]:
-    """Let nothing be logged, warned of or printed meanwhile: a row is in sight that was drawn."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            with redirect_stderr(io.StringIO()):
-                yield
-    finally:
-        logging.disable(before)

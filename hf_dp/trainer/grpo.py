@@ -55,10 +55,10 @@ from transformers.trainer_utils import TrainOutput
 from hf_dp._arguments import Problems
 from hf_dp._validate import invalid
 from hf_dp.batches.isolation import Isolated
-from hf_dp.batches.loader import Masked
+from hf_dp.batches.loader import Masked, unheard
 from hf_dp.batches.structure import Batch, Example, Row
 from hf_dp.batches.units import UnitBatch
-from hf_dp.batches.when_drawn import not_of_the_row, unheard
+from hf_dp.batches.when_drawn import not_of_the_row
 from hf_dp.errors import DataError, UnsupportedArgumentError, UnsupportedModelError
 from hf_dp.losses import IGNORED_LABEL, widened, with_position_ids
 from hf_dp.overlap import TrainingRows

@@ -449,6 +449,27 @@ def test_tokenizers_models_and_data_are_shared():
     assert called(isolated, [1]) and all(each is data for each in isolated.data) and isolated.data
 
 
+def test_rows_that_grow_while_they_are_read_are_refused():
+    """A long container of a data set is shared: what one row adds, later rows would see."""
+
+    class Numbered(torch.utils.data.Dataset):
+        def __init__(self):
+            self.ids = {str(number): number for number in range(70)}
+
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return self.ids.setdefault(["3", "new"][index], len(self.ids))
+
+    isolated = Isolated(Numbered(), has_rows=True)
+    with isolated.fresh() as rows:
+        assert rows[0] == 3
+    with pytest.raises(DataError, match="rows to a data set.*Add them before"):
+        with isolated.fresh() as rows:
+            assert rows[1] == 70
+
+
 @pytest.mark.parametrize("held", ["tokenizer", "processor"])
 def test_a_growing_vocabulary_is_refused(held, monkeypatch):
     """A vocabulary is not put back: a word that one row adds, later rows would be read with."""
@@ -465,7 +486,7 @@ def test_a_growing_vocabulary_is_refused(held, monkeypatch):
     assert "word 19" in words.get_vocab()  # so a row after it would see the word
     called(Isolated(lambda rows: words("good film")), [1])
     monkeypatch.setattr(
-        isolation.Isolated, "_tokenizers", property(lambda self: [], lambda *_: None), raising=False
+        isolation.Isolated, "_growing", property(lambda self: [], lambda *_: None), raising=False
     )  # planted
     called(Isolated(collate), [1])
 

@@ -12,12 +12,36 @@ from scipy import stats
 from hf_dp.batches.loader import Drawn, PhysicalBatches
 from hf_dp.batches.padding import Padding
 from hf_dp.batches.structure import Layout
-from hf_dp.batches.units import UnitBatch, UnitBatches, UnitDraws, UnitTable, split_off_units
+from hf_dp.batches.units import (
+    UnitBatch,
+    UnitBatches,
+    UnitDraws,
+    UnitTable,
+    split_off_units,
+    unit_values,
+)
 from hf_dp.errors import DataError
 from hf_dp.plans.samplers import PoissonSampler
 from hf_dp.plans.units import Users
 
 USERS = Users("who", max_rows=3)
+
+
+def test_rows_that_draw_do_not_move_the_generators_of_what_comes_next():
+    """Such as an adapter's initial weights, which are released as they are."""
+
+    class Drawing(torch.utils.data.Dataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            return {"owner": index, "kept": torch.rand(index + 1)}
+
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    assert unit_values(Drawing(), "owner") == [0, 1, 2]
+    assert torch.equal(torch.rand(1), expected)
 
 
 def test_equal_values_are_one_unit_in_whatever_order():

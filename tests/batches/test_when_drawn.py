@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import os
 import sys
 import warnings
 from contextlib import nullcontext
@@ -13,7 +14,7 @@ import users
 from data_paths import bert
 from silence import Coupled
 
-from hf_dp.batches import when_drawn
+from hf_dp.batches import loader, when_drawn
 from hf_dp.batches.loader import Masked, PhysicalBatches
 from hf_dp.batches.when_drawn import FirstRows
 from hf_dp.errors import DataError, InvalidArgumentError, UnsupportedArgumentError
@@ -237,6 +238,49 @@ def test_a_run_with_bad_rows_trains_and_says_nothing(workers, tmp_path, capfd, c
     heard(tmp_path, workers, capfd, caplog, said=False)
 
 
+class Panic(BaseException):
+    """As pyo3's PanicException, which is no Exception; it is printed by Rust."""
+
+
+def test_a_panic_of_a_tokenizer_in_rust_is_a_bad_row_and_not_heard(tmp_path, monkeypatch, capfd):
+    honest = collate
+
+    def fails(rows):
+        if isinstance(rows[0]["input_ids"], str):
+            os.write(2, b"thread panicked, of a patient")
+            raise Panic("retry-limit-in-match over")
+        return honest(rows)
+
+    monkeypatch.setitem(globals(), "collate", fails)
+    reads = trainer(tmp_path, {9: "raises"}).get_train_dataloader()
+    drawn = reads.dataset.__getitems__(range(ROWS))
+    assert [place for place, one in enumerate(drawn) if one.missing] == [9]
+    assert "patient" not in capfd.readouterr().err
+
+
+def test_what_a_drawn_row_warns_of_is_not_heard(tmp_path, capfd):
+    """Also where all rows were looked over before."""
+    rows = [{**tiny.dataset()[at], "at": at} for at in range(ROWS)]
+    honest = collate
+
+    def warns(given):
+        if given[0].pop("at") == 3:
+            sys.stdout.write("of a patient")
+            warnings.warn("of a patient", stacklevel=2)
+        return honest(given)
+
+    options = {"max_steps": 1, "remove_unused_columns": False}
+    given = {"train_dataset": rows, "data_collator": warns, "eval_dataset": None}
+    made = tiny.trainer(tmp_path, given=given, **options)
+    reads = made.get_train_dataloader()
+    capfd.readouterr()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        reads.dataset.__getitems__(range(ROWS))
+    assert not any("patient" in str(each.message) for each in warned)
+    assert "patient" not in capfd.readouterr().out
+
+
 def adds_a_word(words):
     words.add_tokens(["patient"])
     raise ValueError("this row fails beside it")
@@ -274,7 +318,7 @@ def test_what_other_rows_may_have_a_part_in_ends_the_run(kind, tmp_path, monkeyp
 
 
 def test_planted_warning_during_training_is_heard(tmp_path, capfd, caplog, monkeypatch):
-    monkeypatch.setattr(when_drawn, "unheard", nullcontext)
+    monkeypatch.setattr(loader, "unheard", nullcontext)
     heard(tmp_path, 0, capfd, caplog, said=True)
 
 
