@@ -25,12 +25,15 @@ from hf_dp.trainer.privacy_arguments import (
 from hf_dp.trainer.row_arguments import AuditArguments, RowArguments, UnitArguments
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from torch import nn
 
     from hf_dp.batches.units import UnitTable
     from hf_dp.plans.units import Users
     from hf_dp.streams.shards import Plan
     from hf_dp.tuners.base import Tuner
+
+GENERATION = ("causal_lm", "seq2seq")  # tasks in which a row may be several examples
 
 
 @dataclass
@@ -98,8 +101,8 @@ def refuse_other_modes(mode: str, command: str, planned: Sequence[str] = ("dp_sg
 def rows_of(
     recipe: Recipe, num_examples: int | None, users: Users | None
 ) -> tuple[int, UnitTable | None]:
-    """Return the number of rows or users (as given; None for that of the recipe's data), and whose
-    the rows are, where users are protected and the rows are here."""
+    """Return the number of rows or users (as given; None for that of the recipe's data), canaries
+    included, and whose the rows are, where users are protected and the rows are here."""
     units = None
     if num_examples is None:
         if users is not None:
@@ -113,6 +116,7 @@ def rows_of(
             num_examples = len(units)
         else:
             num_examples = _count(recipe)
+    num_examples += int(recipe.get("audit_canaries") or 0)  # canaries count as rows
     if users is not None and users.by_row and units is None:
         raise ConfigError(
             "With unit_sampling=examples the rows to draw from must be counted user by user. Name "
@@ -124,10 +128,24 @@ def rows_of(
 @functools.cache
 def _whose(file: str, split: str, most: int | None, column: str) -> UnitTable:
     from hf_dp.batches.units import split_off_units
-    from hf_dp.tasks.sources import load_file
 
-    rows = load_file(file, split)
-    return split_off_units(rows if most is None else rows.select(range(most)), column)[0]
+    return split_off_units(_loaded(file, split, most), column)[0]
+
+
+def _loaded(file: str, split: str, most: int | None) -> Dataset:
+    from hf_dp.tasks.sources import load_file, refuse_joined
+
+    refuse_joined(split)
+    return _first(load_file(file, split), most)
+
+
+def _first(rows: Dataset, most: int | None) -> Dataset:
+    """Return the first rows, if a recipe says how many. Raises: ConfigError for more than all."""
+    if most is None:
+        return rows
+    if most > len(rows):
+        raise ConfigError(f"Expected `max_train_rows` to be at most {len(rows)}, got {most}.")
+    return rows.select(range(most))
 
 
 def shards_of(recipe: Recipe) -> Plan | None:
@@ -147,20 +165,20 @@ def _count(recipe: Recipe) -> int:
     if (shards := shards_of(recipe)) is not None:
         return shards.rows
     demo = recipe.get("dataset_name") == "demo"
-    if (recipe.get("train_file") or demo) and recipe.get("data_format"):
+    if (recipe.get("train_file") or demo) and recipe.get("task") in GENERATION:
         from hf_dp.tasks.generation.encoding import count_examples
 
         return count_examples(recipe)
-    if recipe.get("max_train_rows"):
-        return int(recipe["max_train_rows"])
+    most = recipe.get("max_train_rows")
     if demo:
         from hf_dp.tasks.demo_sentences import demo_dataset
 
-        return len(demo_dataset()["train"])
-    if recipe.get("train_file"):
-        from hf_dp.tasks.sources import load_file
-
-        return len(load_file(recipe["train_file"], recipe.get("train_split", "train")))
+        return len(_first(demo_dataset()["train"], most))
+    file = recipe.get("train_file")
+    if file and not (most and not Path(file).exists()):  # a recipe may say how many are elsewhere
+        return len(_loaded(file, recipe.get("train_split", "train"), most))
+    if most:
+        return int(most)
     raise ConfigError(
         "The number of training rows is not known: there is no recipe (--config) whose data is "
         "available here. Give --num-examples N."

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -178,9 +179,9 @@ def _refuse_addresses(rows: Dataset, column: str) -> None:
     see which rows each secret draw holds, and epsilon does not cover that."""
     row = 0
     for batch in rows.select_columns([column]).with_format("arrow").iter(1000):
-        images = batch[column].combine_chunks()
-        inside = images.field("bytes").is_valid().to_pylist()
-        for held, path in zip(inside, images.field("path").to_pylist(), strict=True):
+        held_here, paths = (pc.struct_field(batch[column], name) for name in ("bytes", "path"))
+        inside = held_here.is_valid().to_pylist()
+        for held, path in zip(inside, paths.to_pylist(), strict=True):
             if not held and path is not None and ("://" in path or "::" in path):
                 raise DataError(
                     f"Row {row}, image_column {column!r}, names a URL, {path!r}: fetching it in "

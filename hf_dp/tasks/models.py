@@ -192,13 +192,18 @@ def check_positions(
     tokens = torch.full((1, max_length), 5 if pad != 5 else 6)
     if valid := getattr(model, "valid_input_ids", None):
         tokens = valid(tokens)
-    decoder = {}
-    if getattr(model.config, "is_encoder_decoder", False):
-        decoder["decoder_input_ids"] = tokens[:, :1].expand(1, max_target_length or max_length)
-    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), **decoder}
-    if cause := failure(model, inputs):
-        expected = "to be no more tokens than the model has positions"
-        raise invalid("max_length", max_length, expected, f"Its forward fails: {cause}")
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    tried = {"max_length": max_length}
+    two = getattr(model.config, "is_encoder_decoder", False)
+    if two and max_target_length is not None:
+        tried["max_target_length"] = max_target_length  # after the encoder alone
+    for name, length in tried.items():
+        if two:
+            alone = len(tried) > 1 and name == "max_length"
+            inputs["decoder_input_ids"] = tokens[:, :1].expand(1, 1 if alone else length)
+        if cause := failure(model, inputs):
+            expected = "to be no more tokens than the model has positions"
+            raise invalid(name, length, expected, f"Its forward fails: {cause}")
 
 
 def failure(model: nn.Module, inputs: Mapping[str, Tensor]) -> str:

@@ -166,6 +166,9 @@ def _check_source(data: SourceArguments) -> None:
     """Raise ConfigError for files beside a data set of the Hub, and for its parts beside files."""
     if data.dataset_name is not None:
         unread = ["train_file", "validation_file", "data_name"]
+        if data.dataset_name == "demo":
+            whole = {"train_split": _WHOLE, "validation_split": VALIDATION}
+            unread += [name for name, every in whole.items() if getattr(data, name) != every]
     elif data.validation_file and data.validation_split != VALIDATION:
         unread = ["dataset_config", "validation_split"]  # the file is read whole
     else:
@@ -201,7 +204,6 @@ def load_file(path: str, split: str = _WHOLE) -> Dataset:
     """
     import datasets
 
-    refuse_joined(split)
     file = Path(path)
     folder = file.is_dir()
     if not folder and (file.suffix not in _LOADERS or not file.is_file()):
@@ -218,7 +220,8 @@ def load_file(path: str, split: str = _WHOLE) -> Dataset:
     if folder and (file / "plan.json").is_file():
         raise DataError(
             f"The folder {file.name!r} holds shards, which only the task text_classification "
-            "reads. For another task give hf_dp.streams.load() to a DPTrainer."
+            "reads, and only to train on them. Name another file for evaluation; for another task "
+            "give hf_dp.streams.load() to a DPTrainer."
         )
     kind = "imagefolder" if folder else _LOADERS[file.suffix]
     named = repr(file.name) if split == _WHOLE else f"{file.name!r} (its split {split!r})"

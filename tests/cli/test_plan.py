@@ -18,6 +18,8 @@ from hf_dp.accounting import (
     epsilon,
     gdp_clt,
 )
+from hf_dp.cli.recipes import rows_of
+from hf_dp.errors import ConfigError
 from hf_dp.plans.bands import square_root_column
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.privacy_arguments import plan_of
@@ -154,6 +156,26 @@ def test_the_demo_recipe_counts_its_rows(printed):
     demo = Path(__file__).parents[2] / "recipes" / "demo" / "minilm_dp_adam.yaml"
     found = json.loads(printed("plan", "--config", str(demo), *RDP, "--json"))
     assert found["plan"]["num_examples"] == 8000
+    found = json.loads(
+        printed("plan", "--config", str(demo), *RDP, "--json", "--audit_canaries", "500")
+    )
+    assert found["plan"]["num_examples"] == 8500  # as in the run
+
+
+def test_rows_of_several_references_and_more_rows_than_there_are(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    row = {"prompt": "q", "target": ["a", "b", "c"]}
+    file.write_text("\n".join([json.dumps(row)] * 10))
+    recipe = {
+        "task": "causal_lm",
+        "train_file": str(file),
+        "prompt_column": "prompt",
+        "target_column": "target",
+    }
+    assert rows_of(recipe, None, None)[0] == 30
+    assert rows_of({**recipe, "data_format": "pairs"}, None, None)[0] == 30
+    with pytest.raises(ConfigError, match="`max_train_rows` to be at most 10, got 500"):
+        rows_of({"train_file": str(file), "max_train_rows": 500}, None, None)
 
 
 def test_a_capped_draw(printed, refused):

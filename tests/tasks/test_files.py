@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tiny_images import by_class, picture, png
 
+from hf_dp.cli.recipes import rows_of
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.tasks import sources
 from hf_dp.tasks.classification import DataArguments
@@ -62,7 +63,7 @@ def test_a_split_that_may_hold_a_row_twice_is_refused(tmp_path, split, source):
     of = {"train_file": file} if source == "a file" else {"dataset_name": str(tmp_path)}
     load = partial(load_train, DataArguments(**of, train_split=split))
     if source == "of hf-dp plan":
-        load = partial(load_file, file, split)
+        load = partial(rows_of, {"train_file": file, "train_split": split}, None, None)
     with pytest.raises(ConfigError, match="`train_split` to be one split .*half as well"):
         load()
 

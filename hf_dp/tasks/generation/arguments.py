@@ -295,8 +295,6 @@ class TextArguments(SourceArguments):
 
     def demo(self) -> DatasetDict:
         """Return the demonstration tables."""
-        from hf_dp.tasks.generation.arguments import demo_tables
-
         return demo_tables()
 
 
@@ -329,3 +327,5 @@ class DecodingArguments:
         positive("temperature", self.temperature)
         if self.max_decoded is not None:
             integer("max_decoded", self.max_decoded, 1)
+        if not all(self.stop):
+            raise invalid("stop", self.stop, "to hold no empty text", "Remove it.")

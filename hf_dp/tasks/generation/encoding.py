@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.losses import IGNORED_LABEL
+from hf_dp.run.gguf import reading
 from hf_dp.tasks.generation.arguments import MESSAGES, TABLE, TextArguments, read_row
 from hf_dp.tasks.models import SEQ2SEQ
 from hf_dp.tasks.sources import load_train, loading, require_columns, resolve_model
@@ -262,6 +263,13 @@ def encoding_of(kind: str, tokenizer: PreTrainedTokenizerBase, data: TextArgumen
                 "data_format 'messages' is for decoders: a chat template writes one sequence. Set "
                 "task: causal_lm, or data_format: pairs."
             )
+        for name in ("separator", "cut_prompts"):
+            if value := getattr(data, name):
+                raise ConfigError(
+                    f"Expected `{name}` to be unset with data_format 'messages', got {value!r}: "
+                    "the chat template says what stands between messages, and a long one is cut "
+                    "at its end. Remove it."
+                )
         return ChatEncoding(tokenizer, data.max_length)
     if kind == SEQ2SEQ:
         if data.separator is not None:
@@ -358,9 +366,10 @@ def count_examples(recipe: Mapping[str, Any]) -> int:
     if data.drop_long_rows:
         from transformers import AutoTokenizer
 
-        model = resolve_model(recipe["model_name_or_path"])
+        file = recipe.get("gguf_file")
+        model = resolve_model(recipe["model_name_or_path"], file)
         with loading(f"The tokenizer of {model!r}", "Without it, give --num-examples N."):
-            tokenizer = AutoTokenizer.from_pretrained(model)
+            tokenizer = AutoTokenizer.from_pretrained(model, **reading(file))
         return len(encode_training(rows, data, encoding_of(recipe["task"], tokenizer, data)).kept)
     if data.data_format == MESSAGES:
         return len(rows)

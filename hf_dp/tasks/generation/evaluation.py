@@ -39,6 +39,7 @@ from hf_dp.tasks.generation.arguments import (
     DecodingArguments,
     Table,
     TextArguments,
+    read_row,
 )
 from hf_dp.tasks.generation.encoding import (
     ASSISTANT,
@@ -119,11 +120,13 @@ def _options(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: DecodingArguments
 ) -> dict[str, object]:
     """Return the keywords of ``generate``; all that it samples by is given, so that a model's own
-    generation_config decides nothing but its end tokens."""
+    generation_config does not decide it."""
     options: dict[str, object] = {
         "max_new_tokens": settings.max_new_tokens,
         "num_beams": settings.num_beams if settings.decoding == BEAM else 1,
         "do_sample": settings.decoding == NUCLEUS,
+        "repetition_penalty": 1.0,
+        "no_repeat_ngram_size": 0,
         "pad_token_id": tokenizer.pad_token_id,
     }
     if settings.decoding == NUCLEUS:
@@ -366,7 +369,8 @@ def write_rows(
         logger.warning("%s, each on its line, and are left out.", said)
     if data.data_format == TABLE:
         for name in data.columns:
-            if all(re.fullmatch(r"-?\d+", str(row[name])) for row in rows):
+            # Not "007", a code, nor what no 64-bit number holds.
+            if all(re.fullmatch(r"-?(0|[1-9]\d{0,17})", str(row[name])) for row in rows):
                 rows = [{**row, name: int(str(row[name]))} for row in rows]
     return datasets.Dataset.from_list(rows)
 
@@ -402,7 +406,7 @@ def _prompt(row: Row, place: int, data: TextArguments, encoding: Encoding) -> li
     layout = data.layout
     if isinstance(layout, Table):
         return encoding.prompt("", place, room=1)
-    written = layout.read(*row.values(), layout.write(""))
+    written = read_row(layout, [*row.values(), layout.write("")], place)
     return encoding.prompt(written.prompt, place, room=1)
 
 

@@ -131,7 +131,14 @@ def test_prompts_that_cannot_be_written_after_are_named():
 
 @pytest.mark.parametrize(
     "given",
-    [{"decoding": "best"}, {"num_beams": 0}, {"top_p": 0.0}, {"top_p": 1.5}, {"temperature": 0}],
+    [
+        {"decoding": "best"},
+        {"num_beams": 0},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"temperature": 0},
+        {"stop": [""]},
+    ],
 )
 def test_settings_are_checked(given):
     with pytest.raises(ValueError, match=next(iter(given))):

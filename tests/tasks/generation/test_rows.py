@@ -256,3 +256,8 @@ def test_arguments_that_do_not_go_together():
         encoding_of(SEQ2SEQ, words, TextArguments(data_format="messages"))
     with pytest.raises(ConfigError, match="separator"):
         encoding_of(SEQ2SEQ, words, TextArguments(separator=" : "))
+    for given in ({"separator": " : "}, {"cut_prompts": True}):
+        with pytest.raises(
+            ConfigError, match=f"`{min(given)}` to be unset with data_format 'messages'"
+        ):
+            encoding_of(CAUSAL, words, TextArguments(data_format="messages", **given))

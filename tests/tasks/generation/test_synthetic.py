@@ -51,11 +51,15 @@ def test_rows_of_several_columns(monkeypatch, caplog):
     """Written without prompts; texts that are no rows go, and whole numbers are numbers again."""
     LAYOUTS["table"] = {"columns": ["name", "age", "note"]}, None
     texts = ["name: Ann\nage: 31\nnote: a: b\n", "name: Ben\nage: 40", "name: C\nage: -7\nnote: "]
-    monkeypatch.setattr(evaluation, "decode", lambda *args, **options: texts)
+    monkeypatch.setattr(evaluation, "decode", lambda *args, **options: [*texts])
     rows, data, words = written("table")
     kept = [("Ann", 31, "a: b"), ("C", -7, "")]
     assert [tuple(row.values()) for row in rows] == kept
     assert "1 of 3 texts lack columns of ['name', 'age', 'note']" in caplog.text
+    for codes in (["02139", "00501", "1"], ["1" * 20, "2", "3"]):
+        texts = [f"name: A\nage: {code}\nnote: " for code in codes]
+        assert written("table")[0]["age"] == codes
+    texts = ["name: Ann\nage: 31\nnote: a: b\n"] * 3
     example = encode(rows, data, encoding_of(CAUSAL, words, data))[0]
     learned = words.decode([token for token in example["labels"] if token != -100])
     assert learned.startswith("name: Ann\nage: 31\nnote: a: b")
