@@ -174,14 +174,14 @@ def documented(groups: Iterable[type]) -> str:
     lines: list[str] = []
     for group in groups:
         title = (group.__doc__ or "").strip().splitlines()[0].rstrip(".")
-        lines += ["", f"    > {title}", ""]
+        lines += ["", f"> {title}", ""]
         for field in own_fields(group):
             default = default_of(field)
             shown = f'"{default}"' if isinstance(default, str) else default
             said = "*optional*" + ("" if default is None else f", defaults to `{shown}`")
-            lines.append(f"        {field.name} (`{_type_of(field)}`, {said}):")
+            lines.append(f"    {field.name} (`{_type_of(field)}`, {said}):")
             lines += textwrap.wrap(
-                field.metadata["help"], 100, initial_indent=" " * 12, subsequent_indent=" " * 12
+                field.metadata["help"], 100, initial_indent=" " * 8, subsequent_indent=" " * 8
             )
     return "\n".join(lines[1:])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self
@@ -242,8 +243,9 @@ class DPTrainingArguments(  # type: ignore[misc]  # learning_rate, max_grad_norm
         return found.join(inherited).join(environment_problems(self.report_to))
 
 
-DPTrainingArguments.__doc__ = (DPTrainingArguments.__doc__ or "").replace(
-    "    %s", documented((*GROUPS, OtherDefaults))
+# Without indentation, which docstrings have since Python 3.13 no more.
+DPTrainingArguments.__doc__ = inspect.cleandoc(DPTrainingArguments.__doc__ or "").replace(
+    "%s", documented((*GROUPS, OtherDefaults))
 )
 
 

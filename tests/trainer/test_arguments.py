@@ -393,11 +393,11 @@ def test_command_line(output_dir):
 
 def test_every_field_stands_in_the_docstring_once_with_its_help():
     text = DPTrainingArguments.__doc__
-    documented = re.findall(r"^        (\w+) \(`.*\):$", text, flags=re.MULTILINE)
+    documented = re.findall(r"^    (\w+) \(`.*\):$", text, flags=re.MULTILINE)
     assert len(documented) == len(set(documented))
     declared = {field.name for group in (*GROUPS, OtherDefaults) for field in own_fields(group)}
     assert set(documented) == declared >= {field.name for field in OWN}
-    assert "target_epsilon (`float`, *optional*):\n            Epsilon to spend" in text
+    assert "target_epsilon (`float`, *optional*):\n        Epsilon to spend" in text
     for field in dataclasses.fields(DPTrainingArguments):
         if field.name in declared:
             assert field.metadata["help"].endswith("."), field.name
