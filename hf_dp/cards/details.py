@@ -119,8 +119,10 @@ class CardDetails(Kept):
         return self.base_model if is_repository(self.base_model) else None
 
     def with_given(self, **given: Any) -> CardDetails:
-        """Return these details with what the user says instead. Raises: InvalidArgumentError."""
+        """Return these details with what the user says instead; what is a path here is local.
+        Raises: InvalidArgumentError."""
         _refuse_unknown(given)
+        given |= {name: here(value) for name, value in given.items() if name in _MAY_BE_PATHS}
         return replace(self, **given, given=tuple(dict.fromkeys((*self.given, *given))))
 
 
@@ -153,6 +155,9 @@ def _shown(value: object) -> object:
     return str(value)
 
 
+# Whether one exists is asked where it is named, and never of what a card says: elsewhere a folder
+# may have the name of a repository.
+_MAY_BE_PATHS = ("base_model", "dataset", "recipe")
 _FROM_THE_RUN = ("given", "metrics", "training", "repository")
 SETTABLE = tuple(item.name for item in fields(CardDetails) if item.name not in _FROM_THE_RUN)
 
@@ -319,7 +324,13 @@ def is_repository(value: str | None) -> bool:
     return not value.startswith(("~", "."))
 
 
+def here(name: str | None) -> str | None:
+    """Return the name of a model, data set or file so that it is seen to be local, if it exists."""
+    if not isinstance(name, str) or _is_local(name) or not os.path.exists(name):
+        return name
+    return f"./{name}"
+
+
 def _is_local(text: str) -> bool:
-    if text.startswith((".", "/", "~", "\\", "file:")) or re.match(r"[A-Za-z]:[\\/]", text):
-        return True
-    return os.sep in text and os.path.exists(text)
+    starts = text.startswith((".", "/", "~", "\\", "file:"))
+    return starts or re.match(r"[A-Za-z]:[\\/]", text) is not None

@@ -299,7 +299,8 @@ def card_files(
     details = CardDetails(model_name=folder.resolve().name)
     if evidence.card is not None:
         details = CardDetails.from_dict(evidence.card)
-    details = replace(details.with_given(**dict(given or {})), repository=repository)
+    details = details.with_given(**dict(given or {}))
+    details = replace(details, repository=repository or details.repository)
     text = render_card(statement, details)
     # A card may be kept without its weights, whose digests stay.
     files = {**evidence.files, **file_digests(folder)}

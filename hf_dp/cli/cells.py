@@ -280,10 +280,13 @@ def spent_together(cells: Sequence[Cell]) -> str:
     from hf_dp.statement.statement import observed, why_not_private
 
     folders = [path for cell in cells for path in cell.attempts]
-    known = [
-        path for path in folders if any((path / name).exists() for name in (LEDGER, FILE_NAME))
+    # A ledger without a byte, which a full disk leaves, is of a run that released nothing.
+    ledgers = {path: path / LEDGER for path in folders}
+    records = [
+        read_run(path)
+        for path, own in ledgers.items()
+        if (path / FILE_NAME).exists() or (own.exists() and own.stat().st_size)
     ]
-    records = [read_run(path) for path in known]
     if not records:
         return ""
     plans = [evidence.plan for evidence in records]

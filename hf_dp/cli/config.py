@@ -20,7 +20,7 @@ from typing import Any, NoReturn, cast
 import yaml
 
 from hf_dp._arguments import argument
-from hf_dp._validate import one_of
+from hf_dp._validate import invalid, one_of
 from hf_dp.cli.launch import launched_processes
 from hf_dp.cli.options import Parser, add_fields, check_names, given_options
 from hf_dp.errors import ConfigError, HfDpError
@@ -346,9 +346,19 @@ def without_privacy(values: Recipe, words: Sequence[str] = ()) -> Recipe:
     if dropped:
         _say("without " + ", ".join(f"{name} {value}" for name, value in dropped.items()))
     if BATCH in dropped and ACCUMULATION not in asked:
-        most = int(asked.get(PHYSICAL) or kept.get(PHYSICAL, 8))  # 8 is TrainingArguments'
-        kept |= _batches(int(dropped[BATCH]), most)
+        most = asked.get(PHYSICAL) or kept.get(PHYSICAL, 8)  # 8 is TrainingArguments'
+        kept |= _batches(_whole(BATCH, dropped[BATCH]), _whole(PHYSICAL, most))
     return kept
+
+
+def _whole(name: str, value: Any) -> int:
+    try:
+        number = round(float(value))
+    except (TypeError, ValueError):
+        number = 0
+    if number < 1:
+        raise invalid(name, value, "to be a whole number of at least 1")
+    return number
 
 
 def _batches(logical: int, most: int) -> dict[str, int]:

@@ -107,6 +107,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+_CHANGES_THE_NOISE = (
+    "bands", "clipping_quantile", "earlier_runs", "noised_loss_budget_ratio", "router_balance",
+    "rows_per_group",
+)  # fmt: skip
+
+
 def _suggestion(
     options: SuggestOptions, recipe: dict[str, Any], epochs: float | None
 ) -> Suggestion:
@@ -117,11 +123,13 @@ def _suggestion(
             "Expected --target_epsilon, or a recipe (--config) that sets it, got neither. Add "
             "--target_epsilon."
         )
-    if recipe.get("bands") is not None:
-        raise ConfigError(
-            f"Expected `bands` to be left out, got {recipe['bands']!r}: what is suggested is for "
-            "independent noise. Remove it, then compare with `hf-dp plan --bands auto`."
-        )
+    for name in _CHANGES_THE_NOISE:
+        if recipe.get(name) is not None:
+            raise ConfigError(
+                f"Expected `{name}` to be left out, got {recipe[name]!r}: the noise of what is "
+                "suggested is that of a run without it. Remove it, put it back into the suggested "
+                "recipe, and see what `hf-dp plan` says."
+            )
     # Batch and noise are what is chosen here; any valid ones let the other arguments be checked.
     args = PlannedArguments.of(recipe, expected_batch_size=1, noise_multiplier=None)
     assert args.target_epsilon is not None

@@ -153,6 +153,10 @@ def _check(args: argparse.Namespace, fixed: Recipe, cells: Sequence[runs.Cell]) 
                 "`--private-selection` needs the metric that decides (--score accuracy) and one "
                 f"recipe in `--config`, got {args.score} and {args.config}."
             )
+    for name in fixed.keys() & cells[0].settings.keys():
+        raise ConfigError(
+            f"Expected `{name}` to stand in `--set` or in `--grid`, got both. Leave one out."
+        )
     modes = {cell.settings.get("privacy_mode", fixed.get("privacy_mode")) for cell in cells}
     given = {**fixed, **cells[0].settings}.keys() & (
         private_keys() if modes == {NON_PRIVATE} else set()

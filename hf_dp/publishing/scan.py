@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from huggingface_hub import get_token
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hf_dp.cards.details import is_repository
 from hf_dp.errors import LedgerError
@@ -66,7 +67,8 @@ class Scan:
             self.user = getpass.getuser()
         except (OSError, KeyError):  # a user without a name, as in some containers
             self.user = ""
-        self.machine = socket.gethostname()
+        name = socket.gethostname()
+        self.machine = "" if name in CONFIG_MAPPING_NAMES else name  # "bert" is a model_type, too
 
     def published(self, name: str, content: bytes) -> bytes:
         """Return what is published of a file that is not weights."""

@@ -179,6 +179,17 @@ def refuse_data_in_adapters(model: nn.Module, own: Collection[object] | None = (
         )
 
 
+def refuse_named_adapters(model: nn.Module) -> None:
+    """Raise UnsupportedModelError for adapters that PEFT would save in a folder of their name, of
+    which neither ``privacy.json`` nor ``hf-dp publish`` knows."""
+    names = sorted({name for name, _ in _adapters(model)} - {"default"})
+    if names:
+        raise UnsupportedModelError(
+            f"Expected one adapter with PEFT's own name, 'default', got {names}: others are saved "
+            "in folders of their own, which could not be published. Leave adapter_name out."
+        )
+
+
 def _adapters(model: nn.Module) -> Iterator[tuple[str, PeftConfig]]:
     for module in model.modules():
         configs = getattr(module, "peft_config", None)

@@ -259,6 +259,7 @@ class PrivateRun:
             UnsupportedModelError, UnsupportedArgumentError: the run cannot be private.
         """
         refuse_coupling(self.model)
+        checks.refuse_named_adapters(self.model)
         if not self.options.adapter_init_data_is_public:
             checks.refuse_data_in_adapters(self.model, self.selections)
         self.other.refuse()

@@ -16,7 +16,14 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from transformers.utils import logging
 
 from hf_dp._validate import invalid
-from hf_dp.cards.details import BASE_MODEL, BASE_WEIGHTS, REPOSITORY, CardDetails, dequantized_from
+from hf_dp.cards.details import (
+    BASE_MODEL,
+    BASE_WEIGHTS,
+    REPOSITORY,
+    CardDetails,
+    dequantized_from,
+    here,
+)
 from hf_dp.cards.verify import write_card
 from hf_dp.clipping.sharding import is_sharded
 from hf_dp.distributed.processes import Processes
@@ -293,7 +300,7 @@ def details_of_model(
     tag, file = _PIPELINES.get(known_task(base)), gguf_file_of(model)
     return CardDetails(
         model_name=name.rstrip("/\\").replace("\\", "/").split("/")[-1],
-        base_model=getattr(getattr(base, "config", None), "name_or_path", None) or None,
+        base_model=here(getattr(getattr(base, "config", None), "name_or_path", None) or None),
         task_tag=tag,
         library_name="peft" if hasattr(model, "peft_config") else "transformers",
         pretraining_sources=tuple(pretraining_sources(base)),

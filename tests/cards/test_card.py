@@ -11,7 +11,7 @@ from statements import SST2, statement_of
 
 from hf_dp._dataclasses import plain
 from hf_dp.cards.card import render_card
-from hf_dp.cards.details import CardDetails, markdown, public_name
+from hf_dp.cards.details import CardDetails, here, markdown, public_name
 from hf_dp.errors import InvalidArgumentError
 from hf_dp.statement.statement import PrivacyStatement
 
@@ -141,7 +141,7 @@ def test_no_local_path_gets_in(small, tmp_path, monkeypatch):
     text = render(
         small,
         model_name="/data/main/runs/my-model",
-        base_model="here/encoder",
+        base_model=here("here/encoder"),
         dataset=str(tmp_path / "train.csv"),
         training={"optim_args": "/data/secret/args.yaml", "files": files},
         tags=["/data/tag"],
@@ -154,6 +154,22 @@ def test_no_local_path_gets_in(small, tmp_path, monkeypatch):
     assert card.text.lstrip().startswith("# my-model: on train.csv (local), trained with ")
     assert "| Base model | encoder (local) |" in text
     assert "files b.json, c.json |" in text
+
+
+def test_whether_a_name_is_local_is_asked_where_it_is_given(tmp_path, monkeypatch):
+    """Not where a card is read: a folder there may have the name of a repository."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("stanfordnlp/sst2", "mybert"):
+        (tmp_path / name).mkdir(parents=True)
+    read = CardDetails.from_dict(CardDetails(dataset="stanfordnlp/sst2").to_dict())
+    assert read.dataset == read.hub_dataset == "stanfordnlp/sst2"
+    said = read.with_given(base_model="mybert", license="mit")
+    assert (said.dataset, said.base_model, said.hub_base) == (
+        "stanfordnlp/sst2",
+        "mybert (local)",
+        None,
+    )
+    assert CardDetails.from_dict(said.to_dict()) == said
 
 
 @pytest.mark.parametrize(

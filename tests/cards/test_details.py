@@ -129,6 +129,10 @@ def test_an_edited_card_is_kept_until_it_is_deleted(finished, tmp_path, capsys):
     assert "films" in data.tags
     assert main(["verify", str(folder)]) == 0
     assert card_files(folder)["README.md"] == card.read_bytes()
+    # What was said of it before stays.
+    for name, content in card_files(folder, repository="org/here").items():
+        (folder / name).write_bytes(content)
+    assert b"hf-dp verify org/here" in card_files(folder, given={"license": "mit"})["README.md"]
 
 
 def test_epochs_are_expected_passes_over_the_rows(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from all_recipes import RECIPES, values_of
 
 from hf_dp.cli.config import as_asked, parse, peft_config, private_keys, read_yaml, without_privacy
 from hf_dp.cli.tasks import TASKS, training_module
+from hf_dp.errors import InvalidArgumentError
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.tuners.frost.tuner import SelectOnce
 from hf_dp.tuners.methods import tuner_for
@@ -51,6 +52,21 @@ def test_there_are_recipes_of_every_kind():
     assert {"frost", "pval", "rgp", "lora", "adapter", "random", None} <= kinds
     modes = {values["privacy_mode"] for values in PRIVATE_TASKS.values()}
     assert modes == {"dp_sgd", "dp_fp", "non_private"}
+
+
+def test_a_batch_that_is_no_number_is_named():
+    for name, values in (
+        ("expected_batch_size", {"expected_batch_size": "64k"}),
+        ("expected_batch_size", {"expected_batch_size": None}),
+        (
+            "per_device_train_batch_size",
+            {"expected_batch_size": 64, "per_device_train_batch_size": -1},
+        ),
+    ):
+        with pytest.raises(
+            InvalidArgumentError, match=f"`{name}` to be a whole number of at least 1"
+        ):
+            without_privacy(values)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +162,11 @@ def test_a_sweep_has_one_run_without_privacy_beside_the_private_ones(task, sweep
     ]
     plain = [f"privacy_mode=non_private learning_rate={rate}" for rate in (1, 2)]
     assert labels == [*private, *plain]
+
+
+def test_a_key_stands_in_one_place(task, sweep):
+    words = ["--set", "learning_rate=1e-3", "--grid", "learning_rate=1e-3,2e-3", "--dry-run"]
+    task.refused("`learning_rate` to stand in `--set` or in `--grid`, got both", *sweep, *words)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,11 @@ def test_bad_input(words, said, refused):
 
 @pytest.mark.parametrize(
     ("line", "said"),
-    [("privacy_mode: dp_fp", "hf-dp suggest plans dp_sgd only"), ("bands: 8", "independent noise")],
+    [
+        ("privacy_mode: dp_fp", "hf-dp suggest plans dp_sgd only"),
+        ("bands: 8", "`bands` to be left out"),
+        ("clipping_quantile: 0.5", "`clipping_quantile` to be left"),
+    ],
 )
 def test_what_is_not_suggested_for_is_refused(recipe, refused, line, said):
     recipe.write_text(f"{recipe.read_text()}{line}\n")

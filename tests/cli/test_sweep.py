@@ -132,6 +132,10 @@ def test_at_the_smallest_delta_and_nothing_beside_a_fixed_seed(tmp_path):
     events = [event for cell in runs for event in document.read(cell.attempts[0]).ledger.events]
     total = epsilon(events, 1e-6, "rdp").rounded_up()
     assert f"epsilon {total} at delta 1e-06" in spent_together(runs)
+    unbegun = written(tmp_path, 9)
+    (unbegun.folder / "run1" / "privacy.json").unlink()
+    (unbegun.folder / "run1" / "ledger.jsonl").touch()  # of a full disk
+    assert "all 2 private runs together" in spent_together([*runs, unbegun])
     assert "no epsilon holds" in spent_together([*runs, written(tmp_path, 3, insecure=True)])
     for number, (weak, expected) in enumerate(
         (

@@ -80,6 +80,13 @@ def test_what_is_not_private_leaves_as_it_is(values):
     assert published == text and contents.refusals == contents.changes == []
 
 
+def test_a_machine_whose_name_is_a_models_is_not_looked_for(monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "bert")
+    made = Scan(Path(PLACES[1]), None, [])
+    made.published("config.json", json.dumps({"model_type": "bert"}).encode())
+    assert not made.refusals
+
+
 def test_a_vocabulary_may_hold_any_word_but_a_token():
     vocabulary = {"model": {"vocab": {"/usr/local/bin": 1, "wonderland7": 2}}}
     assert looked_at("tokenizer.json", vocabulary)[1].refusals == []

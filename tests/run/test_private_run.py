@@ -252,6 +252,14 @@ def trained(folder, model, **given):
     return mechanism
 
 
+def test_an_adapter_that_would_be_saved_elsewhere_is_refused(tmp_path):
+    lora = LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")
+    model = get_peft_model(tiny.model(), lora, adapter_name="mine")
+    with pytest.raises(UnsupportedModelError, match=r"own name, 'default', got \['mine'\]"):
+        trained(tmp_path, model)
+    assert not (tmp_path / "ledger.jsonl").exists()
+
+
 def test_a_model_is_saved_as_it_can_be_verified_loaded_and_published(tmp_path):
     mechanism = trained(tmp_path, tiny.model(), processing_class=tiny.tokenizer())
     metrics = {"eval_accuracy": 0.75}
