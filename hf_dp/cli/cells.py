@@ -299,10 +299,11 @@ def spent_together(cells: Sequence[Cell]) -> str:
         return f"no epsilon holds for all private runs together: {reason}"
     if seen := observed(weak):
         return f"no epsilon is established for all private runs together: {'; '.join(seen)}"
-    if any(plan.unit == NONE for plan in plans) or not all(event.established for event in events):
+    known = all(event.established for event in events)
+    if not known or any(NONE in (run.unit, run.relation) for run in weak.earlier):
         return (
-            "DP-FP as published is among these runs: no differential privacy guarantee is "
-            "established for any of them, nor for all together"
+            "no bound is known for one of these runs, such as DP-FP as published: no differential "
+            "privacy guarantee is established for any of them, nor for all together"
         )
     # whose data a run protects, in words that tell two columns of users apart
     owners = {

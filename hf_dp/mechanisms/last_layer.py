@@ -137,7 +137,7 @@ class LastLayer:
         with (
             self.layer.register_forward_pre_hook(note),
             torch.no_grad(),
-            in_full_precision(self.model),
+            in_full_precision(self.run.model),
             self.run.randomness.streams(),
             _nothing_kept(self.model),
             in_training(self.model, False),

@@ -258,6 +258,7 @@ class PrivateRun:
                 :meth:`hf_dp.run.ledger.RunLedger.record_earlier`.
             UnsupportedModelError, UnsupportedArgumentError: the run cannot be private.
         """
+        self._drawn_in = None
         refuse_coupling(self.model)
         checks.refuse_named_adapters(self.model)
         if not self.options.adapter_init_data_is_public:

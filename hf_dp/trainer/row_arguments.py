@@ -205,8 +205,8 @@ class RowArguments(ArgumentGroup):
     )
     teacher_is_public: bool = argument(
         False,
-        "Whether another model that a loss of your own runs, such as a teacher, was trained on "
-        "public data. Otherwise it is refused. The card says so.",
+        "Whether another model that a loss reads, such as a teacher or DPO's ref_model, was "
+        "trained on public data. Otherwise it is refused. The card says so.",
     )
     evaluate_on_training_rows: bool = argument(
         False,
