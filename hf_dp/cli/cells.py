@@ -271,7 +271,7 @@ def model_size(name: str) -> dict[str, object]:
 def spent_together(cells: Sequence[Cell]) -> str:
     """Return what all private runs of the sweep, unfinished ones included, cost on the rows that
     they share. A guarantee at the smallest delta holds at every larger one."""
-    from hf_dp.accounting import TRAINING, Ledger, epsilon
+    from hf_dp.accounting import epsilon
     from hf_dp.plans.units import FEATURES, NONE, weakest_unit
     from hf_dp.run.ledger_file import LEDGER
     from hf_dp.run.witnesses import read_run
@@ -292,10 +292,10 @@ def spent_together(cells: Sequence[Cell]) -> str:
     plans = [evidence.plan for evidence in records]
     events = [event for evidence in records for event in evidence.ledger.events]
     weak = Weaknesses(earlier=tuple(run for each in records for run in earlier_runs(each)))
-    spent = Ledger()
-    for event in events:
-        spent.append(event, TRAINING)
-    if reason := why_not_private(spent, weak):
+    reasons = (
+        why_not_private(each.ledger, Weaknesses(earlier=earlier_runs(each))) for each in records
+    )
+    if reason := next(filter(None, reasons), ""):
         return f"no epsilon holds for all private runs together: {reason}"
     if seen := observed(weak):
         return f"no epsilon is established for all private runs together: {'; '.join(seen)}"

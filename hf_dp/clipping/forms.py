@@ -233,7 +233,9 @@ def made_explicit(
     return [explicit, *(use for use in uses if not isinstance(use, OuterProducts))]
 
 
-_IN_BUNDLE = 2**25  # numbers, which are there twice while it is made
+# Numbers in one example's gradient; copying a larger one costs more than the operations saved. And
+# the numbers of a bundle, which are there twice while it is made.
+_LARGEST, _IN_BUNDLE = {"cpu": 2**14, "cuda": 2**18}, 2**25
 
 
 @dataclass
@@ -256,7 +258,7 @@ def bundled(
         if others or parameter in apart or not isinstance(first, Dense):
             continue
         key = (groups[parameter], first.gradients.dtype, first.gradients.device)
-        if parameter.numel() <= _SMALL.get(key[2].type, 2**14):
+        if parameter.numel() <= _LARGEST.get(key[2].type, 2**14):
             members.setdefault(key, []).append(parameter)
     bundles = []
     for parameters in [some for of_key in members.values() for some in _parted(of_key, uses)]:

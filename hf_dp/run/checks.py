@@ -180,12 +180,12 @@ def refuse_data_in_adapters(model: nn.Module, own: Collection[object] | None = (
 
 
 def refuse_named_adapters(model: nn.Module) -> None:
-    """Raise UnsupportedModelError for adapters that PEFT would save in a folder of their name, of
+    """Raise UnsupportedModelError for an adapter that PEFT would save in a folder of its name, of
     which neither ``privacy.json`` nor ``hf-dp publish`` knows."""
-    names = sorted({name for name, _ in _adapters(model)} - {"default"})
-    if names:
+    names = sorted({name for name, _ in _adapters(model)})
+    if names and "default" not in names:
         raise UnsupportedModelError(
-            f"Expected one adapter with PEFT's own name, 'default', got {names}: others are saved "
+            f"Expected an adapter with PEFT's own name, 'default', got {names}: others are saved "
             "in folders of their own, which could not be published. Leave adapter_name out."
         )
 
