@@ -278,18 +278,18 @@ def unheard() -> Iterator[None]:
 @contextmanager
 def _unprinted(descriptor: int) -> Iterator[None]:
     """Let nothing be written to a file descriptor of the process, if it is open."""
-    try:
-        kept = os.dup(descriptor)
-    except OSError:
-        yield
-        return
     with open(os.devnull, "wb") as nowhere:
+        try:
+            kept = os.dup(descriptor)
+        except OSError:
+            yield
+            return
         os.dup2(nowhere.fileno(), descriptor)
-    try:
-        yield
-    finally:
-        os.dup2(kept, descriptor)
-        os.close(kept)
+        try:
+            yield
+        finally:
+            os.dup2(kept, descriptor)
+            os.close(kept)
 
 
 def private_dataloader(

@@ -120,8 +120,7 @@ class WhenDrawn:
             self.limits.check(example)
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
-        except BaseException as problem:  # of whatever kind (Rust's panics are no Exception): to
-            # stop would tell that it was drawn
+        except BaseException as problem:  # also a panic in Rust: to stop would tell it was drawn
             if (cause := not_of_the_row(problem)) is None:
                 return Read(self.made_up, False)
             raise DataError(

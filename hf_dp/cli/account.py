@@ -118,9 +118,7 @@ def _ledger(args: argparse.Namespace) -> Found:
     """Compute again what a run recorded."""
     from hf_dp.accounting.accountants import Answer, compare
     from hf_dp.run.witnesses import read_run
-    from hf_dp.statement.evidence import disagreements, earlier_runs
-    from hf_dp.statement.facts import Weaknesses
-    from hf_dp.statement.statement import observed, why_not_private
+    from hf_dp.statement.evidence import disagreements
     from hf_dp.statement.wording import STATUSES
 
     evidence = read_run(args.path)
@@ -138,8 +136,7 @@ def _ledger(args: argparse.Namespace) -> Found:
         )
     every = args.cross_check and not args.accountant
     names = ACCOUNTANTS if every else [args.accountant or evidence.plan.accountant]
-    runs = Weaknesses(earlier=earlier_runs(evidence))
-    if reason := why_not_private(evidence.ledger, runs) or "; ".join(observed(runs)):
+    if reason := evidence.no_epsilon:
         answers = tuple(Answer(name, None, reason) for name in names)
     else:
         answers = compare(evidence.ledger.events, evidence.plan.delta, names)

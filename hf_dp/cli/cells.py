@@ -272,12 +272,10 @@ def spent_together(cells: Sequence[Cell]) -> str:
     """Return what all private runs of the sweep, unfinished ones included, cost on the rows that
     they share. A guarantee at the smallest delta holds at every larger one."""
     from hf_dp.accounting import epsilon
-    from hf_dp.plans.units import FEATURES, NONE, weakest_unit
+    from hf_dp.plans.units import FEATURES, weakest_unit
     from hf_dp.run.ledger_file import LEDGER
     from hf_dp.run.witnesses import read_run
     from hf_dp.statement.evidence import FILE_NAME, earlier_runs
-    from hf_dp.statement.facts import Weaknesses
-    from hf_dp.statement.statement import observed, why_not_private
 
     folders = [path for cell in cells for path in cell.attempts]
     # A ledger without a byte, which a full disk leaves, is of a run that released nothing.
@@ -291,20 +289,10 @@ def spent_together(cells: Sequence[Cell]) -> str:
         return ""
     plans = [evidence.plan for evidence in records]
     events = [event for evidence in records for event in evidence.ledger.events]
-    weak = Weaknesses(earlier=tuple(run for each in records for run in earlier_runs(each)))
-    reasons = (
-        why_not_private(each.ledger, Weaknesses(earlier=earlier_runs(each))) for each in records
-    )
-    if reason := next(filter(None, reasons), ""):
-        return f"no epsilon holds for all private runs together: {reason}"
-    if seen := observed(weak):
-        return f"no epsilon is established for all private runs together: {'; '.join(seen)}"
-    known = all(event.established for event in events)
-    if not known or any(NONE in (run.unit, run.relation) for run in weak.earlier):
-        return (
-            "no bound is known for one of these runs, such as DP-FP as published: no differential "
-            "privacy guarantee is established for any of them, nor for all together"
-        )
+    for each in records:
+        if reason := each.no_epsilon:
+            who = f"run {each.run_id[:8]}"
+            return f"no epsilon holds for all private runs together: of {who}, {reason}"
     # whose data a run protects, in words that tell two columns of users apart
     owners = {
         "one row" if plan.users is None else f"one {plan.users.name} by {plan.users.column!r}"
@@ -316,14 +304,15 @@ def spent_together(cells: Sequence[Cell]) -> str:
             f"({', '.join(sorted(owners))}): no epsilon is stated for all together"
         )
     whose = owners.pop()
-    if any(run.rows_are_chunks for run in weak.earlier):
+    runs = [run for each in records for run in earlier_runs(each)]
+    if any(run.rows_are_chunks for run in runs):
         whose += " (a chunk of a longer text)"
     if weakest_unit(plan.unit for plan in plans) == FEATURES:
         whose += " without its label, which is public"
     delta = min(plan.delta for plan in plans)
     besides = (
         "; some also released values without noise, which no epsilon covers"
-        if any(run.released for run in weak.earlier)
+        if any(run.released for run in runs)
         else ""
     )
     return (

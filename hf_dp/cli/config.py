@@ -354,7 +354,7 @@ def without_privacy(values: Recipe, words: Sequence[str] = ()) -> Recipe:
 def _whole(name: str, value: Any) -> int:
     try:
         number = round(float(value))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = 0
     if number < 1:
         raise invalid(name, value, "to be a whole number of at least 1")

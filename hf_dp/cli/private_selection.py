@@ -251,7 +251,7 @@ def _refuse_unequal(trials: Sequence[Cell]) -> None:
 
     records = [read(cell.done) for cell in trials if cell.done is not None]
     kinds = {json.dumps([r.ledger.to_list(), r.plan.delta, r.plan.num_examples]) for r in records}
-    if len(records) != len(trials) or len(kinds) != 1 or any(r.insecure_seed for r in records):
+    if len(records) != len(trials) or len(kinds) != 1 or any(r.no_epsilon for r in records):
         raise ConfigError(
             "The runs of this search did not all release the same events, so its bound does not "
             "hold. Nothing is released. Start again in another folder, with the same rows and "

@@ -133,19 +133,10 @@ def _whose(file: str, split: str, most: int | None, column: str) -> UnitTable:
 
 
 def _loaded(file: str, split: str, most: int | None) -> Dataset:
-    from hf_dp.tasks.sources import load_file, refuse_joined
+    from hf_dp.tasks.sources import first_rows, load_file, refuse_joined
 
     refuse_joined(split)
-    return _first(load_file(file, split), most)
-
-
-def _first(rows: Dataset, most: int | None) -> Dataset:
-    """Return the first rows, if a recipe says how many. Raises: ConfigError for more than all."""
-    if most is None:
-        return rows
-    if most > len(rows):
-        raise ConfigError(f"Expected `max_train_rows` to be at most {len(rows)}, got {most}.")
-    return rows.select(range(most))
+    return first_rows(load_file(file, split), most)
 
 
 def shards_of(recipe: Recipe) -> Plan | None:
@@ -172,8 +163,9 @@ def _count(recipe: Recipe) -> int:
     most = recipe.get("max_train_rows")
     if demo:
         from hf_dp.tasks.demo_sentences import demo_dataset
+        from hf_dp.tasks.sources import first_rows
 
-        return len(_first(demo_dataset()["train"], most))
+        return len(first_rows(demo_dataset()["train"], most))
     file = recipe.get("train_file")
     if file and not (most and not Path(file).exists()):  # a recipe may say how many are elsewhere
         return len(_loaded(file, recipe.get("train_split", "train"), most))

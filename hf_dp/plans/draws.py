@@ -281,7 +281,7 @@ class Groups(Poisson):
     def drawn_from(self, rows: int) -> int:
         if rows < self.rows_per_group:
             expected = f"to be at most the number of rows ({rows})"
-            raise _validate.invalid(GROUP, self.rows_per_group, expected)
+            raise _validate.invalid(GROUP, self.rows_per_group, expected, "Lower it.")
         return rows // self.rows_per_group
 
     def event(self, schedule: Schedule, noise_multiplier: float, steps: int) -> Event:

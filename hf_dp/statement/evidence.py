@@ -28,7 +28,7 @@ from hf_dp.statement.facts import (
     each_once,
     refuse_unnamed,
 )
-from hf_dp.statement.statement import PrivacyStatement
+from hf_dp.statement.statement import PrivacyStatement, observed, why_not_private
 from hf_dp.statement.wording import NOT_PRIVATE, RUNNING, STATUSES
 
 FILE_NAME = "privacy.json"
@@ -77,9 +77,23 @@ class Evidence(Beside):
         return RUNNING if self.statement is None else self.statement["status"]
 
     @property
-    def insecure_seed(self) -> bool:
-        """Whether the randomness of this run, or of one of its earlier runs, can be reproduced."""
-        return any(run.insecure_seed for run in self.weaknesses.everywhere)
+    def refuted(self) -> bool:
+        """Whether an audit of this run refuted what its ledger gives."""
+        audited = self.facts is not None and self.facts.audit is not None
+        return audited and self.status == NOT_PRIVATE
+
+    @property
+    def no_epsilon(self) -> str:
+        """Why no epsilon holds, whatever the ledger gives, of a run that goes on, too; empty if one
+        may."""
+        if reason := why_not_private(self.ledger, self.weaknesses):
+            return reason
+        if self.refuted:
+            return "an audit refuted what the ledger gives"
+        if seen := observed(self.weaknesses):
+            return "; ".join(seen)
+        unknown = any(NONE in (run.unit, run.relation) for run in earlier_runs(self))
+        return "no bound is known for what ran" if unknown else ""
 
     def stating(self, statement: PrivacyStatement, beside: Beside) -> Evidence:
         """Return it with what the run claims, and with what then lies beside it."""
@@ -130,10 +144,8 @@ class Evidence(Beside):
 def earlier_runs(evidence: Evidence) -> tuple[EarlierRun, ...]:
     """List the earlier runs that a run names, and then the run itself."""
     own = {item.name: getattr(evidence.weaknesses, item.name) for item in fields(Flags)}
-    plan, facts = evidence.plan, evidence.facts
-    audited = facts is not None and facts.audit is not None
-    own["refuted"] = audited and evidence.status == NOT_PRIVATE
-    own["conditions"] = plan.words.conditions
+    plan = evidence.plan
+    own |= {"refuted": evidence.refuted, "conditions": plan.words.conditions}
     unit = plan.unit if plan.mechanism.established else NONE
     this = EarlierRun(evidence.run_id, unit, plan.mechanism.relation, **own)
     return each_once((*evidence.weaknesses.earlier, this))

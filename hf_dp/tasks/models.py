@@ -193,14 +193,13 @@ def check_positions(
     if valid := getattr(model, "valid_input_ids", None):
         tokens = valid(tokens)
     inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-    tried = {"max_length": max_length}
     two = getattr(model.config, "is_encoder_decoder", False)
-    if two and max_target_length is not None:
-        tried["max_target_length"] = max_target_length  # after the encoder alone
-    for name, length in tried.items():
+    tried = [("max_length", max_length, 1 if max_target_length else max_length)]
+    if two and max_target_length:
+        tried += [("max_target_length", max_target_length, max_target_length)]
+    for name, length, decoded in tried:
         if two:
-            alone = len(tried) > 1 and name == "max_length"
-            inputs["decoder_input_ids"] = tokens[:, :1].expand(1, 1 if alone else length)
+            inputs["decoder_input_ids"] = tokens[:, :1].expand(1, decoded)
         if cause := failure(model, inputs):
             expected = "to be no more tokens than the model has positions"
             raise invalid(name, length, expected, f"Its forward fails: {cause}")

@@ -91,14 +91,19 @@ def load_train(data: SourceArguments) -> Dataset:
         rows = load_file(data.train_file, data.train_split)
     else:
         raise ConfigError("Expected `train_file` (or `dataset_name`) to be given, got neither.")
-    if data.max_train_rows is None:
+    return first_rows(rows, data.max_train_rows)
+
+
+def first_rows(rows: Dataset, most: int | None) -> Dataset:
+    """Return the first rows, all for None. Raises: ConfigError for none or more than all."""
+    if most is None:
         return rows
-    if not 0 < data.max_train_rows <= len(rows):
+    if not 0 < most <= len(rows):
         raise ConfigError(
-            f"Expected `max_train_rows` to be from 1 to {len(rows)}, got {data.max_train_rows}. "
-            "Leave it out to train on all rows."
+            f"Expected `max_train_rows` to be from 1 to {len(rows)}, got {most}. Leave it out to "
+            "train on all rows."
         )
-    return rows.select(range(data.max_train_rows))
+    return rows.select(range(most))
 
 
 def load_stream(data: SourceArguments) -> Stream | None:

@@ -243,7 +243,7 @@ class DPTrainingArguments(  # type: ignore[misc]  # learning_rate, max_grad_norm
         return found.join(inherited).join(environment_problems(self.report_to))
 
 
-# Without indentation, which docstrings have since Python 3.13 no more.
+# Without indentation: since Python 3.13 docstrings have none.
 DPTrainingArguments.__doc__ = inspect.cleandoc(DPTrainingArguments.__doc__ or "").replace(
     "%s", documented((*GROUPS, OtherDefaults))
 )

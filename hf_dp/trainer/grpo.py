@@ -449,7 +449,9 @@ class Author:
         """
         try:
             self.fill(model, inputs, rows)
-        except Exception as problem:  # of whatever kind: to stop would tell that it was drawn
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as problem:  # of whatever kind: to stop would tell that it was drawn
             if (cause := not_of_the_row(problem)) is None:
                 return False
             raise DataError(

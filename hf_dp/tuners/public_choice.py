@@ -76,7 +76,8 @@ class TopBlocksConfig(SelectionConfig):
             found.setdefault(match[1], set()).add(int(match[2]))
         if not found:
             raise _nothing(model, "numbered transformer blocks")
-        stem = max(reversed(found), key=lambda stack: len(found[stack]))  # a decoder's, of equals
+        # Of equal stacks the last: a decoder's.
+        stem = max(reversed(found), key=lambda stack: len(found[stack]))
         last = sorted(found[stem])[-self.blocks :]
         if len(last) < self.blocks:
             expected = f"to be at most the model's {len(last)}"

@@ -239,7 +239,7 @@ def test_a_run_with_bad_rows_trains_and_says_nothing(workers, tmp_path, capfd, c
 
 
 class Panic(BaseException):
-    """As pyo3's PanicException, which is no Exception; it is printed by Rust."""
+    """Stands for pyo3's PanicException, which Rust prints and which is not an Exception."""
 
 
 def test_a_panic_of_a_tokenizer_in_rust_is_a_bad_row_and_not_heard(tmp_path, monkeypatch, capfd):

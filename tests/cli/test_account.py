@@ -196,7 +196,7 @@ class TestLedger:
     def test_where_no_epsilon_holds_none_is_printed(self, folder, tmp_path, printed):
         known = document.read(folder)
         for weak, reason in (
-            ({"insecure_seed": True}, "came from a fixed seed"),
+            ({"insecure_seed": True}, "noise and sampling came from a fixed seed"),
             ({"observers": ("spy",)}, "spy, which is not hf_dp's, saw"),
         ):
             running = replace(known, weaknesses=Weaknesses(**weak), facts=None, statement=None)

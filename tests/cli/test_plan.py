@@ -172,7 +172,7 @@ def test_rows_of_several_references_and_more_rows_than_there_are(tmp_path):
     }
     assert rows_of(recipe, None, None)[0] == 30
     assert rows_of({**recipe, "data_format": "pairs"}, None, None)[0] == 30
-    with pytest.raises(ConfigError, match="`max_train_rows` to be at most 10, got 500"):
+    with pytest.raises(ConfigError, match="`max_train_rows` to be from 1 to 10, got 500"):
         rows_of({"train_file": str(file), "max_train_rows": 500}, None, None)
 
 

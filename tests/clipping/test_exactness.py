@@ -174,7 +174,10 @@ def test_torchs_rms_norm_has_the_epsilon_of_what_it_computes_in(scale):
     """For bfloat16 activations that is float32's."""
     torch.manual_seed(0)
     norm, x = nn.RMSNorm(32).to(torch.bfloat16), (scale * torch.randn(2, 5, 32)).bfloat16()
-    losses = lambda: norm(x).float().square().sum((1, 2))  # noqa: E731
+
+    def losses() -> Tensor:
+        return norm(x).float().square().sum((1, 2))
+
     (expected,) = torch.autograd.grad(losses().sum(), norm.weight)
     _, sums = clip_losses(norm, losses, 1e9)
     torch.testing.assert_close(sums["weight"].float(), expected.float(), rtol=0.02, atol=0)
