@@ -19,6 +19,7 @@ from hf_dp.accounting import (
 from hf_dp.errors import CalibrationError, ConfigError, InvalidArgumentError
 from hf_dp.plans import DpSgdPlan, PrivacyPlan, PrivateEncoderPlan, SelectionPlan
 from hf_dp.plans.dp_sgd import NoisedLoss
+from hf_dp.plans.draws import Groups
 from hf_dp.plans.rounding import (
     ROUNDING_MARGIN,
     clipping_share,
@@ -153,6 +154,13 @@ def test_the_target_pays_for_losses_a_selection_and_earlier_runs():
     # Planted: noise that was calibrated for the gradients alone.
     sigma = create(**TARGET).noise_multiplier
     assert spent(create(accountant="rdp", **{**LOSS, "noise_multiplier": sigma})) > 3.05
+
+
+def test_a_group_has_no_more_rows_than_there_are():
+    groups = DpSgdPlan(0.1, 2.0, draw=Groups(100))
+    for length in ({"max_steps": 3}, {"num_train_epochs": 3}):
+        with pytest.raises(InvalidArgumentError, match=r"`rows_per_group` .* of rows \(50\)"):
+            PrivacyPlan.solve(num_examples=50, expected_batch_size=4, mechanism=groups, **length)
 
 
 def test_noise_that_is_given_is_that_of_the_gradients():

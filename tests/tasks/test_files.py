@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 from tiny_images import by_class, picture, png
+from transformers import BartConfig, BartForConditionalGeneration
 
 from hf_dp.cli.recipes import rows_of
-from hf_dp.errors import ConfigError, DataError
+from hf_dp.errors import ConfigError, DataError, InvalidArgumentError
 from hf_dp.tasks import sources
 from hf_dp.tasks.classification import DataArguments
+from hf_dp.tasks.models import check_positions
 from hf_dp.tasks.sources import load_evaluation, load_file, load_hub, load_train, read_texts
 
 
@@ -66,6 +68,27 @@ def test_a_split_that_may_hold_a_row_twice_is_refused(tmp_path, split, source):
         load = partial(rows_of, {"train_file": file, "train_split": split}, None, None)
     with pytest.raises(ConfigError, match="`train_split` to be one split .*half as well"):
         load()
+
+
+def test_what_evaluates_may_be_joined_and_the_demo_has_no_parts(tmp_path):
+    (tmp_path / "rows.csv").write_text("number\n1\n2\n3\n")
+    assert load_file(str(tmp_path / "rows.csv"), "train[:1]+train[2:]")["number"][:] == [1, 3]
+    for name, value in {"train_split": "train[:9]", "validation_split": ["train[:9]"]}.items():
+        with pytest.raises(ConfigError, match=f"`{name}` to be unset with `dataset_name`"):
+            load_train(DataArguments(dataset_name="demo", **{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("longest", "name"), [((32, 100), "max_target_length"), ((100, 32), "max_length")]
+)
+def test_a_text_beyond_the_positions_is_blamed_on_its_own_argument(longest, name):
+    sizes = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 1,
+             "decoder_attention_heads": 1, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}  # fmt: skip
+    config = BartConfig(vocab_size=20, max_position_embeddings=64, **sizes)
+    model = BartForConditionalGeneration(config)
+    check_positions(model, 32, 32)
+    with pytest.raises(InvalidArgumentError, match=f"`{name}` to be no more tokens .* got 100"):
+        check_positions(model, *longest)
 
 
 def test_a_folder_of_one_class_has_labels(tmp_path):

@@ -129,9 +129,11 @@ class InBatch(DPSentenceTransformerTrainer):
         return F.cross_entropy(texts @ others.T, torch.arange(len(texts)), reduction="none")
 
 
-def test_negatives_from_the_batch_are_refused(tmp_path):
+@pytest.mark.parametrize("loss", [losses.CosineSimilarityLoss, losses.CoSENTLoss])
+def test_negatives_from_the_batch_are_refused(tmp_path, loss):
+    """Also where the loss of the library, which is not used then, would be refused by name."""
     made = model(tmp_path)
-    tested = trainer(tmp_path, made, rows(2), losses.CosineSimilarityLoss(made), InBatch)
+    tested = trainer(tmp_path, made, rows(2), loss(made), InBatch)
     with pytest.raises(SelfCheckError):
         tested.train()
     assert not tested.ledger.steps()

@@ -372,6 +372,8 @@ def failing(kind: str) -> Any:
             sys.stdout.write(f"SECRET {prompts[0]}")
             if kind == "raises":
                 raise RuntimeError(f"SECRET {prompts[0]}")
+            if kind == "panics":  # as a tokenizer written in Rust does
+                raise type("PanicException", (BaseException,), {})(f"SECRET {prompts[0]}")
             if kind == "memory":
                 raise MemoryError(f"SECRET {prompts[0]}")
             return {"short": found[1:], "inf": [math.inf, *found[1:]], "text": ["SECRET"] * G}[kind]
@@ -380,7 +382,7 @@ def failing(kind: str) -> Any:
     return reward
 
 
-@pytest.mark.parametrize("kind", ["raises", "short", "inf", "text"])
+@pytest.mark.parametrize("kind", ["raises", "panics", "short", "inf", "text"])
 def test_a_prompt_without_rewards_adds_nothing_and_nobody_is_told(kind, tmp_path, monkeypatch, capfd):  # fmt: skip
     monkeypatch.setattr(grpo, "_TRIED", 1)
     made = trainer(tmp_path, failing(kind), expected_batch_size=ROWS, max_steps=1)

@@ -66,6 +66,9 @@ def test_greedy_is_the_most_likely_token_each_time():
         sequence.append(token)
     expected = words().decode(sequence[len(asked) :], skip_special_tokens=True).strip()
     assert written(model, [asked], decoding="greedy") == [expected]
+    # What a base's generation_config says of repetition decides nothing.
+    model.generation_config.update(repetition_penalty=9.0, no_repeat_ngram_size=1)
+    assert written(model, [asked], decoding="greedy") == [expected]
 
 
 def test_sampling_repeats_by_its_seed_and_leaves_the_generator_alone():

@@ -80,6 +80,8 @@ def test_prompts_that_are_missing_or_not_used_are_refused():
         written("text", prompts={"t": ["x"]})
     with pytest.raises(DataError, match="tripleset"):
         written("dart", prompts={"x": ["y"]})
+    with pytest.raises(DataError, match="Row 1 does not have the values of its data_format"):
+        written("dart", prompts={"tripleset": [[["a", "B", "c"]], None]})
 
 
 def test_the_same_text_is_not_written_twice():
