@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from statements import SMALL, problems, rewrite, statement_of
+from statements import SMALL, ledger_of, problems, rewrite, statement_of
 
 from hf_dp.accounting import GroupedGaussian, Ledger, PublishedForwardNoise, RecordRelease
 from hf_dp.accounting.events import BandedGaussian, TruncatedPoissonSampledGaussian
@@ -258,6 +258,15 @@ def test_what_an_earlier_run_did_is_said() -> None:
     assert "no bound is known for the earlier run aaaaaaaa" in unknown.sentence()
     kept = after(dataclasses.replace(SAFE, conditions=("whether it rained",))).not_covered
     assert kept.count("whether it rained") == 1
+
+
+def test_a_mechanism_for_which_no_bound_is_known_hands_on_no_unit(monkeypatch) -> None:
+    """Also where its events and its unit are ordinary, as one from outside hf_dp may have them."""
+    evidence = Evidence(SGD, ledger_of(SGD), "b" * 32)
+    assert earlier_runs(evidence)[0].unit == EXAMPLE and not evidence.no_epsilon
+    monkeypatch.setattr(DpSgdPlan, "established", False)
+    assert earlier_runs(evidence)[0].unit == NONE
+    assert evidence.no_epsilon == "no bound is known for what ran"
 
 
 def test_what_a_run_hands_on(tmp_path) -> None:
