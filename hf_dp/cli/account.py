@@ -136,10 +136,11 @@ def _ledger(args: argparse.Namespace) -> Found:
         )
     every = args.cross_check and not args.accountant
     names = ACCOUNTANTS if every else [args.accountant or evidence.plan.accountant]
-    if reason := evidence.no_epsilon:
-        answers = tuple(Answer(name, None, reason) for name in names)
-    else:
-        answers = compare(evidence.ledger.events, evidence.plan.delta, names)
+    answers = compare(evidence.ledger.events, evidence.plan.delta, names)
+    if reason := evidence.no_epsilon:  # an accountant that has no answer says more
+        answers = tuple(
+            a if a.epsilon is None else Answer(a.accountant, None, reason) for a in answers
+        )
     rows = evidence.ledger.to_list()
     found: dict[str, object] = {
         "status": evidence.status,
