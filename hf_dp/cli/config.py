@@ -195,6 +195,37 @@ def _as_default(name: str, value: object, hint: object) -> object:
     return str(value) if isinstance(value, (int, float)) and not known else value
 
 
+def as_keys(words: Sequence[str]) -> Recipe:
+    """Return options of a command line as keys of a recipe: numbers, truth values and blocks are
+    read as in YAML, all else is text; several words are a list, and none means True.
+
+    Raises: ConfigError for a word that follows no option.
+    """
+    found: dict[str, list[object]] = {}
+    values: list[object] | None = None
+    for word in words:
+        if word.startswith("--"):
+            name, equals, text = word[2:].partition("=")
+            values = found[name.replace("-", "_")] = [_value(text)] if equals else []
+        elif values is None:
+            raise ConfigError(f"Expected options like --train_file FILE, got {word!r}.")
+        else:
+            values.append(_value(word))
+    return {
+        name: True if not values else values[0] if len(values) == 1 else values
+        for name, values in found.items()
+    }
+
+
+def _value(word: str) -> object:
+    try:
+        value = load_yaml(word)
+    except yaml.YAMLError:
+        return word
+    plain = value is None or isinstance(value, (bool, int, float))
+    return value if plain or word.startswith("{") else word
+
+
 def _block_or_text(word: str) -> object:
     """Return the block that a word like ``{template: ...}`` writes in YAML, or the word."""
     try:

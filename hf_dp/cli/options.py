@@ -38,20 +38,21 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse the words; values stay as they are, and so do options that it does not know."""
-        known = self._names()
+        known = self.names()
         return super().parse_known_args([_spelled(word, known) for word in args or ()], namespace)
 
     def error(self, message: str) -> NoReturn:
         """End with the message, as argparse does; raise ConfigError for unknown options."""
         if message.startswith("unrecognized arguments"):
-            check_names(given_options(message.split()), self._names(), "option")
+            check_names(given_options(message.split()), self.names(), "option")
         super().error(message)
 
-    def _names(self) -> set[str]:
+    def names(self) -> set[str]:
+        """Return the options that it and its commands know."""
         names = set(self._option_string_actions)
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
-                names = names.union(*(parser._names() for parser in action.choices.values()))
+                names = names.union(*(parser.names() for parser in action.choices.values()))
         return names
 
 

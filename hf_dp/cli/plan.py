@@ -14,7 +14,7 @@ from hf_dp import accounting
 from hf_dp._arguments import argument, own_fields
 from hf_dp.accounting.accountants import compare
 from hf_dp.cli.account import json_row, table
-from hf_dp.cli.config import PLANNED, read_yaml
+from hf_dp.cli.config import PLANNED
 from hf_dp.cli.options import Parser, add_fields, aligned, taken
 from hf_dp.cli.recipes import (
     PlannedArguments,
@@ -24,7 +24,7 @@ from hf_dp.cli.recipes import (
     trained_numbers,
     tuner_of,
 )
-from hf_dp.cli.tasks import check_recipe
+from hf_dp.cli.tasks import read_recipe
 from hf_dp.errors import ConfigError, HfDpError
 from hf_dp.plans.dp_fp import DP_FP
 from hf_dp.plans.draws import POISSON
@@ -131,16 +131,14 @@ def main(argv: Sequence[str]) -> int:
         "hf-dp plan",
         usage="hf-dp plan [--config FILE] [--NAME VALUE ...]",
         description="Estimate what a private run will cost: noise, epsilon, signal to noise. "
-        "Nothing is run.",
+        "Nothing is run. Beside the options below, it takes those of `hf-dp train`.",
         epilog=EXAMPLES,
     )
     parser.option("--config", "a recipe; options given here replace its values", "FILE")
     for group in (PlanOptions, *PLANNED):
         add_fields(parser, group)
-    given = parser.parse_args(list(argv))
+    given, recipe, _ = read_recipe(parser, argv)
     options = taken(PlanOptions, given)
-    recipe = {} if given.config is None else read_yaml(given.config)
-    check_recipe(recipe)
     own = {field.name for group in PLANNED for field in own_fields(group)}
     recipe = replaced(recipe, {key: value for key, value in vars(given).items() if key in own})
     mode = recipe.get("privacy_mode", "dp_sgd")
@@ -294,8 +292,9 @@ def of_bands(in_bands: Sequence[Weighed], parameters: int | None) -> str:
     columns = ["noise", "multiplier", "weights", "sums", "a step", "resumed", "memory"]
     return (
         "\nNoise, in units of independent noise of the same epsilon: in the weights at the end, by "
-        "schedule and\nmomentum; in the sums of the first 1, 2, ... steps; in a step (divide the "
-        f"learning rate by it); in the\nweights, if resumed once:\n\n{aligned(columns, lines)}"
+        "schedule and\nmomentum; in the sums of the first 1, 2, ... steps; in a step (Adam divides "
+        "its updates by it, so multiply\nthe learning rate by it); in the weights, if resumed "
+        f"once:\n\n{aligned(columns, lines)}"
     )
 
 

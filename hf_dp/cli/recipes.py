@@ -204,7 +204,8 @@ def trained_numbers(recipe: Recipe, peft: object) -> int:
 
     name, file = recipe["model_name_or_path"], recipe.get("gguf_file")
     model: nn.Module = architecture(name, auto, advice, gguf_file=file)
-    freeze(model, recipe.get("freeze", ()))
+    frozen = recipe.get("freeze") or []
+    freeze(model, [frozen] if isinstance(frozen, str) else frozen)
     adapter = peft_config(peft)
     if adapter is not None:
         from hf_dp.tuners.base import apply_peft

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from hf_dp._arguments import argument
-from hf_dp.cli.config import DEFAULT_TASK, LengthArguments, read_yaml
+from hf_dp.cli.config import DEFAULT_TASK, LengthArguments
 from hf_dp.cli.options import Parser, add_fields, taken
 from hf_dp.cli.recipes import (
     PlannedArguments,
@@ -22,7 +22,7 @@ from hf_dp.cli.recipes import (
     trained_numbers,
     tuner_of,
 )
-from hf_dp.cli.tasks import check_recipe
+from hf_dp.cli.tasks import read_recipe
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.planning import forecast
 from hf_dp.trainer.privacy_arguments import BudgetArguments
@@ -72,10 +72,8 @@ def main(argv: Sequence[str]) -> int:
     add_fields(parser, SuggestOptions)
     add_fields(parser, BudgetArguments, _BUDGET)
     add_fields(parser, LengthArguments, ("num_train_epochs",))
-    given = parser.parse_args(list(argv))
+    given, recipe, asked = read_recipe(parser, argv)
     options = taken(SuggestOptions, given)
-    recipe = {} if given.config is None else read_yaml(given.config)
-    check_recipe(recipe)
     refuse_other_modes(recipe.get("privacy_mode", "dp_sgd"), "hf-dp suggest")
     if options.output is not None and given.config is None:
         raise ConfigError("`--output` needs a recipe. Give --config FILE.")
@@ -86,6 +84,11 @@ def main(argv: Sequence[str]) -> int:
         )
     recipe |= {name: getattr(given, name) for name in _BUDGET if hasattr(given, name)}
     found = _suggestion(options, recipe, getattr(given, "num_train_epochs", None))
+    for name in asked.keys() & found.settings.keys() - {"peft"}:
+        raise ConfigError(
+            f"`--{name}` is what hf-dp suggest chooses. Leave it out, and compare with "
+            f"`hf-dp plan --{name} ...`."
+        )
     if options.output is not None:
         replaced = {**recipe, **found.settings, "target_epsilon": found.plan.target_epsilon}
         # max_steps decides; a number of epochs beside it would only mislead.

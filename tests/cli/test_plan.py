@@ -2,10 +2,12 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 import yaml
 from banded import matrix
 
@@ -18,7 +20,8 @@ from hf_dp.accounting import (
     epsilon,
     gdp_clt,
 )
-from hf_dp.cli.recipes import rows_of
+from hf_dp.cli.config import as_keys
+from hf_dp.cli.recipes import rows_of, trained_numbers
 from hf_dp.errors import ConfigError
 from hf_dp.plans.bands import square_root_column
 from hf_dp.trainer.arguments import DPTrainingArguments
@@ -119,6 +122,38 @@ def test_a_recipe_and_what_replaces_its_values(printed, recipe):
     found = json.loads(printed(*words, "--noise-multiplier", "2", "--max_steps", "10"))
     plan = found["plan"]
     assert (plan["steps"], plan["noise_multiplier"], plan["target_epsilon"]) == (10, 2.0, None)
+
+
+def test_the_options_of_train_replace_values_of_the_recipe(printed, refused, recipe, tmp_path):
+    words = ["plan", "--config", str(recipe), "--json"]
+    file = tmp_path / "train.csv"
+    file.write_text("text,label\n" + "a text,1\n" * 2048)
+    found = json.loads(printed(*words, "--train_file", str(file), "--metrics", "accuracy", "f1"))
+    assert found["plan"]["num_examples"] == 2048
+    words += ["--num-examples", "67349", "--bands", "8"]
+    asked = printed(*words, "--lr_scheduler_type=constant", "--warmup-steps", "0.5", "--bf16")
+    assert json.loads(asked) != json.loads(printed(*words))
+    recipe.write_text(recipe.read_text() + "lr_scheduler_type: constant\nwarmup_steps: 0.5\n")
+    assert json.loads(asked) == json.loads(printed(*words))
+    refused([*words, "--trian_file", "a.csv"], "`trian_file` (did you mean `train_file`?)")
+    refused([*words, "--num_exampels", "9"], "`num_exampels` (did you mean `num_examples`?)")
+    refused([*words, "--label_columm", "9"], "Unknown option `label_columm`")
+    refused(["plan", "67349"], "Expected options like --train_file FILE, got '67349'")
+
+
+def test_words_of_a_command_line_as_keys_of_a_recipe():
+    line = """--a 1e-3 --b=null --c --no-d False --e x y --f "{r: 8}" --g "template: <S1>"
+        --h=[1] --i 2026-01-01 --j {broken"""
+    assert as_keys(shlex.split(line)) == {
+        "a": 1e-3, "b": None, "c": True, "no_d": False, "e": ["x", "y"], "f": {"r": 8},
+        "g": "template: <S1>", "h": "[1]", "i": "2026-01-01", "j": "{broken",
+    }  # fmt: skip
+
+
+def test_a_frozen_prefix_need_not_be_a_list(tmp_path):
+    tiny.model().config.save_pretrained(tmp_path)
+    recipe = {"model_name_or_path": str(tmp_path)}
+    assert 0 < trained_numbers({**recipe, "freeze": "bert"}, None) < trained_numbers(recipe, None)
 
 
 def test_a_noised_loss(printed, recipe):

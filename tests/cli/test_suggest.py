@@ -74,6 +74,12 @@ def test_bad_input(words, said, refused):
     refused(["suggest", *words], said)
 
 
+def test_data_on_the_command_line_and_what_is_chosen(recipe, printed, refused):
+    words = ["suggest", "--config", str(recipe)]
+    assert "3,000 examples, epsilon 8" in printed(*words, "--max_train_rows", "3000")
+    refused([*words, "--learning_rate", "1e-3"], "`--learning_rate` is what hf-dp suggest chooses")
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

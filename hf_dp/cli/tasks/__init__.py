@@ -8,6 +8,7 @@ import heavy things inside its functions.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib
 import sys
@@ -21,6 +22,7 @@ from hf_dp._arguments import argument
 from hf_dp._validate import integer, one_of
 from hf_dp.cli import config
 from hf_dp.cli.config import DEFAULT_TASK, Recipe
+from hf_dp.cli.options import Parser, check_names
 from hf_dp.errors import ConfigError
 from hf_dp.tasks.models import freeze, turn_off_dropout, warn_of_new_weights
 
@@ -130,6 +132,22 @@ def private_task(name: str) -> PrivateTask:
 def check_recipe(values: Recipe) -> None:
     """Raise ConfigError for keys of a recipe that its task does not have."""
     config.check_early(values, (), training_module(values.get("task", DEFAULT_TASK)).ARGUMENTS)
+
+
+def read_recipe(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, Recipe, Recipe]:
+    """Return a command's own options, and the keys of its recipe: those of its file, replaced by
+    other options, as `hf-dp train` takes them; and these options alone.
+
+    Raises: ConfigError for names that neither the command nor the recipe's task has.
+    """
+    own, words = parser.parse_known_args(list(argv))
+    options = config.as_keys(words)
+    values = ({} if own.config is None else config.read_yaml(own.config)) | options
+    arguments = training_module(values.get("task", DEFAULT_TASK)).ARGUMENTS
+    known = {field.name for cls in arguments for field in dataclasses.fields(cls)}
+    check_names(options, {*known, *config.training_arguments(), *parser.names()}, "option")
+    check_recipe(values)
+    return own, values, options
 
 
 # -- what the private tasks share ---
