@@ -42,7 +42,7 @@ WORK = (
     "hf_dp.cli.tasks.masked_lm.build_trainer", "hf_dp.cli.tasks.generation.Writing.build_trainer",
     "hf_dp.cli.tasks.generation.load_evaluation",
     "hf_dp.cli.tasks.classification.load_evaluation", "hf_dp.cli.generate._written",
-    "hf_dp.cli.train.launch", "hf_dp.cli.plan.Planned.plan",
+    "hf_dp.cli.train.launch", "hf_dp.cli.plan.Planned.plan", "hf_dp.cli.suggest._suggestion",
     "hf_dp.cli.audit.train_with_canaries", "hf_dp.cli.audit.measure",
 )  # fmt: skip
 # What says which rows a command reads.
@@ -132,7 +132,7 @@ def dry_run(
                 pass
         elif command == "bench":
             names_what_is_measured(words[1:])
-        elif command in ("train", "eval", "generate", "audit"):  # whose parsers are several
+        elif command in ("train", "eval", "generate", "audit", "suggest"):  # several parsers
             reaches(words)
         else:
             with monkeypatch.context() as patched:
