@@ -339,9 +339,8 @@ def of_repeated_rows(plan: PrivacyPlan, most: int, compared: str) -> str:
         weaker = f"is protected {most}-fold weaker"
     return (
         f"Up to {most:,} rows of the training set are equal, by {compared}: a record that is in "
-        f"{most:,} of them {weaker} (this run; delta {plan.delta:.2g}). To count a row several "
-        "times, leave its copies out and weight its loss (compute_per_example_loss). Where the "
-        "copies belong to one person, protect persons: privacy_unit='user'."
+        f"{most:,} of them {weaker} (this run; delta {plan.delta:.2g}). Leave the copies out, or, "
+        "where they belong to one person, protect persons: privacy_unit='user'."
     )
 
 

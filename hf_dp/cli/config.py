@@ -25,6 +25,7 @@ from hf_dp.cli.launch import launched_processes
 from hf_dp.cli.options import Parser, add_fields, check_names, given_options
 from hf_dp.errors import ConfigError, HfDpError
 from hf_dp.plans.dp_fp import FROZEN, PUBLISHED
+from hf_dp.plans.draws import GROUP
 from hf_dp.trainer.forward_arguments import ForwardArguments
 from hf_dp.trainer.privacy_arguments import (
     BudgetArguments,
@@ -361,7 +362,8 @@ def folder_of(values: Recipe) -> str | None:
 
 def without_privacy(values: Recipe, words: Sequence[str] = ()) -> Recipe:
     """Return a recipe's keys without those that only a private run reads; name these on stderr. A
-    batch has as many examples as the private run expects in one, and what trains is the same."""
+    batch has nearly as many rows as the private run expects examples, unless the recipe says how
+    many; and what trains is the same."""
     asked = given_options(words)
     dropped = {name: value for name, value in values.items() if name in private_keys()}
     kept = {name: value for name, value in values.items() if name not in dropped}
@@ -376,9 +378,15 @@ def without_privacy(values: Recipe, words: Sequence[str] = ()) -> Recipe:
         kept.setdefault("learning_rate", PUBLISHED_LEARNING_RATE)
     if dropped:
         _say("without " + ", ".join(f"{name} {value}" for name, value in dropped.items()))
-    if BATCH in dropped and ACCUMULATION not in asked:
+    if BATCH in dropped and ACCUMULATION not in {*asked, *kept}:
         most = asked.get(PHYSICAL) or kept.get(PHYSICAL, 8)  # 8 is TrainingArguments'
-        kept |= _batches(_whole(BATCH, dropped[BATCH]), _whole(PHYSICAL, most))
+        logical = _whole(BATCH, dropped[BATCH]) * (dropped.get(GROUP) or 1)
+        kept |= _batches(logical, _whole(PHYSICAL, most))
+        if dropped.get("privacy_unit") == "user" and dropped.get("unit_sampling") != "examples":
+            _say(
+                f"{BATCH} counts users, and these batches rows. For as many rows as these users "
+                f"have, set {PHYSICAL} and {ACCUMULATION}"
+            )
     return kept
 
 

@@ -292,9 +292,9 @@ def of_bands(in_bands: Sequence[Weighed], parameters: int | None) -> str:
     columns = ["noise", "multiplier", "weights", "sums", "a step", "resumed", "memory"]
     return (
         "\nNoise, in units of independent noise of the same epsilon: in the weights at the end, by "
-        "schedule and\nmomentum; in the sums of the first 1, 2, ... steps; in a step (Adam divides "
-        "its updates by it, so multiply\nthe learning rate by it); in the weights, if resumed "
-        f"once:\n\n{aligned(columns, lines)}"
+        "schedule and\nmomentum; in the sums of the first 1, 2, ... steps; in a step (which Adam "
+        "divides by, so search\nfor the learning rate again); in the weights, if resumed once:"
+        f"\n\n{aligned(columns, lines)}"
     )
 
 

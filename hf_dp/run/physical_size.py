@@ -187,15 +187,16 @@ def _batch(example: Example, examples: int, length: int | None) -> Batch:
 
 @contextmanager
 def named_memory_errors() -> Iterator[None]:
-    """Raise MemoryShortError when memory runs out inside, before anything is recorded."""
+    """Raise MemoryShortError when memory runs out inside."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         raise MemoryShortError(
-            "Memory ran out while a logical batch was computed. Its step is neither recorded nor "
-            "released, and costs nothing. Set `auto_physical_batch_size=True` (on a GPU), or "
-            "lower `per_device_train_batch_size` or set `max_tokens_per_physical_batch`: all "
-            "change memory and speed, never the result. Then set resume_from_checkpoint=True."
+            "Memory ran out while a logical batch was computed. Nothing of its step is released, "
+            "and it costs nothing (with random allocation, its epoch was recorded when that "
+            "began). Set `auto_physical_batch_size=True` (on a GPU), or lower "
+            "`per_device_train_batch_size` or set `max_tokens_per_physical_batch`: all change "
+            "memory and speed, never the guarantee. Then set resume_from_checkpoint=True."
         ) from error

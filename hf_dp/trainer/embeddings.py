@@ -35,8 +35,9 @@ from hf_dp.errors import (
     UnsupportedModelError,
 )
 from hf_dp.losses import widened
+from hf_dp.overlap import TrainingRows
 from hf_dp.plans.draws import GROUP
-from hf_dp.run.checks import check_train_dataset
+from hf_dp.run.checks import check_train_dataset, refuse_rows_in_code
 from hf_dp.run.synthetic import synthetic_examples
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.trainer import DPTrainer
@@ -194,13 +195,15 @@ class DPSentenceTransformerTrainer(DPTrainer, _InTheirLayout):
             expected, error = "to be one of hf_dp's", UnsupportedArgumentError
             raise invalid("peft_config", type(peft_config).__name__, expected, why, error)
         check_train_dataset(train_dataset)
-        columns, score = _columns(train_dataset)
+        columns, score = _columns(train_dataset, without=checked.privacy_unit_column)
         more = 0
         if public_negatives is not None:
             more = integer("negatives_per_row", negatives_per_row, 1)
             if len(_columns(public_negatives, "public_negatives")[0]) != 1:
                 expected = "to have one column, of texts"
                 raise invalid("public_negatives", public_negatives.column_names, expected)
+            (texts,), rows = public_negatives.column_names, TrainingRows(train_dataset)
+            refuse_rows_in_code([public_negatives.rename_column(texts, n) for n in columns], rows)
         self.loss: Any = loss
         self._rows: Any = train_dataset
         own = DPSentenceTransformerTrainer.compute_per_example_loss
@@ -353,15 +356,17 @@ def _check_model(model: object) -> None:
         )
 
 
-def _columns(dataset: object, name: str = "train_dataset") -> tuple[list[str], str | None]:
-    """Return the columns of texts, and that of scores."""
+def _columns(
+    dataset: object, name: str = "train_dataset", without: str | None = None
+) -> tuple[list[str], str | None]:
+    """Return the columns of texts, and that of scores; leave the one of users out."""
     if not isinstance(dataset, Dataset):
         raise DataError(
             f"Expected `{name}` to be a datasets.Dataset, got {type(dataset).__name__}. Make one "
             "with Dataset.from_list(rows); load without streaming=True."
         )
     scores = [each for each in dataset.column_names if each in _SCORES]
-    texts = [each for each in dataset.column_names if each not in _SCORES]
+    texts = [each for each in dataset.column_names if each not in (*_SCORES, without)]
     for each in texts:
         if getattr(dataset.features[each], "dtype", None) not in ("string", "large_string"):
             raise DataError(

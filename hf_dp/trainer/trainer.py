@@ -73,11 +73,20 @@ class DPTrainer(Publishing):
         compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Optimizer | None, LambdaLR | None] = (None, None),
+        optimizer_cls_and_kwargs: None = None,
         preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
         *,
         peft_config: PeftConfig | None = None,
     ):
         args = self.arguments_class.own_copy(args)
+        if optimizer_cls_and_kwargs is not None:
+            raise invalid(
+                "optimizer_cls_and_kwargs",
+                optimizer_cls_and_kwargs,
+                "to be None",
+                "Set `optim` and `optim_args`, or pass an optimizer in `optimizers`.",
+                UnsupportedArgumentError,
+            )
         self.training = training_of(args, train_dataset, peft_config)
         self.tuner = self.training.tuner
         self.card, self._evaluation = {}, dict[str, float]()

@@ -104,6 +104,17 @@ def test_what_the_command_line_says_of_batches_wins():
     kept = as_asked(values, [*WORDS, "--gradient-accumulation-steps=3", "--output-dir", "b"])
     assert "gradient_accumulation_steps" not in kept and kept["output_dir"] == "a"
     assert as_asked(values, ["--learning_rate", "1"]) is values
+    kept = without_privacy({**values, "gradient_accumulation_steps": 1})
+    assert (kept["per_device_train_batch_size"], kept["gradient_accumulation_steps"]) == (64, 1)
+
+
+def test_batches_of_groups_and_of_users(capsys):
+    values = {"expected_batch_size": 32, "per_device_train_batch_size": 64}
+    kept = without_privacy({**values, "rows_per_group": 8})
+    assert (kept["per_device_train_batch_size"], kept["gradient_accumulation_steps"]) == (64, 4)
+    assert "counts users" not in capsys.readouterr().err
+    without_privacy({**values, "privacy_unit": "user", "privacy_unit_column": "who"})
+    assert "expected_batch_size counts users, and these batches rows" in capsys.readouterr().err
 
 
 def test_dp_fp_trains_what_it_trained(capsys):

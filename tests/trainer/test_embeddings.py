@@ -225,12 +225,23 @@ def test_public_negatives_are_further_texts_of_each_row(tmp_path):
     assert words[0] in public["text"]
     tested.train()
     assert "2 of 15 texts that the user states to be public" in str(tested.data_settings)
-    private = rows(2).select_columns(["text_0"])
-    tested = trainer(
-        tmp_path / "2", model(tmp_path / "2"), rows(2), RANKING(made), public_negatives=private
-    )
-    with pytest.raises(DataError, match="training set"):
-        tested.train()
+    for column in ("text_0", "text_1"):
+        private = rows(2).select_columns([column]).rename_column(column, "text")
+        with pytest.raises(DataError, match="training set"):
+            trainer(tmp_path / "2", made, rows(2), RANKING(made), public_negatives=private)
+
+
+@pytest.mark.parametrize("who", [str, int])
+def test_users_are_protected(who, tmp_path):
+    owned = rows(3, 24)
+    owned = owned.add_column("owner", [who(place // 2) for place in range(24)])
+    options = {"privacy_unit": "user", "privacy_unit_column": "owner", "expected_batch_size": 4}
+    made = model(tmp_path)
+    tested = trainer(tmp_path, made, owned, losses.TripletLoss(made), **options)
+    tested.train()
+    assert tested.run.plan.num_examples == 12
+    with pytest.raises(UnsupportedLossError, match="negatives of their own"):
+        trainer(tmp_path, made, owned.remove_columns("text_2"), RANKING(made), **options)
 
 
 def test_the_negatives_of_the_recipe_are_made_of_the_row_itself():

@@ -1,5 +1,7 @@
 """Bad input ends before anything is written, with the argument, its value and the next move."""
 
+import inspect
+
 import pytest
 import tiny
 import torch
@@ -98,6 +100,7 @@ NEW_HEAD_FROZEN = LoraConfig(r=2, target_modules=["query"], task_type="FEATURE_E
 AT_CREATION = {  # what a trainer is made with, or what makes it; the error and its words
     "training_step overridden": ({"cls": overriding("training_step")}, errors.UnsupportedArgumentError, "training_step"),
     "compute_loss overridden": ({"cls": overriding("compute_loss")}, errors.UnsupportedArgumentError, "compute_per_example_loss"),
+    "optimizer_cls_and_kwargs": (given(optimizer_cls_and_kwargs=(torch.optim.SGD, {})), errors.UnsupportedArgumentError, "`optimizer_cls_and_kwargs` to be None"),
     "compute_loss_func": (given(compute_loss_func=lambda *a, **k: 0), errors.UnsupportedArgumentError, "`compute_loss_func` to be None"),
     "plain TrainingArguments": (plain_arguments, errors.InvalidArgumentError, "DPTrainingArguments"),
     "no length": (given(train_dataset=without_length(tiny.dataset())), errors.DataError, "has no length"),
@@ -266,3 +269,8 @@ def test_a_folder_with_other_weights_and_another_training_set_are_refused(tmp_pa
     trainer.train_dataset = tiny.dataset().shuffle(seed=1)
     with pytest.raises(errors.DataError, match="replaced after it was used"):
         trainer.train()
+
+
+def test_the_arguments_have_the_order_of_transformers():
+    theirs = list(inspect.signature(Trainer).parameters)
+    assert list(inspect.signature(DPTrainer).parameters) == [*theirs, "peft_config"]
