@@ -235,7 +235,7 @@ def event_from_dict(data: Mapping[str, object]) -> Event:
         )
     try:
         return cls.from_fields(values)
-    except InvalidArgumentError as error:
+    except (InvalidArgumentError, TypeError, ValueError) as error:
         raise UnsupportedEventError(f"Event {name} cannot be read: {error}") from error
 
 

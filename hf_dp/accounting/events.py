@@ -14,7 +14,7 @@ set is (``hf_dp.accounting.RELATIONS``). Fields that several events have mean th
 A value that is out of range or not a number raises InvalidArgumentError.
 
 Some events release something about each example by itself, and not a sum. What is released shows
-how many examples there are and which of them took part. So none of these holds under
+how many examples there are and which of them took part. So no bound for these holds under
 ``add_remove``: one example more is one released vector more, which no noise hides. Sampling hides
 nothing either: an adversary who knows the other examples sees whether this one took part. (Du and
 Mi 2021, equation 10, claims otherwise: :class:`PublishedForwardNoise`.) Under ``zero_out`` the

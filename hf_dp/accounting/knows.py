@@ -58,7 +58,7 @@ NOT_TOGETHER = {
     SELECTION: frozenset({ALLOCATION, USER_ROWS, GROUPED, SEARCH}),
     LOSS: frozenset({ALLOCATION, USER_ROWS, SEARCH, OUTSIDE}),
 }
-NO_BOUND = "No bound is known for both together."
+NO_BOUND = "A bound for both together is not implemented."
 _ACCOUNTED_AS = {LOSS: POISSON, SELECTION: POISSON, BANDED: POISSON, TRUNCATED_BANDED: TRUNCATED}
 
 UNESTABLISHED = (
@@ -94,9 +94,7 @@ def refuse_together(asked: Sequence[Asked], accountant: str) -> None:
     two that exclude each other, it names the later one."""
     for one, other in combinations(asked, 2):
         if not accountants_of((one.kind, other.kind)):
-            banded = {one.kind, other.kind} & {BANDED, TRUNCATED_BANDED}
-            why = "Each is sound, but both are not implemented." if banded else NO_BOUND
-            why += f" Remove it, or leave out `{one.argument}`."
+            why = f"{NO_BOUND} Remove it, or leave out `{one.argument}`."
             expected, error = f"to be left out with {one}", UnsupportedArgumentError
             raise invalid(other.argument, other.value, expected, why, error)
     for each in asked:

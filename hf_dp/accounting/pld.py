@@ -5,8 +5,9 @@ pessimistic connect-the-dots rule (Doroshenko, Ghazi, Kamath, Kumar, Manurangsi 
 2207.04380) and composed by FFT; both directions of zero-out are computed, and the worse one counts.
 The result is min(PLD + SLACK, RDP). Both are upper bounds; RDP is tighter in a few corners (few
 steps of very weak mechanisms, where the grid is coarser than the loss). RDP does not know
-replace-one, groups, truncated samples and allocations, so there the result is PLD + SLACK. Rates
-below SMALL_RATE have a grid of their own and no slack (:mod:`hf_dp.accounting.tilted`).
+replace-one, groups, truncated samples, rows of users, allocations and events from outside, so there
+the result is PLD + SLACK. Rates below SMALL_RATE have a grid of their own and no slack
+(:mod:`hf_dp.accounting.tilted`).
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ HEAVY_TAILS = dataclasses.replace(
     max_steps=10**5,
     min_delta=1e-7,
     next_move='For visible samples, use accountant="rdp". No other accountant describes truncated '
-    "samples, groups or replace-one.",
+    "samples, rows of users, groups, replace-one, or events from outside hf_dp.",
 )
 
 # Less noise spreads the grid of an allocation over too much.

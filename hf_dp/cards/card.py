@@ -252,9 +252,9 @@ def in_short(statement: PrivacyStatement) -> list[str]:
     plan, users = statement.plan, statement.plan.users
     row, count = "chunk of a text" if statement.rows_are_chunks else "row", plan.num_examples
     what = f"each single {row} of the training set ({count:,} rows)"
-    knows, rows, several = "all other rows", "rows", "rows"
+    knows, several = "all other rows", "rows"
     if users is not None:
-        name, knows, rows = markdown(users.name), "the rows of all others", "units"
+        name, knows = markdown(users.name), "the rows of all others"
         several = f"values in the column {markdown(repr(users.column))}"
         what = f"each single {name} in the training set, with all of its rows ({count:,} in all)"
     elif statement.unit_code != EXAMPLE:
@@ -273,12 +273,7 @@ def in_short(statement: PrivacyStatement) -> list[str]:
     if statement.delta >= LARGE_DELTA:
         strength += (
             f" A large delta: {markdown(wording.delta_text(statement.delta))} is roughly the "
-            "chance that all this fails. "
-        )
-        strength += (
-            f"Of so few {rows} no model can be taught with a delta that is customary."
-            if count < 1 / LARGE_DELTA
-            else "Far less than 1 in 10,000 is customary."
+            "chance that all this fails. Far less than 1 in 10,000 is customary."
         )
     return [
         f"**Protects** {what}: whether and how it was used for training. It holds against anyone "

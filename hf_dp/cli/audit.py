@@ -85,7 +85,8 @@ def _run(argv: Sequence[str]) -> int:
     add_fields(parser, AuditArguments)
     args, words = parser.parse_known_args(argv)
     given = vars(args)
-    values = {"task": DEFAULT_TASK, **config.read_yaml(args.config), "audit_canaries": 1000}
+    values = {"task": DEFAULT_TASK, **config.read_yaml(args.config)}
+    values["audit_canaries"] = values.get("audit_canaries") or 1000
     values |= {own.name: given[own.name] for own in own_fields(AuditArguments) if own.name in given}
     if args.output_dir is None and values.get("output_dir") is None:
         raise ConfigError("Expected `output_dir`, next to which the audit's folder goes, got none.")

@@ -111,8 +111,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 _CHANGES_THE_NOISE = (
-    "bands", "clipping_quantile", "earlier_runs", "noised_loss_budget_ratio", "router_balance",
-    "rows_per_group",
+    "bands", "clipping_quantile", "earlier_runs", "max_logical_batch_size",
+    "noised_loss_budget_ratio", "router_balance", "rows_per_group",
 )  # fmt: skip
 
 

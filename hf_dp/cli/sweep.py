@@ -42,8 +42,8 @@ With --private-selection K, target_epsilon is that of the whole search. A secret
 runs (K on average) is made, each with values drawn from the grid. The run with the best score is
 moved to OUTPUT_DIR/best, and the others are deleted. Publish nothing else of the folder, and choose
 by evaluation data that is public: epsilon does not cover it. The number of runs stays secret, and
-no run is stopped or changed because of its score. `hf-dp plan --private_selection_mean_runs K` says
-what a search costs.
+no run is stopped or changed because of its score. `hf-dp plan --private_selection_mean_runs K
+--accountant rdp` says what a search costs.
 """
 
 

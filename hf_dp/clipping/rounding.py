@@ -32,7 +32,7 @@ their 2^-24ths after 1,024 terms and by 500 after 8,192. A large first term make
 1,024, in a model of these sums that gives the other figures. :func:`unit` allows 64.
 
 **Norms from Gram matrices.** For ``G = sum_t left_t right_t^T``,
-``|G|^2 = sum_{s,t} (left_s . left_t)(right_s . right_t)`` (Li et al., section 4, eq. 3), so the sum
+``|G|^2 = sum_{s,t} (left_s . left_t)(right_s . right_t)`` (Li et al., section 4, eq. 2), so the sum
 need not be formed. The Gram matrices of b examples' vectors (b, T, d), ``vectors[s] . vectors[t]``,
 take ``2 b T^2 d`` flops, or half of that where their symmetry is used: no block is computed twice.
 """

@@ -1,9 +1,9 @@
 """Adam whose second moment is corrected for the noise that DP-SGD added: DP-AdamBC.
 
 The noise in each coordinate of a private gradient has a known variance, which Adam's second moment
-holds beside the gradient's own square. Where noise is the larger part, all coordinates get about
-the same step, as in SGD. Tang, Shpilevskiy and Lecuyer 2024 (arXiv 2312.14334, algorithm 1) take
-the variance off. It is a function of what was released, so it costs no privacy.
+holds beside the gradient's own square. Where noise is the larger part, all coordinates are divided
+by about the same number, as in SGD. Tang, Shpilevskiy and Lecuyer 2024 (arXiv 2312.14334,
+algorithm 1) take the variance off. It is a function of what was released, so it costs no privacy.
 """
 
 from __future__ import annotations

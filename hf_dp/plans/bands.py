@@ -196,10 +196,11 @@ class Banded(Poisson):
     def of_noise(self, words: Words) -> Words:
         """Return a mechanism's words with those of its noise."""
         b = self.bands
+        earlier = "c_1 x_(t-1)" + f" - ... - c_{b - 1} x_(t-{b - 1})" * (b > 2)
         noise = (
             ". The noise is correlated over steps: of z_t, drawn anew with that standard deviation "
-            f"(noise_std), the step adds x_t = (z_t - c_1 x_(t-1) - ... - c_{b - 1} "
-            f"x_(t-{b - 1})) / c_0, with c_k proportional to binom(2k, k) / 4^k, their squares "
+            f"(noise_std), the step adds x_t = (z_t - {earlier}) / c_0, "
+            "with c_k proportional to binom(2k, k) / 4^k, their squares "
             "adding up to 1; x begins anew after each interruption, and is never saved"
         )
         of_parts = f", which are ceil(steps / {b}) steps of each part at the most"

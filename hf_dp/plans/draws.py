@@ -323,8 +323,8 @@ class RandomAllocation(Draw):
     def steps_per_epoch(self, drawn_from: int, expected_batch_size: float) -> int:
         steps = round(drawn_from / expected_batch_size)
         if steps < 2:
-            half = f"{drawn_from / 2:g}, half of the {drawn_from} examples,"
-            expected = f"to be at most {half} with sampling={self.sampling!r}"
+            most = f"{drawn_from / 1.5:g}, two thirds of the {drawn_from} examples,"
+            expected = f"to be at most {most} with sampling={self.sampling!r}"
             why = "Each example takes part in one of two or more steps of an epoch. Lower it."
             raise _validate.invalid("expected_batch_size", expected_batch_size, expected, why)
         return steps

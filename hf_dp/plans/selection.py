@@ -88,7 +88,7 @@ class SelectionPlan:
 
     def training_share(self) -> float:
         """Return how much of a target epsilon the training may cost, before the selection is paid
-        from what is left (DP-FROST, section 4.6, algorithm 2)."""
+        from what is left (DP-FROST, section 4.6, algorithm 3)."""
         if self.noise_multiplier is not None or self.budget_ratio is None:
             given, expected = self.noise_multiplier, "to be None with a target, which decides it"
             other = "Set `selection_budget_ratio`, or give `noise_multiplier`, not the target."

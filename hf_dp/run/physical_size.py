@@ -198,5 +198,5 @@ def named_memory_errors() -> Iterator[None]:
             "and it costs nothing (with random allocation, its epoch was recorded when that "
             "began). Set `auto_physical_batch_size=True` (on a GPU), or lower "
             "`per_device_train_batch_size` or set `max_tokens_per_physical_batch`: all change "
-            "memory and speed, never the guarantee. Then set resume_from_checkpoint=True."
+            "memory and speed, never the guarantee."
         ) from error

@@ -180,11 +180,14 @@ def _check_source(data: SourceArguments) -> None:
         unread = ["dataset_config"]
     given = {name: value for name in unread if (value := getattr(data, name))}
     if given:
-        other = "with" if data.dataset_name is not None else "without"
         name, value = next(iter(given.items()))
+        beside = "without `dataset_name`"
+        if data.dataset_name is not None:
+            beside = f"with dataset_name={data.dataset_name!r}"
+        elif name == "validation_split":
+            beside = "with `validation_file`"
         raise ConfigError(
-            f"Expected `{name}` to be unset {other} `dataset_name`, got {value!r}. Remove it. "
-            f"{_HOLD_OUT}"
+            f"Expected `{name}` to be unset {beside}, got {value!r}. Remove it. {_HOLD_OUT}"
         )
 
 

@@ -110,8 +110,8 @@ class StepArguments(ArgumentGroup):
     expected_batch_size: int | None = argument(
         None,
         "Expected number of examples in a logical batch: the random draw of one optimizer step, "
-        "which is noised once. Required in private modes. per_device_train_batch_size is the "
-        "physical batch: memory only.",
+        "which is noised once. Required in private modes, except for DP-FP as published (32). "
+        "per_device_train_batch_size is the physical batch: memory only.",
     )
     sampling: str = argument(
         POISSON,
@@ -131,8 +131,9 @@ class StepArguments(ArgumentGroup):
     max_logical_batch_size: int | None = argument(
         None,
         "The most examples of a draw that a step uses; of a larger draw a random part is left out "
-        "(truncated Poisson sampling). Bounds time and memory; costs little epsilon from about 1.2 "
-        "times expected_batch_size on. Unset means no limit. Only accountant pld knows it.",
+        "(truncated Poisson sampling). Bounds time and memory; costs little epsilon from about B + "
+        "5 sqrt(B) on, for B = expected_batch_size. Unset means no limit. Only accountant pld "
+        "knows it.",
     )
     bands: int | str | None = argument(
         None,
@@ -178,8 +179,8 @@ class StepArguments(ArgumentGroup):
     )
     clipping_quantile_learning_rate: float = argument(
         quantile.LEARNING_RATE,
-        "With clipping_quantile: how fast the norm moves. A step in which no gradient was clipped "
-        "lowers its logarithm by this times the share that should be clipped.",
+        "With clipping_quantile: how fast the norm moves. A step in which all gradients are "
+        "far shorter lowers its logarithm by this times the share that should be clipped.",
     )
     clipping_quantile_budget_ratio: float = argument(
         quantile.BUDGET_RATIO,

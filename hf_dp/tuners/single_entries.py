@@ -35,7 +35,7 @@ from hf_dp.tuners.base import (
 )
 from hf_dp.tuners.selection import InPlace, PrivateConfig, RatioConfig, register
 
-# Optimizers that move each entry by its own gradients alone, and leave it where it gets none.
+# Optimizers that leave each entry where it gets no gradients.
 _ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
 _MASKS = "selection_masks.safetensors"
 

@@ -128,6 +128,8 @@ GAUSSIAN = {"type": "Gaussian", "noise_multiplier": 1, "steps": 1}
         ({**GAUSSIAN, "cap": 3}, r"unknown here: \['cap'\]"),
         ({"type": "Gaussian", "noise_multiplier": 1}, r"missing: \['steps'\]"),
         ({**GAUSSIAN, "noise_multiplier": -1}, "cannot be read"),
+        ({**GAUSSIAN, "beside": "abc"}, "cannot be read"),
+        ({**GAUSSIAN, "beside": 5}, "cannot be read"),
         ({**EVENTS[5].to_dict(), "steps": 100}, "cannot be read"),
         ({**EVENTS[6].to_dict(), "run": "Gaussian"}, "cannot be read"),
         ("Gaussian", "mapping"),

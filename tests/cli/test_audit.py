@@ -103,8 +103,9 @@ def test_a_recipe_is_audited_beside_its_own_folder(task):
 
 def test_other_scores_and_folder(task):
     folder = task.folder / "other"
-    words = f"--audit_scores losses --audit_canaries 20 --output-dir {folder} --max_steps 2"
-    task.run("audit run", *words.split())
+    task.change(audit_canaries=20)  # of the recipe
+    words = f"--audit_scores losses --output-dir {folder} --max_steps 2"
+    assert "guesses about 20 canaries were right" in task.run("audit run", *words.split())
     assert read(folder).facts.audit.scores == "losses"
 
 

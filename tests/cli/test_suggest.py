@@ -86,6 +86,7 @@ def test_data_on_the_command_line_and_what_is_chosen(recipe, printed, refused):
         ("privacy_mode: dp_fp", "hf-dp suggest plans dp_sgd only"),
         ("bands: 8", "`bands` to be left out"),
         ("clipping_quantile: 0.5", "`clipping_quantile` to be left"),
+        ("max_logical_batch_size: 300", "`max_logical_batch_size` to be left out"),
     ],
 )
 def test_what_is_not_suggested_for_is_refused(recipe, refused, line, said):

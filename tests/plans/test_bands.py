@@ -17,6 +17,7 @@ from hf_dp.accounting.events import (
     TruncatedBandedGaussian,
     TruncatedPoissonSampledGaussian,
 )
+from hf_dp.cli.recipes import PlannedArguments
 from hf_dp.errors import (
     ConfigError,
     InvalidArgumentError,
@@ -26,6 +27,7 @@ from hf_dp.errors import (
 from hf_dp.plans import PrivacyPlan, bands
 from hf_dp.plans.bands import BandedSampler, square_root_column
 from hf_dp.plans.dp_sgd import DpSgdPlan
+from hf_dp.trainer.privacy_arguments import plan_of
 from hf_dp.trainer.weighing import weigh
 
 REJECT = 1e-9
@@ -157,6 +159,17 @@ def test_steps_cost_what_those_of_the_busiest_class_do():
     assert cut.canonical() == (TruncatedPoissonSampledGaussian(1.3, 0.12, 3, 1000, 130),)
     (with_loss,) = BandedGaussian(3.0, 0.12, 8, 8, beside={"loss": 4.0}).canonical()
     assert with_loss.noise_multiplier == pytest.approx(2.4) and with_loss.steps == 1
+
+
+@pytest.mark.parametrize(
+    ("bands", "formula"),
+    [(2, "(z_t - c_1 x_(t-1)) / c_0"), (8, "(z_t - c_1 x_(t-1) - ... - c_7 x_(t-7)) / c_0")],
+)
+def test_a_card_has_the_formula_of_the_noise(bands, formula):
+    args = PlannedArguments(
+        noise_multiplier=1, expected_batch_size=8, max_steps=16, bands=bands, learning_rate=1e-3
+    )
+    assert f"x_t = {formula}, with" in plan_of(args, 800, None).words.mechanism
 
 
 def test_what_is_claimed_of_neighbors_and_of_other_runs():

@@ -74,7 +74,7 @@ def test_what_evaluates_may_be_joined_and_the_demo_has_no_parts(tmp_path):
     (tmp_path / "rows.csv").write_text("number\n1\n2\n3\n")
     assert load_file(str(tmp_path / "rows.csv"), "train[:1]+train[2:]")["number"][:] == [1, 3]
     for name, value in {"train_split": "train[:9]", "validation_split": ["train[:9]"]}.items():
-        with pytest.raises(ConfigError, match=f"`{name}` to be unset with `dataset_name`"):
+        with pytest.raises(ConfigError, match=f"`{name}` to be unset with dataset_name='demo'"):
             load_train(DataArguments(dataset_name="demo", **{name: value}))
 
 

@@ -233,7 +233,7 @@ def _explicit(
 def representable(weights: Tensor) -> Tensor:
     """Return the weights with those below float32's normal range set to zero. Float32 holds those
     with few digits or none, and a rounded weight could exceed its bound. They belong to gradients
-    with norms above about 1e37 C; such an example is left out."""
+    with norms above about 1e38 C; such an example is left out."""
     return torch.where(
         weights < torch.finfo(torch.float32).tiny, torch.zeros_like(weights), weights
     )
