@@ -257,8 +257,8 @@ def _learning_rate(steps: int, trains: Block | None) -> tuple[float, str]:
     if trains is not None and str(trains.get("peft_type")).lower() not in OWN_MATRICES:
         exact *= ADAPTER_FACTOR
         reason += (
-            f". This is {ADAPTER_FACTOR} times the rate for all weights: LoRA learned best at 6 to "
-            "10 times theirs (recipes/e2e, recipes/sst2), and few other rates were tried"
+            f". This is {ADAPTER_FACTOR} times the rate for all weights: our best runs of LoRA "
+            "had 6 to 10 times theirs (recipes/e2e, recipes/sst2), and few other rates were tried"
         )
     return float(f"{exact:.0e}"), reason
 

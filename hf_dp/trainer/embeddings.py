@@ -199,11 +199,13 @@ class DPSentenceTransformerTrainer(DPTrainer, _InTheirLayout):
         more = 0
         if public_negatives is not None:
             more = integer("negatives_per_row", negatives_per_row, 1)
-            if len(_columns(public_negatives, "public_negatives")[0]) != 1:
+            names, beside = _columns(public_negatives, "public_negatives")
+            if len(names) != 1 or beside is not None:
                 expected = "to have one column, of texts"
                 raise invalid("public_negatives", public_negatives.column_names, expected)
-            (texts,), rows = public_negatives.column_names, TrainingRows(train_dataset)
-            refuse_rows_in_code([public_negatives.rename_column(texts, n) for n in columns], rows)
+            texts: list[str] = public_negatives[names[0]][:]
+            renamed = [Dataset.from_dict({name: texts}) for name in columns]
+            refuse_rows_in_code(renamed, TrainingRows(train_dataset))
         self.loss: Any = loss
         self._rows: Any = train_dataset
         own = DPSentenceTransformerTrainer.compute_per_example_loss

@@ -19,7 +19,13 @@ from hf_dp.accounting import PoissonSampledGaussian, epsilon
 from hf_dp.batches.groups import GroupedRows
 from hf_dp.cards.verify import verify
 from hf_dp.clipping import ClippingEngine
-from hf_dp.errors import DataError, SelfCheckError, UnsupportedArgumentError, UnsupportedLossError
+from hf_dp.errors import (
+    DataError,
+    InvalidArgumentError,
+    SelfCheckError,
+    UnsupportedArgumentError,
+    UnsupportedLossError,
+)
 from hf_dp.publishing.allowed import sort_files
 from hf_dp.run.gate import Release
 from hf_dp.run.training_data import looked_up
@@ -225,8 +231,8 @@ def test_public_negatives_are_further_texts_of_each_row(tmp_path):
     assert words[0] in public["text"]
     tested.train()
     assert "2 of 15 texts that the user states to be public" in str(tested.data_settings)
-    for column in ("text_0", "text_1"):
-        private = rows(2).select_columns([column]).rename_column(column, "text")
+    for column, name in (("text_0", "text_0"), ("text_1", "text")):
+        private = Dataset.from_dict({name: rows(2)[column][:]})
         with pytest.raises(DataError, match="training set"):
             trainer(tmp_path / "2", made, rows(2), RANKING(made), public_negatives=private)
 
@@ -266,6 +272,7 @@ def test_the_negatives_of_the_recipe_are_made_of_the_row_itself():
         (RANKING, 3, {"privacy_mode": "non_private"}, UnsupportedArgumentError, "use SentenceTransformerTrainer"),
         (RANKING, 2, {"rows_per_group": 2, "bands": 4}, UnsupportedArgumentError, "`bands`.*rows_per_group=2"),
         (RANKING, 2, {"rows_per_group": 2, "sampling": "random_allocation"}, UnsupportedArgumentError, "`rows_per_group`.*unset"),
+        (RANKING, 2, {"public_negatives": rows(1, score=lambda i: i)}, InvalidArgumentError, "`public_negatives` to have one column"),
         (RANKING, 2, {"rows_per_group": 2, "accountant": "rdp"}, UnsupportedArgumentError, "to be 'pld' with rows_per_group=2"),
     ],
 )  # fmt: skip
