@@ -321,7 +321,7 @@ CHANGED_KEYS = {
     "the demonstration rows": ({"dataset_name": "demo", "train_file": None, "validation_file": None, "data_name": None}, "hf_dp has no images"),
     "a split that is not there": ({"train_split": "training[5:]"}, r"'train.parquet' \(its split 'training\[5:\]'\) could not be read.*Unknown split"),
     "no rows left": ({"train_split": "train[40:]"}, "no data"),
-    "a split of an evaluation file": ({"validation_split": ["test[5:]"]}, r"`validation_split` to be unset without `dataset_name`, got .*Remove it"),
+    "a split of an evaluation file": ({"validation_split": ["test[5:]"]}, r"`validation_split` to be unset with `validation_file`, got .*Remove it"),
     "an evaluation part that trains": ({"validation_split": ["train[:10%]"], "validation_file": []}, "rows that `train_split` leaves out, got 'train"),
     "a configuration of a file": ({"dataset_config": "plain"}, "`dataset_config` to be unset without `dataset_name`, got 'plain'"),
     "an unknown model": ({"model_name_or_path": "no/such"}, "image classifier 'no/such' could not be loaded"),

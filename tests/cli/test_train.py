@@ -67,7 +67,7 @@ def test_the_command_line_wins_and_hyphens_are_accepted(task):
         ({"label_column": "target"}, r"`label_column` names \['target'\]"),
         ({"class_names": ["only"]}, "`class_names` to name at least two"),
         ({"class_names": ["bad", "good", "bad"]}, "`class_names` to name at least two different"),
-        ({"dataset_name": "imdb"}, "`train_file` to be unset with `dataset_name`"),
+        ({"dataset_name": "imdb"}, "`train_file` to be unset with dataset_name='imdb'"),
         ({"dataset_name": "no/such", "train_file": None, "validation_file": None}, "'no/such' .* could not be loaded"),
         ({"validation_file": []}, "`validation_file` .* to be given"),
         ({"max_train_rows": 41}, "`max_train_rows` to be from 1 to 40, got 41"),

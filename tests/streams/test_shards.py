@@ -316,7 +316,7 @@ def test_what_cannot_be_sharded(made, tmp_path, monkeypatch):
     for given, said in [
         ((data.with_transform(lambda row: row), {}), "has a transform"),
         (([tmp_path / "rows.csv"], {}), "to be a .parquet or .jsonl file"),
-        ((data, {"expected_batch_size": 19}), "`expected_batch_size` to be at most 10"),
+        ((data, {"expected_batch_size": 19}), "`expected_batch_size` to be at most 13.3333"),
         ((data, {"num_train_epochs": 0}), "`num_train_epochs`"),
         ((data, {"sampling": "shuffled"}), "`sampling` to be one of"),
         ((data, {"sampling": "poisson", "expected_batch_size": 21}), "expected_batch_size / rows"),

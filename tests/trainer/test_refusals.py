@@ -127,7 +127,7 @@ AT_CREATION = {  # what a trainer is made with, or what makes it; the error and 
     "allocation by RDP": ({**ALLOCATED, "accountant": "rdp"}, errors.InvalidArgumentError, "`accountant` to be 'pld'"),
     "allocation with a noised loss": ({**ALLOCATED, **LOSS}, errors.InvalidArgumentError, "`noised_loss_bound` to be left"),
     "allocation with FROST": ({**ALLOCATED, **given(peft_config=FrostConfig())}, errors.InvalidArgumentError, "`peft_config` to be left out"),
-    "allocation to one step": ({**ALLOCATED, "expected_batch_size": 30}, errors.InvalidArgumentError, "`expected_batch_size` to be at most 20"),
+    "allocation to one step": ({**ALLOCATED, "expected_batch_size": 30}, errors.InvalidArgumentError, "`expected_batch_size` to be at most 26.6667"),
     "allocation of DP-FP": ({**ALLOCATED, **PUBLISHED}, errors.InvalidArgumentError, "sampling"),
     "another sampling": ({"sampling": "shuffle"}, errors.InvalidArgumentError, "`sampling` to be one of"),
     "a largest draw by RDP": ({**CAPPED, "accountant": "rdp"}, errors.UnsupportedArgumentError, "`accountant` to be 'pld'"),
