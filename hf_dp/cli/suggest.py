@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
         )
     recipe |= {name: getattr(given, name) for name in _BUDGET if hasattr(given, name)}
     found = _suggestion(options, recipe, getattr(given, "num_train_epochs", None))
-    for name in asked.keys() & found.settings.keys() - {"peft"}:
+    for name in sorted(asked.keys() & found.settings.keys() - {"peft"}):
         raise ConfigError(
             f"`--{name}` is what hf-dp suggest chooses. Leave it out, and compare with "
             f"`hf-dp plan --{name} ...`."

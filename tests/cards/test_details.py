@@ -183,7 +183,7 @@ def test_a_large_delta_is_remarked() -> None:
         plan = dataclasses.replace(SMALL, num_examples=rows, expected_batch_size=2.0, delta=delta)
         return "\n".join(in_short(dataclasses.replace(statement_of(), plan=plan)))
 
-    assert "A large delta" in said(5, 0.1)
+    assert "A large delta" in said(5, 0.1) and "1 in 10,000 is customary" in said(5, 0.1)
     assert "A large delta" not in said(10**6, 1e-7)
 
 
