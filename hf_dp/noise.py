@@ -88,7 +88,7 @@ class SecretRandomness:
         )
 
     def _generator_on(self, device: torch.device) -> torch.Generator:
-        """Return a generator with 124 secret bits on CUDA devices, with 63 on others."""
+        """Return a generator with 125 secret bits on CUDA devices, with 63 on others."""
         generator = torch.Generator(device)
         if device.type != "cuda":
             return generator.manual_seed(self.seed())

@@ -293,7 +293,7 @@ def doubts(
 ) -> Iterator[str]:
     """Yield why a run may learn little, or protect little, each with a next move.
 
-    Args: parameters: how many numbers train.
+    Args: parameters: how many numbers train. optimizer: the name of its class, in small letters.
     """
     if doubt := doubt_of_delta(plan.delta):
         yield doubt
@@ -306,8 +306,8 @@ def doubts(
         return
     if "adam" in optimizer and learning_rate <= SLOW:
         yield (
-            f"learning_rate is {learning_rate:g}, transformers' default or less. With noise, Adam "
-            "usually needs 10 to 50 times that (Li et al. 2022, section 3 and figure 2). Try "
+            f"The learning rate is {learning_rate:g}, transformers' default or less. With noise, "
+            "Adam usually needs 10 to 50 times that (Li et al. 2022, section 3 and figure 2). Try "
             "1e-3, or what `hf-dp suggest` proposes."
         )
     yield from drowned(plan, parameters)

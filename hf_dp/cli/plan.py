@@ -254,7 +254,9 @@ def _assumed(published: accounting.PublishedForwardNoise, delta: float) -> Itera
 
 def _lines(found: Forecast) -> Iterator[str]:
     plan, mechanism = found.plan, found.plan.mechanism
-    what = "examples" if plan.users is None else "rows" if plan.users.by_row else "users"
+    what = "examples" if mechanism.draw.group_size == 1 else "groups"
+    if plan.users is not None:
+        what = "rows" if plan.users.by_row else "users"
     most = mechanism.draw.most(plan)
     capped = "" if most == plan.drawn_from else f", of which at most {most} are used"
     drawn = "" if plan.words.sampling_code == POISSON else f", {plan.words.drawn}"

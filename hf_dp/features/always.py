@@ -158,11 +158,14 @@ class Outlook(Feature):
             )
         if seen.book.ledger.steps(TRAINING) or not seen.processes.is_main:
             return
+        made: Any = getattr(seen.optimizer, "optimizer", seen.optimizer)  # accelerate wraps it
+        # A schedule has set "lr" to its first value already, which is 0 in a warmup.
+        rates = [float(group.get("initial_lr", group["lr"])) for group in made.param_groups]
         for doubt in doubts(
             seen.plan,
             parameters=seen.trained,
-            learning_rate=float(self.args.learning_rate or 0.0),
-            optimizer=str(getattr(self.args.optim, "value", self.args.optim)),
+            learning_rate=max(rates),
+            optimizer=type(made).__name__.lower(),
         ):
             logger.warning(doubt)
 

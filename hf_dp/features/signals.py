@@ -57,15 +57,21 @@ class Signals(Feature):
         if not self._stopping:
             return
         signum = self._signum or signal.SIGTERM  # another process of the run may have got it
+        go_on = (
+            "Continue with trainer.train(resume_from_checkpoint=True), or `hf-dp train ... "
+            "--resume_from_checkpoint True`."
+        )
+        if self.args.save_only_model or self.args.audit_canaries:
+            why = "save_only_model" if self.args.save_only_model else "audit_canaries"
+            go_on = f"A run with {why} cannot be continued. Start again in a new output_dir."
         logger.warning(
-            "%s: stopped after step %d of %d, which is saved as checkpoint-%d in %s. Continue "
-            "with trainer.train(resume_from_checkpoint=True), or `hf-dp train ... "
-            "--resume_from_checkpoint True`.",
+            "%s: stopped after step %d of %d, which is saved as checkpoint-%d in %s. %s",
             signal.Signals(signum).name,
             seen.state.global_step,
             seen.state.max_steps,
             seen.state.global_step,
             self.args.output_dir,
+            go_on,
         )
         raise TrainingStopped(signum)
 

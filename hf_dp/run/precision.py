@@ -154,7 +154,7 @@ def run_facts(
     audit: AuditResult | None,
 ) -> RunFacts:
     """Return the facts of a run. Args: trained: which parameters, in words."""
-    bits = 124 if device.type == "cuda" else 63
+    bits = 125 if device.type == "cuda" else 63
     noise = f"PyTorch's {device.type} generator seeded with {bits} bits"
     if device.type == "cpu":
         noise = "NumPy SFC64 seeded with 128 bits"

@@ -219,7 +219,7 @@ class PrivacyStatement:
             end = f"; this does not cover {released}, released without noise"
         row = "one row (a chunk of a longer text)" if self.rows_are_chunks else "one row"
         if self.unit_code != units.EXAMPLE:
-            row = f"the text of {row}, labels being public,"
+            row = f"the text (or image) of {row}, labels being public,"
         count, users = self.plan.num_examples, self.plan.users
         of_all = f"{row} of the training set of {count:,} rows"
         if users is not None:

@@ -185,7 +185,7 @@ class StepArguments(ArgumentGroup):
     clipping_quantile_budget_ratio: float = argument(
         quantile.BUDGET_RATIO,
         "With clipping_quantile: the share of the privacy budget, in (0, 1), that the counts get; "
-        "the gradient's noise grows by the factor 1/sqrt(1 - share).",
+        "at a target_epsilon the gradient's noise grows by the factor 1/sqrt(1 - share).",
         quantile.check_share,
     )
     gradient_scaling_beta: float | None = argument(
@@ -203,8 +203,8 @@ class StepArguments(ArgumentGroup):
     )
     router_balance_budget_ratio: float = argument(
         balance.BUDGET_RATIO,
-        "With router_balance: the share of the privacy budget, in (0, 1), that the loads get; the "
-        "gradient's noise grows by the factor 1/sqrt(1 - share).",
+        "With router_balance: the share of the privacy budget, in (0, 1), that the loads get; at a "
+        "target_epsilon the gradient's noise grows by the factor 1/sqrt(1 - share).",
         balance.check_ratio,
     )
     max_grad_norm: float | None = argument(
@@ -302,7 +302,8 @@ class ReleaseArguments(ArgumentGroup):
         None,
         "Only for dp_sgd, with noised_loss_bound: logs each step's training loss with noise, as "
         "noised_loss, and epsilon covers it. It gets this share of the privacy budget, in (0, 1); "
-        "the gradient's noise grows by the factor 1/sqrt(1 - share). 0.01 is enough for a curve.",
+        "at a target_epsilon the gradient's noise grows by the factor 1/sqrt(1 - share). 0.01 is "
+        "enough for a curve.",
         dp_sgd.budget_ratio,
     )
     noised_loss_bound: float | None = argument(

@@ -184,7 +184,10 @@ def test_after_a_run_with_public_labels_no_label_is_claimed() -> None:
     assert statement.unit_code == FEATURES
     assert "label is stated as public" in statement.unit
     assert "adding or removing a row is not covered" in statement.neighboring_relation.lower()
-    assert "the text of one row, labels being public, of the training set" in statement.sentence()
+    assert (
+        "the text (or image) of one row, labels being public, of the training set"
+        in statement.sentence()
+    )
     (line,) = [line for line in statement.not_covered if "labels of the training rows" in line]
     assert "entered the loss of the earlier run ffffffff as they are" in line
     assert statement.to_dict()["unit"] == FEATURES
@@ -309,7 +312,7 @@ def test_rows_that_are_chunks_are_said(where) -> None:
     plain = after(SAFE)
     assert "chunk" not in plain.unit + plain.sentence() and "rows_are_chunks" not in plain.to_dict()
     no_labels = after(EarlierRun("f", FEATURES, RECORD_ZERO_OUT, rows_are_chunks=True))
-    words = "the text of one row (a chunk of a longer text), labels being public,"
+    words = "the text (or image) of one row (a chunk of a longer text), labels being public,"
     assert words in no_labels.sentence()
 
 

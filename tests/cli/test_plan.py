@@ -52,6 +52,13 @@ def test_text(printed):
     assert lines[-1].split() == ["rdp", "bound", "3.000"]
 
 
+def test_groups_are_counted_as_groups(printed):
+    words = "plan --num_examples 8000 --rows_per_group 4 --expected_batch_size 100 --max_steps 50"
+    lines = printed(*words.split(), "--noise-multiplier", "1").splitlines()
+    assert lines[0] == "2,000 groups, 100 expected in a step: sample rate 0.05"
+    assert lines[1] == "50 steps, 2.5 epochs, 5,000 groups in all"
+
+
 def test_json_and_cross_check(printed):
     found = json.loads(printed(*SST2, "--noise-multiplier", "0.82539", "--cross-check", "--json"))
     assert [(row["accountant"], row["epsilon"]) for row in found["results"]] == [

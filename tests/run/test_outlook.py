@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import tiny
+import torch
 from dp_accounting.pld import privacy_loss_distribution as google_pld
 from pages import ROOT
 from scipy.stats import binom
@@ -53,7 +54,7 @@ def test_the_recipes_that_work_get_no_warning():
 )
 def test_transformers_default_rate_under_adam(optimizer, rate, warned):
     found = said(plan(), learning_rate=rate, optimizer=optimizer)
-    assert [each.startswith("learning_rate is") for each in found] == [True] * warned
+    assert [each.startswith("The learning rate is") for each in found] == [True] * warned
 
 
 def test_noise_that_drowns_the_gradients():
@@ -91,10 +92,26 @@ def test_the_trainer_says_so_once(tmp_path, caplog):
     options |= {"save_strategy": "steps", "save_steps": 2}
     with caplog.at_level(logging.WARNING, "hf_dp"):
         tiny.trainer(tmp_path, **options).train()
-        assert sum("learning_rate is 5e-05" in message for message in caplog.messages) == 1
+        assert sum("The learning rate is 5e-05" in message for message in caplog.messages) == 1
         caplog.clear()
         tiny.resumed(tiny.trainer(tmp_path, **options), 2)
-    assert not any("learning_rate" in message for message in caplog.messages)
+    assert not any("learning rate" in message for message in caplog.messages)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("of_arguments", "own", "warned"),
+    [(5e-5, 1e-3, False), (1e-3, 1e-5, True), (1e-5, None, True), (1e-3, None, False)],
+)
+def test_the_rate_is_that_of_the_optimizer_that_steps(tmp_path, caplog, of_arguments, own, warned):
+    """Also in a warmup, whose first rate is 0."""
+    options = {"optim": "adamw_torch", "accountant": "rdp", "warmup_steps": 2, "max_steps": 4}
+    made = tiny.trainer(tmp_path, learning_rate=of_arguments, **options)
+    if own is not None:
+        made.optimizer = torch.optim.AdamW(made.model.parameters(), lr=own)
+    with caplog.at_level(logging.WARNING, "hf_dp"):
+        made.train()
+    assert any("learning rate is" in message for message in caplog.messages) == warned
 
 
 # What learned, and what stayed at chance: numbers that train, and the plan.

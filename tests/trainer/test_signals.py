@@ -89,6 +89,14 @@ def test_the_checkpoint_of_a_signal_survives_load_best_model_and_a_limit_of_one(
     assert read_run(tmp_path).ledger.steps() == 4
 
 
+def test_a_run_that_cannot_be_continued_is_not_told_to(tmp_path, caplog):
+    trainer = stopped_by(tmp_path, SignalAt(2), save_only_model=True)
+    with caplog.at_level("WARNING", "hf_dp"), pytest.raises(TrainingStopped):
+        trainer.train()
+    (said,) = [each for each in caplog.messages if "stopped after step" in each]
+    assert "save_only_model cannot be continued" in said and "resume_from" not in said
+
+
 def test_a_second_signal_stops_at_once(tmp_path):
     trainer = stopped_by(
         tmp_path, SignalAt(1, signal.SIGINT), SignalAt(1, signal.SIGINT, "on_pre_optimizer_step")
