@@ -307,7 +307,7 @@ def table(reports: Sequence[Report]) -> str:
         rows.append(
             [
                 report["model"],
-                "-" if epsilon is None else f"{epsilon:.2f}",
+                "-" if epsilon is None else f"{epsilon:.3f}",
                 str(report["repetitions"]),
                 str(len(fits)),
                 said(report["exact"]),

@@ -379,9 +379,9 @@ def without_privacy(values: Recipe, words: Sequence[str] = ()) -> Recipe:
     if dropped:
         _say("without " + ", ".join(f"{name} {value}" for name, value in dropped.items()))
     if BATCH in dropped and ACCUMULATION not in {*asked, *kept}:
-        most = asked.get(PHYSICAL) or kept.get(PHYSICAL, 8)  # 8 is TrainingArguments'
+        most = _whole(PHYSICAL, asked.get(PHYSICAL) or kept.get(PHYSICAL, 8))  # as transformers
         logical = _whole(BATCH, dropped[BATCH]) * (dropped.get(GROUP) or 1)
-        kept |= _batches(logical, _whole(PHYSICAL, most))
+        kept |= _batches(logical, most, most if PHYSICAL in asked else most // 2 + 1)
         if dropped.get("privacy_unit") == "user" and dropped.get("unit_sampling") != "examples":
             _say(
                 f"{BATCH} counts users, and these batches rows. For as many rows as these users "
@@ -400,14 +400,16 @@ def _whole(name: str, value: Any) -> int:
     return number
 
 
-def _batches(logical: int, most: int) -> dict[str, int]:
-    """Return physical batches, of at most ``most`` and above half of it, and their number, which
-    hold as nearly ``logical`` examples together as such sizes can."""
+def _batches(logical: int, most: int, least: int) -> dict[str, int]:
+    """Return physical batches of ``least`` to ``most`` examples, and their number, which hold as
+    nearly ``logical`` examples together as such sizes can."""
     processes = launched_processes()
     each = max(1, round(logical / processes))  # of one process
-    most = min(most, each)
-    size = min(range(most, most // 2, -1), key=lambda one: abs(one * round(each / one) - each))
-    count = round(each / size)
+    if least < most:
+        most = min(most, each)
+    sizes = range(most, min(least, most) - 1, -1)
+    size = min(sizes, key=lambda one: abs(one * max(1, round(each / one)) - each))
+    count = max(1, round(each / size))
     _say(f"batches of {size} x {count} x {processes} processes = {size * count * processes} rows")
     return {PHYSICAL: size, ACCUMULATION: count}
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dp._arguments import argument
-from hf_dp._validate import integer
+from hf_dp._validate import integer, one_of
 from hf_dp.cli.config import CommandParser
 from hf_dp.cli.launch import refuse_several
 from hf_dp.cli.tasks import parse_evaluation
 from hf_dp.errors import ConfigError
 from hf_dp.tasks.generation.arguments import NUCLEUS, DecodingArguments, TextArguments
-from hf_dp.tasks.models import CAUSAL, TextModelArguments
+from hf_dp.tasks.models import CAUSAL, SEQ2SEQ, TextModelArguments
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -60,6 +60,7 @@ def main(argv: Sequence[str]) -> int:
     parser = CommandParser("hf-dp generate", "--config FILE --num N --out FILE [--NAME VALUE ...]")
     _, values, words = parser.read(argv, lambda task: (DESCRIPTION, EXAMPLES, ARGUMENTS), CAUSAL)
     refuse_several("hf-dp generate")
+    one_of("task", values["task"], (CAUSAL, SEQ2SEQ), "Only these write texts.")
     values["decoding"] = NUCLEUS  # a recipe says how scored texts are written; the words may differ
     asked, model_args, data, decoding = parse_evaluation(
         ARGUMENTS, values, words, prog="hf-dp generate"

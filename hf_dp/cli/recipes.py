@@ -183,6 +183,7 @@ def trained_numbers(recipe: Recipe, peft: object) -> int:
     import transformers
 
     from hf_dp.losses import is_decoder
+    from hf_dp.tasks.classification import labels_of
     from hf_dp.tasks.models import architecture, freeze
 
     task = recipe.get("task", DEFAULT_TASK)
@@ -203,7 +204,10 @@ def trained_numbers(recipe: Recipe, peft: object) -> int:
         return getattr(transformers, kind)
 
     name, file = recipe["model_name_or_path"], recipe.get("gguf_file")
-    model: nn.Module = architecture(name, auto, advice, gguf_file=file)
+    names = recipe.get("class_names")
+    new_head = names and task.endswith("classification") and not recipe.get("infilling")
+    labels = labels_of(names) if new_head else {}
+    model: nn.Module = architecture(name, auto, advice, gguf_file=file, **labels)
     frozen = recipe.get("freeze") or []
     freeze(model, [frozen] if isinstance(frozen, str) else frozen)
     adapter = peft_config(peft)

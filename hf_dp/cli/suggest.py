@@ -182,7 +182,11 @@ def _label_words(recipe: dict[str, Any]) -> list[Choice]:
         file = recipe.get("gguf_file")
         path = resolve_model(model, file)
         tokenizer = AutoTokenizer.from_pretrained(path, **reading(file))
-        causal = is_decoder(AutoConfig.from_pretrained(path, **reading(file)))
+        base = AutoConfig.from_pretrained(path, **reading(file))
+    causal = is_decoder(base)
+    heads = ("MaskedLM", "CausalLM", "LMHeadModel", "ForPreTraining")
+    if not any(each.endswith(heads) for each in base.architectures or ["CausalLM" * causal]):
+        return []  # no head that was trained to fill in words
     if not causal and tokenizer.mask_token is None:
         return []
     columns = recipe.get("text_columns", "")

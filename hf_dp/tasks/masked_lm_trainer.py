@@ -63,6 +63,8 @@ class MaskedLMTrainer(Trainer):
 
     def __init__(self, stop: Stop, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        # compute_loss returns a mean, so Trainer must divide by gradient_accumulation_steps.
+        self.model_accepts_loss_kwargs = False
         self.stop = stop
         self.add_callback(stop)
 

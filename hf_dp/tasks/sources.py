@@ -131,17 +131,20 @@ def load_stream(data: SourceArguments) -> Stream | None:
 def load_evaluation(data: SourceArguments) -> dict[str, Dataset]:
     """Return the evaluation sets by name, that of the split or file without "validation_"."""
     _check_source(data)
+    refuse_joined(data.train_split)
     name, config, file = data.dataset_name, data.dataset_config, data.train_file
     if name == "demo":
         found = {"validation": data.demo()["validation"]}
     elif name is not None:
         found = {split: load_hub(name, config, split) for split in data.validation_split}
     elif data.validation_file:
-        found = {Path(file).stem: load_file(file) for file in data.validation_file}
+        named = {Path(file).stem.removeprefix("validation_"): file for file in data.validation_file}
+        found = {stem: load_file(file) for stem, file in named.items()}
         if len(found) < len(data.validation_file):
             raise ConfigError(
                 "Expected the files of `validation_file` to have different names, got "
-                f"{data.validation_file}. Rename one: the metrics are named after the files."
+                f"{data.validation_file}. Rename one: the metrics are named after the files, "
+                "without validation_."
             )
     elif file and data.validation_split != VALIDATION:
         _refuse_trained(data, len(load_file(file)))

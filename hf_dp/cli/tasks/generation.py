@@ -48,6 +48,7 @@ class Writing(tasks.PrivateTask):
         from hf_dp.plans.units import USER
         from hf_dp.tasks.generation.encoding import encode_training, encoding_of
         from hf_dp.tasks.generation.evaluation import check_prompts, evaluate_texts, evaluation_sets
+        from hf_dp.tasks.generation.scores import check_metrics
         from hf_dp.tasks.models import load_language_model
         from hf_dp.trainer.trainer import DPTrainer
 
@@ -56,6 +57,7 @@ class Writing(tasks.PrivateTask):
                 "privacy_mode 'dp_fp' noises one pooled representation of an example, but a "
                 "generating model has one for each token. Use privacy_mode: dp_sgd."
             )
+        check_metrics(data.metrics, bertscore_model=data.bertscore_model)
         if data.drop_long_rows and args.bands is not None:
             raise ConfigError(
                 f"Expected `bands` to be unset with drop_long_rows, got {args.bands!r}: a row that "
@@ -133,6 +135,7 @@ class Writing(tasks.PrivateTask):
 
         from hf_dp.tasks.generation.encoding import encoding_of
         from hf_dp.tasks.generation.evaluation import evaluate_texts, evaluation_sets
+        from hf_dp.tasks.generation.scores import check_metrics
         from hf_dp.tasks.models import load_language_model, load_trained
 
         args, model_args, data, decoding = tasks.parse_evaluation(
@@ -142,6 +145,7 @@ class Writing(tasks.PrivateTask):
             raise ConfigError(
                 "With `from_scratch` the untrained base knows nothing. Leave --zero-shot out."
             )
+        check_metrics(data.metrics, bertscore_model=data.bertscore_model)
         rows = load_evaluation(data)
         path = None
         if zero_shot:

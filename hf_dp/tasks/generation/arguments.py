@@ -276,9 +276,6 @@ class TextArguments(SourceArguments):
     )
 
     def __post_init__(self) -> None:
-        from hf_dp.tasks.generation.scores import check_metrics
-
-        check_metrics(self.metrics, bertscore_model=self.bertscore_model)
         one_of("data_format", self.data_format, NAMES)
         integer("max_length", self.max_length, 2)
         integer("max_target_length", self.max_target_length, 1)
@@ -291,6 +288,10 @@ class TextArguments(SourceArguments):
         if not self.columns or len(set(self.columns)) < len(self.columns):
             expected = "to name at least one column, each once, with data_format: table"
             raise invalid("columns", self.columns, expected, "List them in the order of the text.")
+        for name in self.columns:
+            if " ".join(name.split()) != name:
+                expected = "to have names without white space but single spaces between words"
+                raise invalid("columns", name, expected, "Rename the column in the file.")
         return _table(self.columns)
 
     def demo(self) -> DatasetDict:

@@ -59,6 +59,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Of a GenerationConfig: what does not decide what is written, and max_new_tokens does.
+_OF_NO_TEXT = {"max_length", "use_cache", "transformers_version"}
+
 Collate = Callable[[list[dict[str, list[int]]]], Mapping[str, Tensor]]
 
 
@@ -119,14 +122,20 @@ def _batches(
 def _options(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: DecodingArguments
 ) -> dict[str, object]:
-    """Return the keywords of ``generate``; all that it samples by is given, so that a model's own
-    generation_config does not decide it."""
+    """Return the keywords of ``generate``. A model's own generation_config decides about its
+    special tokens alone: all else is given, as here or as transformers has it by default."""
+    from transformers import GenerationConfig
+
+    known = GenerationConfig()
+    defaults = known._get_default_generation_params()
     options: dict[str, object] = {
+        name: defaults.get(name)
+        for name in vars(known)
+        if name[0] != "_" and not name.endswith("_token_id") and name not in _OF_NO_TEXT
+    } | {
         "max_new_tokens": settings.max_new_tokens,
         "num_beams": settings.num_beams if settings.decoding == BEAM else 1,
         "do_sample": settings.decoding == NUCLEUS,
-        "repetition_penalty": 1.0,
-        "no_repeat_ngram_size": 0,
         "pad_token_id": tokenizer.pad_token_id,
     }
     if settings.decoding == NUCLEUS:
