@@ -18,7 +18,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from hf_dp._validate import in_unit_interval, integer, invalid, positive
+from hf_dp._validate import in_unit_interval, integer, invalid, non_negative
 from hf_dp.accounting.accountants import epsilon
 from hf_dp.accounting.event import Event, as_events
 from hf_dp.accounting.gdp_clt import gaussian_mu
@@ -140,7 +140,8 @@ def best_number_of_guesses(canaries: int, epsilon: float, delta: float) -> int:
     from scipy.optimize import brentq
     from scipy.stats import norm
 
-    mu = gaussian_mu(positive("epsilon", epsilon), delta)
+    # An epsilon that was rounded to 0 is delta's alone.
+    mu = gaussian_mu(max(non_negative("epsilon", epsilon), 1e-6), delta)
 
     def learned(guesses: int) -> tuple[float, float]:
         def too_many(cut: float) -> float:

@@ -49,10 +49,13 @@ def losses_of(deltas: np.ndarray, interval: float, first: int) -> pld_pmf.DenseP
         deltas: at the losses ``first * interval``, ``(first + 1) * interval``, and so on.
         interval: between two points of the grid of losses, > 0.
 
-    Raises: ValueError when the deltas grow by more than rounding.
+    Raises: AccountingRangeError when the deltas grow by more than rounding.
     """
     if len(deltas) > 1 and np.diff(deltas).max() > _ROUNDING:
-        raise ValueError("The deltas of a privacy loss fall with epsilon, but these do not.")
+        raise AccountingRangeError(
+            "The deltas of a privacy loss fall with epsilon, but rounding hides it here. Use more "
+            "noise, or a lower sample rate."
+        )
     deltas = np.minimum.accumulate(deltas)
     probabilities = 1 - deltas
     if len(deltas) > 1:
@@ -203,7 +206,6 @@ class _Rows:
         self.shifts = self.counts / noise_multiplier
         self.log_p = binom.logpmf(self.counts, max_rows, sample_rate)
         self.log_none = float(xlog1py(max_rows, -sample_rate))
-        self.some = -math.expm1(self.log_none)  # the probability of at least one row
         # log of p_i exp(-i^2 / (2 sigma^2)): what y does not move
         self._fixed = self.log_p - self.shifts**2 / 2
 
@@ -230,10 +232,8 @@ class _Rows:
         Newton's method, begun above the root, comes down to it and never passes it.
         """
         some, fixed = self.shifts[1:], self._fixed[1:]
-        with np.errstate(divide="ignore", over="ignore"):
-            small = np.log(np.maximum(np.expm1(np.minimum(losses, 1.0)) + self.some, 0.0))
-            large = losses + np.log1p(-np.exp(self.log_none - np.maximum(losses, 0.5)))
-        wanted = np.where(losses < 1, small, large)
+        # log(exp(loss) - p_0), without a difference of numbers that are nearly equal
+        wanted = losses + np.log(-np.expm1(self.log_none - losses))
         y = (wanted - fixed[0]) / some[0]  # where one row alone has the loss; the root is below
         for _ in range(_NEWTON):
             terms = fixed + np.multiply.outer(y, some)

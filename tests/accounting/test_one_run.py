@@ -144,7 +144,7 @@ def test_the_claimed_curve_of_a_gaussian_is_its_trade_off_from_below():
 def test_guesses_are_decided_from_the_claim():
     assert best_number_of_guesses(1000, 8.0, 1e-5) < 1000
     for canaries in (10, 50, 1000):
-        for eps in (0.1, 1.0, 30.0):
+        for eps in (0.0, 0.1, 1.0, 30.0):
             found = best_number_of_guesses(canaries, eps, 1e-5)
             assert 2 <= found <= canaries and found % 2 == 0
     assert gaussian_epsilon(gaussian_mu(3.0, 1e-5), 1e-5) == pytest.approx(3.0, rel=1e-3)

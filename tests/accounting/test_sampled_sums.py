@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 
+import mpmath as mp
 import numpy as np
 import pytest
 from scipy.stats import binom, norm
@@ -104,6 +105,33 @@ def test_a_cut_that_never_happens_is_none(n, batch, cap):
     """Where the tail underflows, dp-accounting divides by it; here the draws are plain ones."""
     event = TruncatedPoissonSampledGaussian(1.0, batch / n, 10, n, cap)
     assert epsilon(event, 1e-6) == epsilon(PoissonSampledGaussian(1.0, batch / n, 10), 1e-6)
+
+
+@pytest.mark.parametrize("eps", [20.0, 33.0, 34.5, 35.0, 35.05])
+def test_an_addition_near_the_largest_loss_is_that_of_60_digits(eps):
+    """Of a user of whom hardly ever no row is drawn: the loss of no row is -35.0656."""
+    mp.mp.dps = 60
+    sigma, q, rows = mp.mpf("0.8"), mp.mpf("0.97"), 10
+    chances = [mp.binomial(rows, i) * q**i * (1 - q) ** (rows - i) for i in range(rows + 1)]
+
+    def loss(y):
+        terms = (p * mp.exp(i * y / sigma - (i / sigma) ** 2 / 2) for i, p in enumerate(chances))
+        return mp.log(mp.fsum(terms))
+
+    low, high = mp.mpf(-40), mp.mpf(40)  # the outcome of the loss -eps
+    for _ in range(150):
+        middle = (low + high) / 2
+        low, high = (middle, high) if loss(middle) < -eps else (low, middle)
+    below = mp.fsum(p * mp.ncdf(low - i / sigma) for i, p in enumerate(chances))
+    exact = mp.ncdf(low) - mp.exp(eps) * below
+    (found,) = one_step._Rows(0.8, 0.97, rows).addition(np.array([eps]))
+    assert found == pytest.approx(float(exact), rel=1e-9)
+
+
+def test_a_user_whose_rows_are_nearly_all_drawn_has_an_epsilon():
+    """It ended with an error: deltas computed near the largest loss rose with epsilon."""
+    found = epsilon(UserRowsGaussian(0.5, 0.99, 1, 7), 1e-5)
+    assert 100 < found.value <= epsilon(Gaussian(0.5 / 7, 1), 1e-5).value + 1e-3
 
 
 def densities(sigma, q, rows):

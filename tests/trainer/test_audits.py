@@ -39,6 +39,15 @@ def trainer(folder, **options):
     return tiny.trainer(folder, given={"train_dataset": tiny.dataset(ROWS), **given}, **options)
 
 
+def test_a_run_whose_epsilon_is_0_is_audited_and_saved(tmp_path):
+    """Where noise is so large that delta alone covers the run."""
+    large = {"noise_multiplier": 50.0, "expected_batch_size": 2, "target_delta": 9e-3, "accountant": "pld"}
+    made = trainer(tmp_path, max_steps=1, **large)
+    made.train()
+    assert made.privacy_statement().epsilon == 0 and made.run.audit is not None
+    assert (tmp_path / "privacy.json").is_file()
+
+
 def audit_of(run) -> Canaries:
     return next(each for each in run.inside if isinstance(each, Canaries))
 
