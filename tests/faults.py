@@ -185,7 +185,7 @@ FAULTS: dict[str, Plant] = {
 
 
 def no_self_check(patch: Any) -> None:
-    for check in ("self_check", "refuse_notice_of_length"):
+    for check in ("self_check", "refuse_notice_of_length", "refuse_state_of_length"):
         patch.setattr(f"hf_dp.run.engine_check.{check}", lambda *args, **kwargs: None)
 
 

@@ -45,10 +45,12 @@ def refuse_coupling(model: nn.Module) -> None:
                 "bits depends on the largest activation of all examples. Load the model with "
                 "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or in 4 bits."
             )
-    config = getattr(model, "config", None)
-    parts = getattr(config, "sub_configs", None) or {}
-    for each in (config, *(getattr(config, name, None) for name in parts)):
-        _refuse_config(each)
+    # Those of its modules, too: a model of one's own around a backbone may have none itself.
+    configs = {id(c): c for each in model.modules() if (c := getattr(each, "config", None))}
+    for config in configs.values():
+        parts = getattr(config, "sub_configs", None) or {}
+        for one in (config, *(getattr(config, name, None) for name in parts)):
+            _refuse_config(one)
 
 
 def _is_a(module: nn.Module, class_name: str) -> bool:

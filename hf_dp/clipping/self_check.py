@@ -97,8 +97,7 @@ def self_check(
         sharding.prepare_shards(model)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with _on_copies(per_example_loss) as loss, in_training(model), _moved(model, trainable):
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        versions = _versions(model)
+        state = _State(model)
         if have_neighbors:
             refuse_shared_draws(model, loss, padded, len(alone))
         with no_dropout():
@@ -139,7 +138,7 @@ def self_check(
             # Kernels of attention count as drawing also without dropout.
             draws = sum(not each.operator.startswith("_scaled_dot_product") for each in found)
             _refuse_fixed_draws(compiled, draws, engine, partial(loss, model, padded))
-        _refuse_changes(model, buffers, versions)
+        state.refuse_changes()
 
 
 def refuse_notice_of_length(
@@ -173,6 +172,19 @@ def refuse_notice_of_length(
             "depends on its neighbors. Truncate the rows to less than that, pad on the right, or "
             "set per_device_train_batch_size=1."
         )
+
+
+def refuse_state_of_length(
+    model: nn.Module, per_example_loss: PerExampleLoss, longest: Batch
+) -> None:
+    """Raise SelfCheckError where a training forward of one as long as the longest row changes a
+    buffer or parameter: dynamic rotary embeddings keep frequencies from some length on, which the
+    examples of :func:`self_check` may not have."""
+    with _on_copies(per_example_loss) as loss, in_training(model), no_dropout(), torch.no_grad():
+        state = _State(model)
+        loss(model, longest)
+        state.refuse_changes()
+    sharding.reshard(model)
 
 
 @contextmanager
@@ -388,21 +400,25 @@ def _versions(model: nn.Module) -> dict[str, int]:
     }
 
 
-def _refuse_changes(
-    model: nn.Module, buffers: Mapping[str, Tensor], versions: Mapping[str, int]
-) -> None:
-    changed = [
-        name
-        for name, buffer in model.named_buffers()
-        if name in buffers and not torch.equal(buffer, buffers[name])
-    ]
-    changed += [name for name, version in _versions(model).items() if version != versions[name]]
-    if changed:
-        raise SelfCheckError(
-            f"A training forward changed the buffer or parameter {changed[0]!r}: it stores "
-            "something computed from the examples, which would be saved without noise. Replace the "
-            "module that owns it."
-        )
+class _State:
+    """The buffers and parameters of a model, as they are when this is made."""
+
+    def __init__(self, model: nn.Module):
+        self._model, self._versions = model, _versions(model)
+        self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def refuse_changes(self) -> None:
+        """Raise SelfCheckError where a forward has changed one."""
+        buffers, now = dict(self._model.named_buffers()), _versions(self._model)
+        kept = buffers.keys() & self._buffers.keys()
+        changed = [each for each in kept if not torch.equal(buffers[each], self._buffers[each])]
+        changed += [name for name, version in now.items() if version != self._versions[name]]
+        if changed:
+            raise SelfCheckError(
+                f"A training forward changed the buffer or parameter {changed[0]!r}: it stores "
+                "something computed from the examples, which would be saved without noise, or "
+                "reach others. Replace the module that owns it."
+            )
 
 
 def _tolerance(model: nn.Module, trainable: Mapping[str, nn.Parameter]) -> float:

@@ -23,7 +23,12 @@ from hf_dp.batches.structure import Batch, Example, Layout, numbers
 from hf_dp.clipping import self_check
 from hf_dp.clipping.compiled import Compiled
 from hf_dp.clipping.draws import no_dropout
-from hf_dp.clipping.self_check import AUTOCAST_TOLERANCE, in_training, refuse_notice_of_length
+from hf_dp.clipping.self_check import (
+    AUTOCAST_TOLERANCE,
+    in_training,
+    refuse_notice_of_length,
+    refuse_state_of_length,
+)
 from hf_dp.clipping.sharding import is_sharded, reshard
 from hf_dp.errors import UnsupportedLossError
 from hf_dp.noise import untouched_generators
@@ -71,9 +76,7 @@ class EngineCheck:
                         self._compare(padded, alone, None)
             # accelerate's autocast is inside the model's forward, where self_check does not see it
             self._compare(padded, alone, AUTOCAST_TOLERANCE if precision.is_rounded else None)
-            # In 16 bits only examples of one shape are neighbors.
-            if self._have_neighbors and not precision.is_short:
-                self._compare_beside(longest, min(alone, key=numbers))
+            self._check_length(run.placed(longest), min(alone, key=numbers))
             self.compiled = self._compiled(alone) if run.options.torch_compile else None
 
     @property
@@ -121,13 +124,16 @@ class EngineCheck:
         if not run.has_own_loss:
             refuse_another_loss(run.model, run.own_losses, alone[0], rounded=rtol is not None)
 
-    def _compare_beside(self, longest: Example, short: Example) -> None:
+    def _check_length(self, longest: Example, short: Example) -> None:
         run = self.run
-        if not run.training_data().looked_over.layout.varies:  # none is padded
+        if numbers(longest) <= numbers(short):
             return
-        if numbers(longest) > numbers(short):
-            beside, _ = padded_together([short, run.placed(longest)], run.padding())
-            with untouched_generators():  # what is drawn later must not depend on the options
+        with untouched_generators():  # what is drawn later must not depend on the options
+            refuse_state_of_length(run.model, run.loss_of, longest)
+            # In 16 bits only examples of one shape are neighbors.
+            padded = run.training_data().looked_over.layout.varies and not run.precision().is_short
+            if padded and self._have_neighbors:
+                beside, _ = padded_together([short, longest], run.padding())
                 refuse_notice_of_length(run.model, run.loss_of, short, beside)
 
     def batches(self) -> tuple[Batch, list[Example]]:

@@ -344,6 +344,7 @@ NOT_ENTERED = {
     "dynamic RoPE, old name": (lambda: rotary(type="dynamic", factor=2.0), "dynamic rotary"),
     "longrope": (lambda: rotary(**DYNAMIC | {"rope_type": "longrope"}), "longrope rotary"),
     "dynamic RoPE in some layers": (lambda: rotary(full=FIXED, sliding=DYNAMIC), "dynamic rotary"),
+    "dynamic RoPE below a head of one's own": (lambda: nn.Sequential(rotary(**DYNAMIC)), "dynamic rotary"),
     "Reformer": (reformer, "Reformer sorts positions"),
     "NLLB-MoE": (nllb_moe, "router` is a NllbMoeTop2Router"),
     "Mixtral's balance": (lambda: mixtral(output_router_logits=True), "load-balancing loss .* couples examples"),

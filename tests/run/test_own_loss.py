@@ -295,9 +295,9 @@ def scaling() -> nn.Module:
     return mine(ScalesWithThePaddedLength)
 
 
-def trainer_on(folder, longest: int, **given):
+def trainer_on(folder, longest: int, options=None, **given):
     given = {"train_dataset": rows(longest), "eval_dataset": None, **given}
-    return tiny.trainer(folder, given=given, max_steps=1, accountant="rdp")
+    return tiny.trainer(folder, given=given, max_steps=1, accountant="rdp", **(options or {}))
 
 
 def test_a_model_that_changes_from_a_length_on_is_refused(tmp_path):
@@ -310,6 +310,33 @@ def test_a_model_that_changes_from_a_length_on_is_refused(tmp_path):
 def test_shorter_rows_and_an_ordinary_model_are_not(tmp_path):
     trainer_on(tmp_path / "shorter", FROM - 1, model=scaling()).train()
     trainer_on(tmp_path / "ordinary", FROM).train()
+
+
+class KeepsWhatLengthSays(BertForSequenceClassification):
+    """As dynamic rotary embeddings keep frequencies, until a batch is short."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None):
+        scale = 3.0 if input_ids.shape[1] >= FROM + 4 else 1.0
+        self.scale = torch.full_like(self.scale, scale)
+        output = super().forward(input_ids=input_ids, attention_mask=attention_mask)
+        output.logits = output.logits * self.scale
+        return output
+
+
+@pytest.mark.parametrize(
+    "options", [{"bf16": True}, {"per_device_train_batch_size": 1}, {}], ids=lambda each: str(each)
+)
+def test_what_a_long_row_leaves_in_a_buffer_is_refused_whatever_is_compared(tmp_path, options):
+    """In 16 bits, and one by one, no row is compared beside the longest one."""
+    torch.manual_seed(0)
+    trainer = trainer_on(tmp_path, FROM + 4, options, model=mine(KeepsWhatLengthSays))
+    with pytest.raises(SelfCheckError, match="changed the buffer or parameter 'scale'"):
+        trainer.train()
+    assert len(trainer.ledger) == 0
 
 
 def test_where_made_up_rows_do_not_pass_the_collator(tmp_path):

@@ -41,7 +41,12 @@ def trainer(folder, **options):
 
 def test_a_run_whose_epsilon_is_0_is_audited_and_saved(tmp_path):
     """Where noise is so large that delta alone covers the run."""
-    large = {"noise_multiplier": 50.0, "expected_batch_size": 2, "target_delta": 9e-3, "accountant": "pld"}
+    large = {
+        "noise_multiplier": 50.0,
+        "expected_batch_size": 2,
+        "target_delta": 9e-3,
+        "accountant": "pld",
+    }
     made = trainer(tmp_path, max_steps=1, **large)
     made.train()
     assert made.privacy_statement().epsilon == 0 and made.run.audit is not None
