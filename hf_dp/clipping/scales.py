@@ -57,8 +57,8 @@ class Scale:
                 size = size * self.rows.max() * self.columns.max()
             return Dense(scaled.view_as(use.gradients), owned=True, of_terms=size)
         raise UnsupportedModelError(
-            "Gradients of experts, or of a head in blocks, cannot be scaled. Freeze the experts, "
-            "set chunked_loss=False, or train without scales."
+            "Gradients of experts, and of a head in blocks, cannot be scaled. Freeze the experts, "
+            "set chunked_loss=False, choose label words of one token, or train without scales."
         )
 
     @torch.no_grad()

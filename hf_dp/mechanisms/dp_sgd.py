@@ -15,7 +15,9 @@ from torch.optim import Optimizer
 
 from hf_dp._validate import invalid
 from hf_dp.accounting import LOSS, SUM
+from hf_dp.clipping import ClippingEngine
 from hf_dp.clipping.compiled import not_compiled
+from hf_dp.clipping.self_check import in_training
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.losses import base_model, reads_by_tokens
 from hf_dp.mechanisms.base import Batches, Clipped, Mechanism, register_mechanism
@@ -69,6 +71,18 @@ class DpSgd(Mechanism):
             why = "it finds the place where it reads by tokens that its backbone must not see"
             raise not_compiled(type(base_model(self.run.model)).__name__, why)
         self.run.check_engine()
+        if self.gauge.scales is not None:
+            self._refuse_unscaled()
+
+    def _refuse_unscaled(self) -> None:
+        """Raise UnsupportedModelError, on synthetic examples, for gradients without scales."""
+        run = self.run
+        with run.randomness.streams(), run.forward_context(), in_training(run.model):
+            batch, _ = run.engine_check.batches()
+            engine = ClippingEngine(run.model, 1.0, run.plan.clipping, run.strategy())
+            with engine:
+                self.gauge.measure(engine)
+                engine.backward(run.losses(batch))
 
     def clip(self, batches: Batches) -> Clipped:
         """Return, by parameter, the sum of clipped gradients: ``sum_i w_i g_i``, norms at most C
