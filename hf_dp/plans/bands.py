@@ -82,8 +82,8 @@ def member(block: np.ndarray, of_class: int, bands: int) -> np.ndarray:
     function of block, class and b alone.
 
     Each b consecutive places are in b different classes, in the order of SplitMix64's outputs
-    (Steele, Lea, Flood 2014, seed 0): also where rows are sorted by label, or a process has every
-    W-th place, each class has its part. Places from N on, without an example, make all equal.
+    (Steele, Lea, Flood 2014, seed 0): also where rows are sorted by label, each class has its part.
+    Places from N on, without an example, make all equal.
     """
     first = block * bands
     own = _mixed(first + of_class)

@@ -62,9 +62,16 @@ def is_one_draw(found: Parts, rate: float, cap: int = 40) -> bool:
 
 
 def test_the_parts_of_all_processes_are_one_draw():
-    found = parts(3, 0.5, 20)
-    assert is_one_draw(found, 0.5, 20) and is_one_draw(parts(2, 0.2), 0.2)
-    assert all(i % 3 == rank for rank, own in enumerate(found) for draw in own for i in draw)
+    assert is_one_draw(parts(3, 0.5, 20), 0.5, 20) and is_one_draw(parts(2, 0.2), 0.2)
+
+
+def test_which_process_a_row_belongs_to_is_drawn_for_it_alone():
+    """One row that leaves a draw moves no other to another process, whatever an index means."""
+    first = np.zeros((STEPS, 40), int)
+    for step, own in enumerate(parts(2, 1.0)[0]):
+        first[step, own] = 1
+    for times in (first.sum(0), (first == np.roll(first, 1, axis=1)).sum(0)):
+        assert stats.chisquare([times, STEPS - times], STEPS / 2)[1].min() > REJECT
 
 
 def cut_by_each(self):
@@ -74,7 +81,6 @@ def cut_by_each(self):
 
 
 def test_planted_cuts_and_draws_of_each_process_are_seen(monkeypatch):
-    """Draws of their own would be one draw, too, were they not cut."""
     monkeypatch.setattr(SharedDraws, "honest", SharedDraws.__iter__, raising=False)
     with monkeypatch.context() as patch:
         patch.setattr(SharedDraws, "__iter__", cut_by_each)
@@ -85,7 +91,7 @@ def test_planted_cuts_and_draws_of_each_process_are_seen(monkeypatch):
         assert not is_one_draw(parts(2, 0.5, 20), 0.5, 20)
     monkeypatch.setattr(Processes, "on_main", lambda self, act: act())
     assert not is_one_draw(parts(2, 0.5, 20), 0.5, 20)
-    assert is_one_draw(parts(2, 0.2), 0.2)
+    assert not is_one_draw(parts(2, 0.2), 0.2)
 
 
 def test_an_allocation_begins_in_each_process_before_it_is_drawn():
@@ -97,9 +103,11 @@ def test_an_allocation_begins_in_each_process_before_it_is_drawn():
         return found, order
 
     (first, main), (second, other) = on_processes(2, drawn)
-    assert (main, other) == (["begun", "drawn"], ["begun"]) and len(first) == len(second) == 4
-    assert sorted(sum(first, [])) == [*range(0, 50, 2)]
-    assert sorted(sum(second, [])) == [*range(1, 50, 2)]
+    assert main == ["begun", *["drawn"] * 5] and other == [
+        "begun"
+    ]  # and for each draw, whose it is
+    assert len(first) == len(second) == 4
+    assert sorted(sum(first + second, [])) == [*range(50)]
 
 
 # -- whole runs --
@@ -150,8 +158,7 @@ def test_a_cut_draw_of_a_run_is_shared_and_its_event_is_that_of_one_process(
     (first, trained, _), (second, same, events) = results(2, train)
     assert len(first) == len(second) >= 4 and any(first) and any(second)
     for one, other in zip(first, second, strict=True):
-        assert len(one + other) <= event.max_batch_size
-        assert all(i % 2 == 0 for i in one) and all(i % 2 == 1 for i in other)
+        assert len({*one, *other}) == len(one + other) <= event.max_batch_size
     assert all(torch.equal(trained[name], same[name]) for name in trained)
     assert events == (event,) and not disagreements(read(tmp_path))
 
