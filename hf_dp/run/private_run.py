@@ -121,9 +121,8 @@ class PrivateRun:
         if stream is not None:
             unit, views = USER if plan.users else EXAMPLE, plan.mechanism.views_per_example
             look_over = (options or RunOptions()).look_over
-            check_for_stream(
-                stream, privacy_unit=unit, views_per_example=views, look_over=look_over
-            )
+            given = {"privacy_unit": unit, "views_per_example": views, "look_over": look_over}
+            check_for_stream(stream, plan.selection, **given)
         if plan.users is not None and units is None:
             units, train_dataset = split_off_units(train_dataset, plan.users.column)
             train_dataset = rows_to_draw(train_dataset, units, plan.users)

@@ -348,8 +348,14 @@ NEEDED: Mapping[str, object] = {
 OF_SHARDS = "BLAKE2b, keyed with 256 bits by the operating system's cryptographic generator"
 
 
-def check_for_stream(stream: Stream, **given: object) -> None:
-    """Raise UnsupportedArgumentError for an argument that does not go with a stream."""
+def check_for_stream(stream: Stream, selection: object = None, **given: object) -> None:
+    """Raise UnsupportedArgumentError for an argument, or a plan's selection, that does not go with
+    a stream."""
+    if selection is not None:
+        expected = "to draw no rows of a stream of shards, which has only the draws of steps"
+        why = "Pass one that selects nothing by rows, or train on rows in memory."
+        got = "one that selects what trains"
+        raise invalid("peft_config", got, expected, why, UnsupportedArgumentError)
     needed = {**NEEDED, "sampling": stream.plan.sampling}
     for name, value in given.items():
         if value != needed[name]:

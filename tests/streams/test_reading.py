@@ -26,6 +26,7 @@ from hf_dp.run.options import RunOptions
 from hf_dp.streams import reading
 from hf_dp.streams.reading import Reading, StreamSampler, load, sampler_of
 from hf_dp.streams.shards import shard
+from hf_dp.tuners.methods import FrostConfig, ParamConfig
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -311,6 +312,19 @@ def test_what_is_refused(case, folder, tmp_path):
     with pytest.raises(HfDpError, match=said):
         trainer(tmp_path / "run", folder, **options).train()
     assert load(folder).reader is None
+
+
+@pytest.mark.parametrize("config", [FrostConfig, ParamConfig])
+def test_a_selection_by_rows_is_refused_before_anything_is_written(config, tmp_path):
+    given = {"expected_batch_size": ROWS / STEPS, "num_train_epochs": EPOCHS, "sampling": "poisson"}
+    stream = load(shard(tiny.dataset(ROWS), tmp_path / "shards", **given))
+    selects = config(
+        unfreeze_ratio=0.5, selection_noise_multiplier=1.0, selection_sample_rate=1 / STEPS
+    )
+    given, options = {"train_dataset": stream, "peft_config": selects}, {"sampling": "poisson"}
+    with pytest.raises(UnsupportedArgumentError, match="`peft_config` to draw no rows of a stream"):
+        tiny.trainer(tmp_path / "run", given=given, **{**OPTIONS, **options})
+    assert stream.reader is None and not [*tmp_path.glob("run/*")]
 
 
 def test_other_rows_are_refused_once_a_run_reads_a_stream(folder, tmp_path):
