@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
@@ -105,6 +106,8 @@ class AdapterLayer(nn.Module, BaseTunerLayer):
                 "linear layers in `target_modules`."
             )
         device, dtype = weight.device, weight.dtype
+        if not weight.is_floating_point():  # packed, as of a quantized layer
+            dtype = torch.float32
         down = nn.Linear(width, config.bottleneck_size, device=device, dtype=dtype)
         up = nn.Linear(config.bottleneck_size, width, device=device, dtype=dtype)
         nn.init.zeros_(up.weight)
@@ -118,11 +121,13 @@ class AdapterLayer(nn.Module, BaseTunerLayer):
         hidden = self.base_layer(x, *args, **kwargs)
         if self.disable_adapters:
             return hidden
+        dtype = hidden.dtype  # PEFT keeps an adapter of 16 bits in float32
         for name in self.active_adapters:
             if name in self.adapter_down:
-                inner = self.adapter_act[name](self.adapter_down[name](hidden))
+                down = self.adapter_down[name]
+                inner = self.adapter_act[name](down(hidden.to(down.weight.dtype)))
                 hidden = hidden + self.adapter_up[name](inner)
-        return hidden
+        return hidden.to(dtype)
 
     def __repr__(self) -> str:
         return "adapter." + super().__repr__()

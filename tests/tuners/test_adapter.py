@@ -4,7 +4,7 @@
 import pytest
 import torch
 from models import ARCHITECTURES, assert_exact, collate, logits, shaken
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 from transformers.activations import ACT2FN
 
 from hf_dp.errors import InvalidArgumentError, UnsupportedModelError
@@ -66,6 +66,37 @@ def test_computes_what_it_says():
     assert down.weight.shape == (3, layer.base_layer.out_features)
     inner = ACT2FN["relu"](h @ down.weight.mT + down.bias)
     torch.testing.assert_close(layer(x), h + inner @ up.weight.mT + up.bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_base_of_16_bits_gets_an_adapter_in_float32_and_keeps_its_format(dtype, tmp_path):
+    base = lambda: tiny.model().to(dtype).eval()  # noqa: E731
+    made = get_peft_model(base(), AdapterConfig(bottleneck_size=3))
+    made.save_pretrained(tmp_path)
+    for model in (made, PeftModel.from_pretrained(base(), tmp_path)):
+        for layer in adapters(model).values():
+            assert layer.adapter_down["default"].weight.dtype == torch.float32
+        assert model(input_ids=torch.tensor([[2, 5, 9]])).logits.dtype == dtype
+
+
+def test_of_a_packed_weight_is_float32():
+    class Packed(torch.nn.Linear):
+        """Holds its weight as bitsandbytes' Linear4bit does."""
+
+        def __init__(self):
+            super().__init__(8, 8)
+            packed = torch.zeros(32, 1, dtype=torch.uint8)
+            self.weight = torch.nn.Parameter(packed, requires_grad=False)
+
+    layer = AdapterLayer(Packed(), "default", AdapterConfig(bottleneck_size=2))
+    assert layer.adapter_down["default"].weight.dtype == torch.float32
+
+
+def test_trains_a_base_of_16_bits_privately(tmp_path):
+    given = {"model": tiny.model().bfloat16(), "peft_config": AdapterConfig(bottleneck_size=4)}
+    trainer = tiny.trainer(tmp_path, given=given, max_steps=1)
+    trainer.train()
+    assert trainer.ledger.steps() == 1
 
 
 @pytest.mark.slow
