@@ -148,8 +148,8 @@ def refuse_rows_in_code(reached: Collection[object], training: TrainingRows) -> 
 
 # Initializations of adapters that use only weights and random numbers. Others may use data.
 _DATA_FREE = (
-    "gaussian", "olora", "pissa", "loftq", "orthogonal", "mica", "kaiming_uniform",
-    "xavier_uniform",
+    "gaussian", "olora", "loftq", "orthogonal", "mica", "kaiming_uniform", "xavier_uniform",
+    "bat", "lycoris", "mini", "uniform", "zero",
 )  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def refuse_data_in_adapters(model: nn.Module, own: Collection[object] | None = (
     for name, config in _adapters(model):
         for option in ("init_lora_weights", "init_weights"):
             init = getattr(config, option, None)
-            if isinstance(init, str) and not init.startswith(_DATA_FREE):
+            if isinstance(init, str) and init not in _DATA_FREE and not init.startswith("pissa"):
                 raise UnsupportedModelError(
                     f"The adapter {name!r} was made with {option}={init!r}, which computes initial "
                     "weights from data. If that was the training data, the weights hold un-noised "

@@ -10,12 +10,20 @@ import pytest
 import tiny
 import torch
 from data_paths import PATHS, OwnTrainer, own, trainer_of, vectors
-from peft import LoraConfig, get_peft_model
+from peft import (
+    LoKrConfig,
+    LoraConfig,
+    MissConfig,
+    PrefixTuningConfig,
+    TinyLoraConfig,
+    get_peft_model,
+)
 from torch.nn import functional as F
 from transformers import DataCollatorWithPadding, default_data_collator
 
 from hf_dp.batches.padding import Padding
 from hf_dp.errors import DataError, SelfCheckError, UnsupportedLossError, UnsupportedModelError
+from hf_dp.run import checks
 from hf_dp.run.synthetic import made_up_rows
 from hf_dp.trainer.trainer import DPTrainer
 
@@ -179,7 +187,7 @@ def adapted(init: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("init", ["eva", "corda", "lora_ga", "something_new"])
+@pytest.mark.parametrize("init", ["eva", "corda", "lora_ga", "something_new", "mini_of_rows"])
 def test_an_adapter_that_may_come_from_data_is_refused_unless_said_to_be_public(init, tmp_path):
     model = adapted(init)
     message = f"init_lora_weights='{init}'.*adapter_init_data_is_public=True"
@@ -193,6 +201,23 @@ def test_an_adapter_that_may_come_from_data_is_refused_unless_said_to_be_public(
 )
 def test_an_adapter_from_weights_alone_is_taken(init, tmp_path):
     tiny.trainer(tmp_path, given={"model": adapted(init)})
+
+
+MISS = {"r": 4, "target_modules": ["query"]}
+FREE = {
+    "bat": lambda: MissConfig(init_weights="bat", **MISS),
+    "mini": lambda: MissConfig(init_weights="mini", mini_r=2, **MISS),
+    "lycoris": lambda: LoKrConfig(init_weights="lycoris", target_modules=["query"]),
+    "uniform": lambda: TinyLoraConfig(init_weights="uniform", target_modules=["query"]),
+    "zero": lambda: PrefixTuningConfig(
+        init_weights="zero", num_virtual_tokens=2, task_type="SEQ_CLS"
+    ),
+}
+
+
+@pytest.mark.parametrize("init", FREE)
+def test_other_adapters_from_no_data_are_taken(init):
+    checks.refuse_data_in_adapters(get_peft_model(tiny.model(), FREE[init]()))
 
 
 @pytest.mark.parametrize(
