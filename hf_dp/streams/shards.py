@@ -329,6 +329,14 @@ class Source:
         self.schema = first.schema
         if _STEP in self.schema.names:
             raise invalid("data", _STEP, "to have no column of this name", "Rename it.")
+        for column in self.schema:
+            try:
+                datasets.Features.from_arrow_schema(pa.schema([column]))
+            except Exception as problem:  # of more than one kind
+                raise DataError(
+                    f"The column {column.name!r} has a type that data sets do not have "
+                    f"({problem}). Leave it out, or write it as another type."
+                ) from problem
         self.files = [(path, self._length(path)) for path in self._paths]
         self._count = sum(count for _, count in self.files)
 
@@ -393,7 +401,11 @@ def _reading(path: Path) -> Iterator[None]:
     kind, next_move = "Parquet", "Write it again."
     if path.suffix != ".parquet":
         kind = "JSON lines"
-        next_move = "Write one object per line, with the same columns and types everywhere."
+        next_move = (
+            "Write one object per line. The first rows decide the types: if a later one has "
+            "another (text after nulls, 0.5 after 1), write Parquet, or pass datasets.load_dataset("
+            "'json', data_files=..., split='train', features=...), with features that say them."
+        )
     try:
         yield
     except (OSError, pa.ArrowException) as problem:

@@ -313,6 +313,10 @@ def test_what_cannot_be_sharded(made, tmp_path, monkeypatch):
     (other := tmp_path / "other.parquet").write_bytes(more[1].read_bytes())
     (broken := tmp_path / "broken.parquet").write_text("no Parquet")
     parquet(tmp_path)
+    maps = pa.table({"meta": pa.array([[("a", 1)]] * 20, pa.map_(pa.string(), pa.int64()))})
+    pa.parquet.write_table(maps, tmp_path / "maps.parquet")
+    later = [json.dumps({"text": "x" * 2**17, "score": 1 if i < 11 else 0.5}) for i in range(12)]
+    (tmp_path / "later.jsonl").write_text("\n".join(later))
     for given, said in [
         ((data.with_transform(lambda row: row), {}), "has a transform"),
         (([tmp_path / "rows.csv"], {}), "to be a .parquet or .jsonl file"),
@@ -324,6 +328,8 @@ def test_what_cannot_be_sharded(made, tmp_path, monkeypatch):
         ((data, {"engine": "ray"}), "reads files. Write the data set to Parquet"),
         ((more[:1], {"engine": "ray"}), "The engine 'ray' is not installed"),
         (([more[0], other], {}), "other columns than the first"),
+        (([tmp_path / "maps.parquet"], {}), "column 'meta' has a type that data sets do not have"),
+        (([tmp_path / "later.jsonl"], {}), "parse:0.5.*0.5 after 1., write Parquet, or pass"),
         (([broken], {}), "broken.parquet' cannot be read as Parquet .*Write it again"),
     ]:
         options = {"expected_batch_size": 5, **given[1]}
