@@ -13,9 +13,9 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import yaml
 
@@ -45,6 +45,7 @@ NON_PRIVATE = "non_private"
 AS_BASELINE = ["--privacy_mode", NON_PRIVATE]
 BATCH, PHYSICAL = "expected_batch_size", "per_device_train_batch_size"
 ACCUMULATION = "gradient_accumulation_steps"
+_OF_TEXTS = (str, str | None, list[str], list[str] | None)
 BLOCKS = ("task", "peft", "card")  # keys of a recipe that are no dataclass's
 
 
@@ -71,7 +72,19 @@ PRIVACY = (*PLANNED, RowArguments, AuditArguments, MemoryArguments)
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 1e-3 as a number, as YAML 1.2 does; PyYAML's own loader takes it for text."""
+    """Reads 1e-3 as a number and refuses a key that stands twice, as YAML 1.2 does. PyYAML's own
+    loader takes the former for text, and of the latter the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Return a mapping. Raises: MarkedYAMLError for a key that stands twice."""
+        node = super().compose_mapping_node(anchor)
+        before = set()
+        for key, _ in node.value:
+            if (key.tag, str(key.value)) in before:
+                problem = f"the key {key.value!r} stands twice. Leave one of them out"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            before.add((key.tag, str(key.value)))
+        return node
 
 
 _Loader.add_implicit_resolver(
@@ -146,21 +159,19 @@ def parse(
     """
     from transformers.hf_argparser import DataClassType, HfArgumentParser
 
-    hints: dict[str, object] = {}
-    for cls in kinds:
-        hints |= _hints(cls)
+    hints = hints_of(kinds)
     check_names(values, {*hints, *BLOCKS}, "configuration key")
     _check_words(words, set(hints))
+    gone, words = nulls(words)
+    values = fitted(values | gone, hints)
     parser = HfArgumentParser(map(DataClassType, kinds), prog=prog, allow_abbrev=False)
     parser.error = _refuse  # type: ignore[method-assign]
     for action in parser._actions:
         name, hint = action.dest, hints.get(action.dest)
         if {dict, str} <= set(typing.get_args(hint)):
             action.type = _block_or_text
-        if types.NoneType in typing.get_args(hint) and action.nargs is None:
-            action.type = _or_null(cast(Callable[[str], object], action.type or str))
         if name in values:
-            parser.set_defaults(**{name: _as_default(name, values[name], hint)})
+            parser.set_defaults(**{name: _as_default(values[name], hint)})
             action.required = False
     try:
         return parser.parse_args_into_dataclasses(args=list(words), args_file_flag=None)
@@ -170,9 +181,12 @@ def parse(
         raise ConfigError(f"{str(problem).splitlines()[0]} See --help for all names.") from problem
 
 
-def _or_null(read: Callable[[str], object]) -> Callable[[str], object]:
-    """Return what reads a word as in YAML: ``null`` takes a value of the file away."""
-    return functools.wraps(read)(lambda word: None if word == "null" else read(word))
+def hints_of(kinds: Iterable[type]) -> dict[str, object]:
+    """Return the types of the arguments of dataclasses."""
+    hints: dict[str, object] = {}
+    for cls in kinds:
+        hints |= _hints(cls)
+    return hints
 
 
 @functools.cache
@@ -186,32 +200,80 @@ def _refuse(message: str) -> NoReturn:
     raise ConfigError(f"{message}. See --help for all names.")
 
 
-def _as_default(name: str, value: object, hint: object) -> object:
+def fitted(values: Recipe, hints: Mapping[str, object]) -> Recipe:
+    """Return YAML values for arguments of these types. A list of texts need not be written as one,
+    and nothing (``null``) is left out where an argument cannot be None: it means the default.
+
+    Raises: InvalidArgumentError for what is no text in such a list.
+    """
+    found = {}
+    for name, value in values.items():
+        hint = hints.get(name)
+        if value is None and name in hints and types.NoneType not in typing.get_args(hint):
+            continue
+        if value is not None and hint in (list[str], list[str] | None):
+            value = [_text(name, each) for each in (value if isinstance(value, list) else [value])]
+        if value is False and name.endswith("_strategy"):
+            value = "no"  # which YAML reads as a truth value
+        found[name] = value
+    return found
+
+
+def _text(name: str, value: object) -> str:
+    """Return one text of a list; what YAML reads as a number is text, too."""
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        advice = (
+            "YAML reads words like yes, no, on, off and null otherwise: put quotes around them."
+        )
+        raise invalid(name, value, "to hold texts", advice)
+    return str(value)
+
+
+def _as_default(value: object, hint: object) -> object:
     """Return a YAML value as a default of argparse, which converts and checks what is text."""
-    if isinstance(value, str) and str(hint).startswith("list"):
-        return [value]  # one value of a list need not be written as one
-    if value is False and name.endswith("_strategy"):
-        return "no"  # which YAML reads as a truth value
     known = type(value) in (typing.get_args(hint) or (hint,))
     return str(value) if isinstance(value, (int, float)) and not known else value
 
 
-def as_keys(words: Sequence[str]) -> Recipe:
+def nulls(words: Sequence[str]) -> tuple[Recipe, list[str]]:
+    """Return as keys of a recipe the options whose only word is ``null``, which take a value of the
+    file away; and the other words."""
+    options: dict[str, list[str]] = {"": []}
+    name = ""
+    for word in words:
+        if word.startswith("--") and word != "--":
+            name = word[2:].partition("=")[0].replace("-", "_")
+            options[name] = []  # of several, the last one counts
+        options[name].append(word)
+    gone = [
+        name
+        for name, given in options.items()
+        if name and [*given[0].split("=", 1)[1:], *given[1:]] == ["null"]
+    ]
+    left = [word for name, given in options.items() if name not in gone for word in given]
+    return dict.fromkeys(gone), left
+
+
+def as_keys(words: Sequence[str], hints: Mapping[str, object] | None = None) -> Recipe:
     """Return options of a command line as keys of a recipe: numbers, truth values and blocks are
-    read as in YAML, all else is text; several words are a list, and none means True.
+    read as in YAML, all else is text, and so is what the ``hints`` of arguments take for text;
+    several words are a list, and none means True.
 
     Raises: ConfigError for a word that follows no option.
     """
+    of_texts = {name for name, hint in (hints or {}).items() if hint in _OF_TEXTS}
     found: dict[str, list[object]] = {}
-    values: list[object] | None = None
+    name = ""
     for word in words:
         if word.startswith("--"):
-            name, equals, text = word[2:].partition("=")
-            values = found[name.replace("-", "_")] = [_value(text)] if equals else []
-        elif values is None:
+            name, equals, word = word[2:].partition("=")
+            name = name.replace("-", "_")
+            found[name] = []
+            if not equals:
+                continue
+        if not name:
             raise ConfigError(f"Expected options like --train_file FILE, got {word!r}.")
-        else:
-            values.append(_value(word))
+        found[name].append(word if name in of_texts else _value(word))
     return {
         name: True if not values else values[0] if len(values) == 1 else values
         for name, values in found.items()

@@ -205,8 +205,8 @@ def trained_numbers(recipe: Recipe, peft: object) -> int:
 
     name, file = recipe["model_name_or_path"], recipe.get("gguf_file")
     names = recipe.get("class_names")
-    new_head = names and task.endswith("classification") and not recipe.get("infilling")
-    labels = labels_of(names) if new_head else {}
+    new_head = task.endswith("classification") and not recipe.get("infilling")
+    labels = labels_of(names) if names and new_head else {}
     model: nn.Module = architecture(name, auto, advice, gguf_file=file, **labels)
     frozen = recipe.get("freeze") or []
     freeze(model, [frozen] if isinstance(frozen, str) else frozen)

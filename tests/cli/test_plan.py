@@ -142,6 +142,10 @@ def test_the_options_of_train_replace_values_of_the_recipe(printed, refused, rec
     assert json.loads(asked) != json.loads(printed(*words))
     recipe.write_text(recipe.read_text() + "lr_scheduler_type: constant\nwarmup_steps: 0.5\n")
     assert json.loads(asked) == json.loads(printed(*words))
+    put = ["--task", "text_classification", "--num_processes", "2", "--no_dataloader_pin_memory"]
+    assert json.loads(printed(*words, *put, "--accelerate-config=cpu_2_processes", "--no_bf16"))
+    refused([*words, "--task", "text"], "Expected `task` to be one of")
+    refused([*words, "--no_such"], "Unknown option `no_such`")
     refused([*words, "--trian_file", "a.csv"], "`trian_file` (did you mean `train_file`?)")
     refused([*words, "--num_exampels", "9"], "`num_exampels` (did you mean `num_examples`?)")
     refused([*words, "--label_columm", "9"], "Unknown option `label_columm`")

@@ -11,6 +11,7 @@ from pathlib import Path
 import datasets
 import pytest
 import tiny
+import yaml
 from quick import run_quickly
 
 import hf_dp
@@ -21,6 +22,7 @@ from hf_dp.cli.config import (
     BudgetArguments,
     LengthArguments,
     check_early,
+    load_yaml,
     parse,
     peft_config,
     read_yaml,
@@ -30,7 +32,7 @@ from hf_dp.cli.main import main
 from hf_dp.cli.options import check_names
 from hf_dp.cli.tasks import TASKS, EvalArguments, check_recipe, private_tasks, training_module
 from hf_dp.cli.tasks.classification import TEXTS
-from hf_dp.errors import ConfigError, DataError
+from hf_dp.errors import ConfigError, DataError, InvalidArgumentError
 from hf_dp.streams.reading import load
 from hf_dp.tasks.classification import DataArguments, EncodeWhenDrawn, encode
 from hf_dp.tasks.models import ModelArguments
@@ -213,6 +215,12 @@ class Kinds:
         ("text", 5, "5"),
         ("texts", ["a", "b"], ["a", "b"]),
         ("texts", "a", ["a"]),
+        ("texts", 2024, ["2024"]),
+        ("texts", [0, 1.5], ["0", "1.5"]),
+        ("texts", None, []),
+        ("whole", None, 1),
+        ("number", None, 1.0),
+        ("flag", None, False),
         ("flag", True, True),
         ("flag", "perhaps", "Truthy value expected"),
         ("block", {"a": 1}, {"a": 1}),
@@ -225,6 +233,42 @@ def test_kinds_of_values_in_yaml(name, value, found):
         return
     read = getattr(parse([Kinds], {name: value}, [], prog="hf-dp")[0], name)
     assert read == found and type(read) is type(found)
+
+
+@pytest.mark.parametrize("value", [[False, True], [None, "a"], True, {"a": "b"}])
+def test_what_yaml_reads_as_no_text_is_refused_in_a_list_of_texts(value):
+    with pytest.raises(InvalidArgumentError, match="`texts` to hold texts, got .*put quotes"):
+        parse([Kinds], {"texts": value}, [], prog="hf-dp")
+
+
+def test_classes_named_by_numbers_and_truth_values(task):
+    task.run(class_names=[0, 1])
+    assert task.saved("config.json")["id2label"] == {"0": "0", "1": "1"}
+    for command in ("train", "plan"):
+        task.refused("`class_names` to hold texts, got False", command, class_names=[False, True])
+    printed = task.run("plan", "--class_names", "no", "yes", "--json", class_names=None)
+    assert json.loads(printed)["plan"]["num_examples"] == 40
+
+
+def test_an_empty_value_means_the_default(task):
+    names = ("freeze", "without_dropout", "metrics", "text_columns", "num_train_epochs", "seed")
+    names += ("logging_steps", "label_column", "from_scratch")
+    task.file.write_text(task.file.read_text() + "".join(f"{name}:\n" for name in names))
+    for command in ("train", "eval"):
+        task.capsys.readouterr()
+        assert main([command, "--config", str(task.file)]) == 0
+        assert "accuracy on the 20" in task.capsys.readouterr().out
+    assert main(["plan", "--config", str(task.file), "--num_train_epochs", "null"]) == 0
+
+
+def test_a_key_that_stands_twice_is_named(task):
+    task.file.write_text(task.file.read_text() + "target_epsilon: 3\n")
+    assert main(["train", "--config", str(task.file)]) == 2
+    assert "the key 'target_epsilon' stands twice" in task.capsys.readouterr().err
+    with pytest.raises(yaml.YAMLError, match="the key 'r' stands twice"):
+        load_yaml("peft: {r: 8, r: 4}")
+    merged = load_yaml("a: &a {r: 8, s: 1}\nb: {<<: *a, r: 4}\n1: 0\n'1': 0\n")
+    assert merged["b"] == {"r": 4, "s": 1}
 
 
 def test_a_block_on_the_command_line_is_yaml():
@@ -251,6 +295,15 @@ def test_null_on_the_command_line_takes_a_value_of_the_file_away():
     assert budget.target_epsilon is None
     with pytest.raises(ConfigError, match="invalid float value: 'none'"):
         parse([BudgetArguments], {}, ["--target_epsilon", "none"], prog="hf-dp")
+    values = {"whole": 5, "texts": ["a"], "flag": True, "maybe": 5}
+    words = ["--whole", "null", "--texts", "null", "--flag=null", "--maybe", "null"]
+    assert parse([Kinds], values, words, prog="hf-dp")[0] == Kinds(maybe=None)
+    words = ["--whole", "null", "--whole", "7", "--texts", "null", "b", "--text", "-1"]
+    made = parse([Kinds], values, words, prog="hf-dp")[0]
+    assert (made.whole, made.texts, made.text) == (7, ["null", "b"], "-1")
+    words = ["--model_name_or_path", "null"]
+    with pytest.raises(ConfigError, match="required: --model_name_or_path"):
+        parse([ModelArguments], {"model_name_or_path": "base"}, words, prog="hf-dp")
 
 
 def test_every_argument_has_a_help_that_can_be_printed(capsys):

@@ -22,7 +22,8 @@ from hf_dp._arguments import argument
 from hf_dp._validate import integer, one_of
 from hf_dp.cli import config
 from hf_dp.cli.config import DEFAULT_TASK, Recipe
-from hf_dp.cli.options import Parser, check_names
+from hf_dp.cli.launch import add_launch_options
+from hf_dp.cli.options import Parser, check_names, given_options
 from hf_dp.errors import ConfigError
 from hf_dp.tasks.models import freeze, turn_off_dropout, warn_of_new_weights
 
@@ -136,18 +137,31 @@ def check_recipe(values: Recipe) -> None:
 
 def read_recipe(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, Recipe, Recipe]:
     """Return a command's own options, and the keys of its recipe: those of its file, replaced by
-    other options, as `hf-dp train` takes them; and these options alone.
+    other options, as `hf-dp train` takes them; and these options alone. Nothing is left of what
+    has no value, and of how processes are started.
 
     Raises: ConfigError for names that neither the command nor the recipe's task has.
     """
-    own, words = parser.parse_known_args(list(argv))
-    options = config.as_keys(words)
-    values = ({} if own.config is None else config.read_yaml(own.config)) | options
-    arguments = training_module(values.get("task", DEFAULT_TASK)).ARGUMENTS
-    known = {field.name for cls in arguments for field in dataclasses.fields(cls)}
-    check_names(options, {*known, *config.training_arguments(), *parser.names()}, "option")
-    check_recipe(values)
-    return own, values, options
+    gone, argv = config.nulls(argv)
+    own, words = parser.parse_known_args(argv)
+    launching = Parser(parser.prog, add_help=False)
+    add_launch_options(launching)
+    _, words = launching.parse_known_args(words)
+    values = {} if own.config is None else config.read_yaml(own.config)
+    task = given_options(words).get("task") or values.get("task", DEFAULT_TASK)
+    hints = config.hints_of((*training_module(task).ARGUMENTS, *config.PRIVACY))
+    known = {*hints, *config.training_arguments(), "task"}
+    options: Recipe = {}
+    for name, value in config.as_keys(words, hints).items():
+        without = name.removeprefix("no_")
+        if value is True and name not in known and without in known:
+            name, value = without, False
+        options[name] = value
+    check_names([*options, *gone], {*known, *parser.names()}, "option")
+    values |= options | gone
+    check_recipe({name: value for name, value in values.items() if name not in gone})
+    found = config.fitted(values, hints)
+    return own, {name: value for name, value in found.items() if value is not None}, options
 
 
 # -- what the private tasks share ---

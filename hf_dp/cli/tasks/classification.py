@@ -286,7 +286,8 @@ class Classification(tasks.PrivateTask):
             made.load()
         else:
             path = args.place(values) or start.model_name_or_path
-            made.read_trained(path, values.get("seed", 42))
+            seed = values.get("seed")
+            made.read_trained(path, 42 if seed is None else seed)
         measure, words = metrics(data.metrics, len(names)), list[str]()
 
         def compute(prediction: EvalPrediction) -> dict[str, float]:
