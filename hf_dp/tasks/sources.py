@@ -8,12 +8,13 @@ import glob
 import importlib
 import importlib.util
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_dp._arguments import argument
 from hf_dp.errors import ConfigError, DataError, HfDpError
@@ -161,9 +162,12 @@ def _refuse_trained(data: SourceArguments, rows: int) -> None:
     from datasets import ReadInstruction
 
     (trained,) = ReadInstruction.from_spec(data.train_split).to_absolute({"train": rows})
+    first, end = trained.from_, trained.to
+    if data.max_train_rows is not None:
+        end = min(end, first + data.max_train_rows)
     for split in data.validation_split:
         for part in ReadInstruction.from_spec(split).to_absolute({"train": rows}):
-            if max(part.from_, trained.from_) < min(part.to, trained.to):
+            if max(part.from_, first) < min(part.to, end):
                 raise ConfigError(
                     f"Expected `validation_split` to name rows that `train_split` leaves out, got "
                     f"{split!r} and {data.train_split!r}. {_HOLD_OUT}"
@@ -242,14 +246,20 @@ def load_file(path: str, split: str = _WHOLE) -> Dataset:
     exact = glob.escape(str(file.absolute()))
     # Named one by one: otherwise a class called "test" would count as a split.
     files = {_WHOLE: str(Path(exact, "**")) if folder else exact}
-    # The subfolder is the label, also where there is only one, as in a set for evaluation.
-    options = {"drop_labels": False} if folder else {}
+    options: dict[str, Any] = {}
+    if (
+        folder
+    ):  # the subfolder is the label, also where there is only one, as in a set for evaluation
+        options = {"drop_labels": False}
+    elif kind == "csv":  # otherwise pandas takes a class "None" or the country "NA" for no value
+        options = {"keep_default_na": False, "na_values": [""]}
     try:
         dataset = datasets.load_dataset(kind, data_files=files, split=split, **options)
     except Exception as problem:  # each reader has its own errors: pyarrow, pandas, json, datasets
         cause = problem.__cause__ or problem
         raise DataError(
             f"The data file {named} could not be read as {kind}: {cause}{_uneven(file)}"
+            f"{_text_after_numbers(file, cause)}"
         ) from problem
     if len(dataset) == 0:
         raise DataError(f"The data file {named} has no rows.")
@@ -270,6 +280,20 @@ def _uneven(file: Path) -> str:
         "around a field with a comma."
     )
     return said if uneven else ""
+
+
+def _text_after_numbers(file: Path, cause: BaseException) -> str:
+    """Return which columns of a CSV file hold the text that is no number, as those before it are:
+    10,000 rows at a time say what a column holds."""
+    found = re.search(r"Failed to parse string: '(.*)' as a scalar", str(cause), re.DOTALL)
+    if file.suffix != ".csv" or found is None:
+        return ""
+    with open(file, newline="", encoding="utf-8", errors="replace") as stream:
+        held = [name for row in csv.DictReader(stream) for name in row if row[name] == found[1]]
+    return (
+        f". It is in {sorted(set(held))}, and only numbers are in this column before. Leave the "
+        "column out if the task does not read it, or save the rows as Parquet or JSON lines."
+    )
 
 
 def _check_images_of_classes(folder: Path) -> None:

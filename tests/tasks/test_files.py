@@ -160,3 +160,31 @@ def test_a_part_beside_a_file_of_its_own_is_refused(tmp_path):
     data = held_out(tmp_path, validation_split=["train[:10%]"], validation_file=["dev.csv"])
     with pytest.raises(ConfigError, match="`validation_split` to be unset .*To hold out"):
         load_evaluation(data)
+
+
+def test_max_train_rows_leaves_out_the_rows_behind_them(tmp_path):
+    held = {"validation_split": ["train[15:]"]}
+    data = held_out(tmp_path, max_train_rows=15, **held)
+    (rows,) = load_evaluation(data).values()
+    assert not set(rows["sentence"]) & set(load_train(data)["sentence"])
+    with pytest.raises(ConfigError, match="that `train_split` leaves out"):
+        load_evaluation(held_out(tmp_path, max_train_rows=16, **held))
+    later = {"train_split": "train[5:]", "max_train_rows": 10}
+    assert len(load_evaluation(held_out(tmp_path, **later, **held))) == 1
+    with pytest.raises(ConfigError, match="that `train_split` leaves out"):
+        load_evaluation(held_out(tmp_path, **later, validation_split=["train[14:]"]))
+
+
+def test_words_of_a_csv_are_themselves_and_only_an_empty_field_is_missing(tmp_path):
+    (tmp_path / "a.csv").write_text('text,label,age\nN/A,None,1\nnan,NA,\n,null,3\n"",n/a,4\n')
+    rows = load_file(str(tmp_path / "a.csv"))
+    assert rows["text"][:] == ["N/A", "nan", None, None]
+    assert rows["label"][:] == ["None", "NA", "null", "n/a"]
+    assert rows["age"][:] == [1.0, None, 3.0, 4.0]
+
+
+def test_a_column_that_becomes_text_after_10000_rows_is_named(tmp_path):
+    lines = [f"film {i},{i if i < 10_500 else f'A{i}'}" for i in range(10_600)]
+    (tmp_path / "a.csv").write_text("\n".join(["sentence,number", *lines]))
+    with pytest.raises(DataError, match=r"It is in \['number'\], and only numbers .*save the rows"):
+        load_file(str(tmp_path / "a.csv"))
