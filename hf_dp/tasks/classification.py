@@ -91,6 +91,8 @@ def encode(
     The tokenizer makes a sequence of one or two texts, or a filled template
     (:func:`~hf_dp.tasks.templates.with_template`), of which only the texts are cut, the longer one
     first.
+
+    Raises: DataError, naming the rows: also for a row without tokens, which no model reads.
     """
     check_reading(tokenizer, text_columns, max_length)
     checked_names({"rows": dataset}, text_columns, label_column, names)
@@ -106,9 +108,15 @@ def encode(
         return {**encoded, "label": [labels[row] for row in rows]}
 
     others = [name for name in dataset.column_names if name != keep]
-    return dataset.map(
+    made = dataset.map(
         encode_rows, batched=True, with_indices=True, remove_columns=others, desc="Tokenizing"
     )
+    empty = [row for row, tokens in enumerate(made.with_format(None)["input_ids"]) if not tokens]
+    if empty:
+        more = f" and {len(empty) - _MOST_ROWS} more" if len(empty) > _MOST_ROWS else ""
+        listed = ", ".join(map(str, empty[:_MOST_ROWS]))
+        raise DataError(f"Rows without tokens: {listed}{more}. Leave them out.")
+    return made
 
 
 def check_reading(

@@ -22,8 +22,8 @@ from tqdm.auto import tqdm
 
 from hf_dp._validate import invalid, one_of
 from hf_dp.errors import ConfigError, DataError, UnsupportedModelError
-from hf_dp.tasks.classification import label_ids, labels_of
-from hf_dp.tasks.models import ImageModelArguments, failure, without_weights
+from hf_dp.tasks.classification import label_ids
+from hf_dp.tasks.models import ImageModelArguments, classifier, failure
 from hf_dp.tasks.sources import loading, require_columns, resolve_model
 
 if TYPE_CHECKING:
@@ -223,6 +223,8 @@ def load_image_classifier(
     arguments: ImageModelArguments, names: Sequence[str]
 ) -> tuple[PreTrainedModel, BaseImageProcessor]:
     """Return model and image processor. The head is new, unless the base has these classes."""
+    from transformers import AutoModelForImageClassification
+
     from hf_dp.run.synthetic import image_config
 
     require_pillow()
@@ -231,7 +233,13 @@ def load_image_classifier(
     with loading(f"The image classifier {name!r}", advice):
         path = resolve_model(name)
         processor = load_processor(path)
-        model = _image_model(path, names, arguments.from_scratch, arguments.new_head)
+        model = classifier(
+            AutoModelForImageClassification,
+            path,
+            names,
+            from_scratch=arguments.from_scratch,
+            new_head=arguments.new_head,
+        )
     channels = getattr(image_config(model), "num_channels", COLORS)
     if channels != COLORS:
         raise UnsupportedModelError(
@@ -255,52 +263,6 @@ def load_processor(path: str) -> BaseImageProcessor:
     from transformers import AutoImageProcessor
 
     return AutoImageProcessor.from_pretrained(path, backend="pil")
-
-
-def _image_model(
-    path: str, names: Sequence[str], from_scratch: bool, new_head: bool
-) -> PreTrainedModel:
-    from transformers import AutoConfig, AutoModelForImageClassification
-
-    auto = AutoModelForImageClassification
-    if from_scratch:
-        return without_weights(auto, path, **labels_of(names))
-    own = AutoConfig.from_pretrained(path)
-    config = AutoConfig.from_pretrained(path, **labels_of(names))
-    # A head of another size is made anew; what else does not fit is refused below.
-    model, info = auto.from_pretrained(
-        path, config=config, output_loading_info=True, ignore_mismatched_sizes=True
-    )
-    head = _head_parameters(model)
-    other = sorted({name for name, *_ in info["mismatched_keys"]} - head)
-    if other:
-        raise DataError(
-            f"The weights in {path!r} do not fit its config.json: {', '.join(other)} have other "
-            "shapes. Use the configuration with which they were saved."
-        )
-    known = [own.id2label[index] for index in range(own.num_labels)]
-    renewed = head if new_head or known != list(names) else set()
-    if renewed:
-        fresh = auto.from_config(config)
-        with torch.no_grad():
-            for name in renewed:
-                model.get_parameter(name).copy_(fresh.get_parameter(name))
-    model.newly_initialized = sorted(renewed | set(info["missing_keys"]))
-    return model
-
-
-def _head_parameters(model: PreTrainedModel) -> set[str]:
-    """Return the names of the parameters of a classifier's head. Raises: UnsupportedModelError."""
-    from hf_dp.run.checks import head_of
-
-    heads = head_of(model).items()
-    names = {f"{part}.{name}" for part, module in heads for name, _ in module.named_parameters()}
-    if not names:
-        raise UnsupportedModelError(
-            f"Expected a model with a head beside its backbone, but {type(model).__name__} has "
-            f"nothing beside {model.base_model_prefix!r}. Choose another model."
-        )
-    return names
 
 
 def check_pixels(model: PreTrainedModel, shape: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_dp._arguments import argument
 from hf_dp._validate import invalid
-from hf_dp.errors import ConfigError, UnsupportedModelError
+from hf_dp.errors import ConfigError, DataError, UnsupportedModelError
 from hf_dp.run.gguf import reading, with_weights
 from hf_dp.tasks.classification import labels_of
 from hf_dp.tasks.sources import loading, resolve_model
@@ -76,7 +76,8 @@ class ModelArguments(TextModelArguments):
         "Classify by filling in a word: sst2, mnli, qnli or qqp for the papers' "
         "templates; in YAML also {template: '<S1> It was [MASK] .', label_words: {negative: "
         "terrible, positive: great}}. A decoder's template ends where the word is missing; for it "
-        "there are also chat_template: true and several_tokens: true. Default: a new head.",
+        "there are also chat_template: true and several_tokens: true. Default: a head, a new one "
+        "unless the base has one for exactly these classes.",
     )
 
 
@@ -243,7 +244,8 @@ def warn_of_new_weights(model: nn.Module) -> None:
 def load_classifier(
     arguments: ModelArguments, text_columns: Sequence[str], names: Sequence[str]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return model and tokenizer: with a new head, or with a template in the tokenizer."""
+    """Return model and tokenizer: with a head, or with a template in the tokenizer. The head is
+    new, unless the base has these classes."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     infilling = _infilling(arguments, text_columns)
@@ -256,15 +258,64 @@ def load_classifier(
             from hf_dp.tasks.infilling import load_infilling
 
             return load_infilling(path, tokenizer, infilling, names, file)
-        auto, labels = AutoModelForSequenceClassification, labels_of(names)
-        if arguments.from_scratch:
-            model = without_weights(auto, path, **reading(file), **labels)
-        else:
-            loaded, info = with_weights(auto, path, file, **labels)
-            loaded.newly_initialized = sorted(info["missing_keys"])
-            model = loaded
+        auto, scratch = AutoModelForSequenceClassification, arguments.from_scratch
+        model = classifier(auto, path, names, file, from_scratch=scratch)
     fit_padding_of_classifier(model, tokenizer)
     return model, tokenizer
+
+
+def classifier(
+    auto: Any,
+    path: str,
+    names: Sequence[str],
+    gguf_file: str | None = None,
+    *,
+    from_scratch: bool = False,
+    new_head: bool = False,
+) -> PreTrainedModel:
+    """Return a model that a class of transformers such as AutoModelForSequenceClassification makes,
+    for these classes. Its head is new, and drawn from the global generator, unless the base has
+    exactly these classes and ``new_head`` is false."""
+    import torch
+    from transformers import AutoConfig
+
+    options, labels = reading(gguf_file), labels_of(names)
+    if from_scratch:
+        return without_weights(auto, path, **options, **labels)
+    own = AutoConfig.from_pretrained(path, **options)
+    # A head of another size is made anew; what else does not fit is refused below.
+    model, info = with_weights(auto, path, gguf_file, ignore_mismatched_sizes=True, **labels)
+    head = _head_parameters(model)
+    other = sorted({name for name, *_ in info["mismatched_keys"]} - head)
+    if other:
+        raise DataError(
+            f"The weights in {path!r} do not fit its config.json: {', '.join(other)} have other "
+            "shapes. Use the configuration with which they were saved."
+        )
+    missing = set(info["missing_keys"])  # which are new already
+    known = [own.id2label[index] for index in range(own.num_labels)]
+    renewed = head - missing if new_head or known != list(names) else set()
+    if renewed:
+        fresh = auto.from_config(AutoConfig.from_pretrained(path, **options, **labels))
+        with torch.no_grad():
+            for name in renewed:
+                model.get_parameter(name).copy_(fresh.get_parameter(name))
+    model.newly_initialized = sorted(renewed | missing)
+    return model
+
+
+def _head_parameters(model: PreTrainedModel) -> set[str]:
+    """Return the names of the parameters of a classifier's head. Raises: UnsupportedModelError."""
+    from hf_dp.run.checks import head_of
+
+    heads = head_of(model).items()
+    names = {f"{part}.{name}" for part, module in heads for name, _ in module.named_parameters()}
+    if not names:
+        raise UnsupportedModelError(
+            f"Expected a model with a head beside its backbone, but {type(model).__name__} has "
+            f"nothing beside {model.base_model_prefix!r}. Choose another model."
+        )
+    return names
 
 
 def fit_padding_of_classifier(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -11,8 +11,11 @@ import datasets
 import numpy as np
 import pytest
 import tiny
+import tiny_text
+import torch
 import yaml
 from tiny_images import NAMES
+from transformers import BertForSequenceClassification, set_seed
 
 from hf_dp.errors import DataError, InvalidArgumentError
 from hf_dp.tasks import classification
@@ -24,6 +27,7 @@ from hf_dp.tasks.classification import (
     label_names,
     metrics,
 )
+from hf_dp.tasks.models import ModelArguments, load_classifier
 from hf_dp.tasks.sources import load_file
 
 
@@ -206,3 +210,57 @@ def test_the_modules_are_shipped():
     setuptools = pytest.importorskip("setuptools")
     packages = setuptools.find_namespace_packages(str(root), include=found["find"]["include"])
     assert {"hf_dp.tasks.generation", "hf_dp.cli.tasks"} <= set(packages)
+
+
+# -- the head of a base ---
+
+
+def loaded(path: Path, *names: str) -> Any:
+    set_seed(1)
+    return load_classifier(ModelArguments(str(path)), ["sentence"], names)[0]
+
+
+def test_a_head_is_kept_only_where_the_classes_are_the_same(tmp_path):
+    labels = {"id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}}
+    base = tiny.model(**labels)
+    kept = loaded(tiny.save(tmp_path, base), "bad", "good")
+    assert torch.equal(kept.classifier.weight, base.classifier.weight)
+    assert kept.newly_initialized == []
+    for names in (("good", "bad"), ("spam", "ham"), ("a", "b", "c")):
+        model, again = loaded(tmp_path, *names), loaded(tmp_path, *names)
+        assert model.newly_initialized == ["classifier.bias", "classifier.weight"]
+        assert [*model.config.id2label.values()] == [*names] and model.num_labels == len(names)
+        head = model.classifier.weight
+        assert torch.equal(head, again.classifier.weight)  # `seed` makes it
+        assert head.shape == (len(names), 16) and head.abs().max() > 0
+        assert not torch.equal(head[:2], base.classifier.weight)
+        assert torch.equal(model.bert.pooler.dense.weight, base.bert.pooler.dense.weight)
+
+
+def test_what_a_base_without_a_head_lacks_is_drawn_once(tmp_path):
+    model = loaded(tiny.save(tmp_path, tiny.model().bert), "a", "b", "c")
+    set_seed(1)
+    plain = BertForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
+    assert torch.equal(model.classifier.weight, plain.classifier.weight)
+    assert model.newly_initialized == ["classifier.bias", "classifier.weight"]
+
+
+def test_weights_that_do_not_fit_outside_the_head_are_refused(tmp_path):
+    tiny.save(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(file.read_text().replace('"intermediate_size": 32', '"intermediate_size": 64'))
+    with pytest.raises(DataError, match="do not fit its config.json: bert.encoder"):
+        loaded(tmp_path, "a", "b")
+
+
+def test_rows_without_tokens_are_named():
+    def encoded(*texts: str) -> datasets.Dataset:
+        found = {"sentence": [*texts], "label": [0] * len(texts)}
+        words = tiny_text.tokenizer()
+        return encode(datasets.Dataset.from_dict(found), words, ["sentence"], "label", NAMES, 8)
+
+    assert len(encoded("a film", "good")) == 2
+    with pytest.raises(DataError, match="Rows without tokens: 1, 3. Leave them out"):
+        encoded("a film", "", "good", "")
+    with pytest.raises(DataError, match="6, 7, 8, 9 and 2 more"):
+        encoded(*[""] * 12)
