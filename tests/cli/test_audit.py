@@ -9,6 +9,7 @@ import pytest
 from recipe import Recipe
 
 from hf_dp.audit.exposure import most_exposed
+from hf_dp.cli.audit import table
 from hf_dp.cli.main import main
 from hf_dp.statement.evidence import read
 
@@ -21,6 +22,16 @@ def writing(of_tables) -> Recipe:
 
 def exposure(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "exposure.json").read_text())
+
+
+def test_epsilon_has_three_digits_in_the_table():
+    fit = {"extrapolated": False, "distance": 0.1, "sample": 4096, "exposure": 1.0}
+    report = {
+        "model": "m", "epsilon": 2.9964, "mean_exposure_that_epsilon_allows": None,
+        "repetitions": 1, "space": 100_000, "exact": None, "canaries": [{"skew_normal": fit}],
+        "skew_normal": {"mean": 1.0, "standard_deviation": None},
+    }  # fmt: skip
+    assert table([report]).splitlines()[2].split()[:3] == ["m", "2.996", "1"]
 
 
 def test_a_private_model_says_what_is_in_it_and_is_measured_again_alike(writing):

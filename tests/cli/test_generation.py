@@ -1,5 +1,6 @@
 """``hf-dp train`` and ``hf-dp eval`` of the tasks that write, on the built-in tables."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,18 @@ def test_what_cannot_be_done_is_named_before_anything_is_written(task, words, me
     assert not task.out.exists()
 
 
+def test_packages_of_metrics_are_asked_for_before_training_and_not_to_plan(task, monkeypatch):
+    real = importlib.util.find_spec
+    missing = ("sacrebleu", "rouge_score")
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name in missing else real(name, *a)
+    )
+    for command in ("train", "eval"):
+        task.refused("`metrics` with sacrebleu installed, got 'bleu'", command)
+    assert not task.out.exists()
+    assert json.loads(task.run("plan", "--json"))["plan"]["steps"] == 2
+
+
 def test_a_chat_model_with_lora_from_yaml_loads_with_stock_peft(task):
     """With TRL's copy of Qwen3's template, which marks nothing by itself."""
     words, base = chat.tokenizer(qwen3_chat_template), task.folder / "qwen"
@@ -324,3 +337,9 @@ def test_what_generate_cannot_do_is_named(task, words, message):
     given = ["--num", "2", "--out", str(task.folder / "x.parquet")]
     trained = task.values["model_name_or_path"]
     task.refused(message, "generate", *given, "--trained", trained, *words)
+
+
+def test_generate_refuses_a_task_that_writes_no_text(task):
+    given = ["--num", "2", "--out", str(task.folder / "x.parquet")]
+    said = "`task` to be one of .*'seq2seq'.* got 'text_classification'. .*Only these write texts"
+    task.refused(said, "generate", *given, task="text_classification")

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import transformers as hf
@@ -18,6 +19,7 @@ from warm import run_the_cards_lines
 from hf_dp.accounting import epsilon
 from hf_dp.cli.tasks.classification import TEXTS
 from hf_dp.statement import evidence as document
+from hf_dp.tasks.masked_lm_trainer import MaskedLMTrainer, Stop
 
 ROWS = [{"sentence": sentence, "label": index % 2} for index, sentence in enumerate(SENTENCES * 6)]
 HELD_OUT = [
@@ -232,6 +234,39 @@ def test_pretraining_gives_a_base_its_head(base, tmp_path, capsys):
     assert not info["missing_keys"]
     assert model.config.pretraining_sources == ["sst", "here"]
     made.refused(r"none of \['x'\]", "train", *words, "--text_columns", "x")
+
+
+def test_accumulated_batches_of_a_masked_lm_have_the_gradient_of_one(base, tmp_path):
+    names = ["input_ids", "attention_mask"]
+    texts = bert()(SENTENCES[:4], padding="max_length", max_length=16, truncation=True)
+    labels = [[-100, *ids[1:3], *[-100] * 13] for ids in texts["input_ids"]]  # two in each row
+    rows = datasets.Dataset.from_dict({**{n: texts[n] for n in names}, "labels": labels})
+
+    def logged(physical: int) -> dict[str, float]:
+        args = hf.TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=physical, max_steps=1, logging_steps=1,
+            gradient_accumulation_steps=4 // physical, save_strategy="no", use_cpu=True,
+            disable_tqdm=True, report_to="none", dataloader_pin_memory=False,
+        )  # fmt: skip
+        model = hf.AutoModelForMaskedLM.from_pretrained(base)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        trainer = MaskedLMTrainer(Stop(1.0, -1.0), model, args, train_dataset=rows)
+        trainer.train()
+        return trainer.state.log_history[0]
+
+    for name in ("loss", "grad_norm"):
+        assert logged(1)[name] == pytest.approx(logged(4)[name], rel=1e-3)
+
+
+def test_a_base_without_a_language_models_head_gets_no_label_words(base, tmp_path, capsys):
+    hf.BertModel.from_pretrained(base).save_pretrained(tmp_path / "encoder")
+    bert().save_pretrained(tmp_path / "encoder")
+    made = Recipe(tmp_path, capsys, class_names=["great", "terrible"], target_epsilon=3)
+    for folder, proposed in ((base, True), (tmp_path / "encoder", False)):
+        said = made.run("suggest", "--num-examples", "5000", model_name_or_path=str(folder))
+        assert ("infilling" in yaml.safe_load(said)) is proposed
 
 
 @pytest.mark.slow

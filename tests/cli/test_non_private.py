@@ -104,6 +104,11 @@ def test_what_the_command_line_says_of_batches_wins():
     kept = as_asked(values, [*WORDS, "--gradient-accumulation-steps=3", "--output-dir", "b"])
     assert "gradient_accumulation_steps" not in kept and kept["output_dir"] == "a"
     assert as_asked(values, ["--learning_rate", "1"]) is values
+    for size in (16, 64, 2000):  # one that does not divide the batch, too
+        given = [*WORDS, "--per_device_train_batch_size", str(size)]
+        kept = as_asked({**values, "expected_batch_size": 1000}, given)
+        assert kept["per_device_train_batch_size"] == size
+        assert kept["gradient_accumulation_steps"] == max(1, round(1000 / size))
     kept = without_privacy({**values, "gradient_accumulation_steps": 1})
     assert (kept["per_device_train_batch_size"], kept["gradient_accumulation_steps"]) == (64, 1)
 

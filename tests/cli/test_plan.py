@@ -167,6 +167,16 @@ def test_a_frozen_prefix_need_not_be_a_list(tmp_path):
     assert 0 < trained_numbers({**recipe, "freeze": "bert"}, None) < trained_numbers(recipe, None)
 
 
+def test_a_head_of_the_classes_is_counted(tmp_path):
+    tiny.model().config.save_pretrained(tmp_path)
+    recipe = {"model_name_or_path": str(tmp_path)}
+    for count in (2, 10):
+        named = {**recipe, "class_names": [str(name) for name in range(count)]}
+        assert trained_numbers(named, {"peft_type": "head"}) == (16 + 1) * count
+    filled = {**named, "infilling": "sst2"}
+    assert trained_numbers(filled, None) == trained_numbers({**recipe, "infilling": "sst2"}, None)
+
+
 def test_a_noised_loss(printed, recipe):
     with recipe.open("a") as stream:
         stream.write("noised_loss_bound: 3.0\nnoised_loss_budget_ratio: 0.1\n")

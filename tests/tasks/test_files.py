@@ -162,6 +162,20 @@ def test_a_part_beside_a_file_of_its_own_is_refused(tmp_path):
         load_evaluation(data)
 
 
+def test_two_evaluation_files_of_one_name_are_refused(tmp_path):
+    files = [write_csv(tmp_path / name, 1) for name in ("dev.csv", "validation_dev.csv", "b.csv")]
+    with pytest.raises(ConfigError, match="different names, got .*without validation_"):
+        load_evaluation(DataArguments(train_file="train.csv", validation_file=files))
+    found = load_evaluation(DataArguments(train_file="train.csv", validation_file=files[1:]))
+    assert [*found] == ["dev", "b"]
+
+
+def test_what_was_trained_on_joined_parts_is_not_evaluated(tmp_path):
+    joined = {"train_split": "train[:5]+train[6:10]", "validation_split": ["train[10:]"]}
+    with pytest.raises(ConfigError, match="`train_split` to be one split"):
+        load_evaluation(held_out(tmp_path, **joined))
+
+
 def test_max_train_rows_leaves_out_the_rows_behind_them(tmp_path):
     held = {"validation_split": ["train[15:]"]}
     data = held_out(tmp_path, max_train_rows=15, **held)

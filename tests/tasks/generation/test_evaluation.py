@@ -66,9 +66,30 @@ def test_greedy_is_the_most_likely_token_each_time():
         sequence.append(token)
     expected = words().decode(sequence[len(asked) :], skip_special_tokens=True).strip()
     assert written(model, [asked], decoding="greedy") == [expected]
-    # What a base's generation_config says of repetition decides nothing.
-    model.generation_config.update(repetition_penalty=9.0, no_repeat_ngram_size=1)
-    assert written(model, [asked], decoding="greedy") == [expected]
+
+
+@pytest.mark.parametrize("make", [tiny_text.gpt2, tiny_text.t5])
+@pytest.mark.parametrize("decoding", ["beam", "greedy", "nucleus"])
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"repetition_penalty": 9.0, "no_repeat_ngram_size": 1, "encoder_repetition_penalty": 9.0},
+        {"min_p": 0.5, "typical_p": 0.1, "epsilon_cutoff": 0.5, "eta_cutoff": 0.5},
+        {"temperature": 9.0, "top_k": 1, "top_p": 0.01},
+        {"length_penalty": -9.0, "early_stopping": True, "num_beams": 3, "do_sample": True},
+        {"bad_words_ids": [[token] for token in range(5, 200)]},
+        {"suppress_tokens": [*range(5, 200)], "begin_suppress_tokens": [*range(5, 200)]},
+        {"sequence_bias": [[[7], 99.0]], "min_new_tokens": 7, "max_length": 3},
+        {"exponential_decay_length_penalty": (1, 9.0), "max_time": 1e-9, "min_length": 9},
+        {"num_return_sequences": 2, "num_beams": 2, "return_dict_in_generate": True},
+    ],
+    ids=lambda own: next(iter(own)),
+)
+def test_what_a_bases_generation_config_says_decides_nothing(own, decoding, make):
+    model = make()
+    expected = written(model, decoding=decoding)
+    model.generation_config.update(**own)
+    assert written(model, decoding=decoding) == expected
 
 
 def test_sampling_repeats_by_its_seed_and_leaves_the_generator_alone():

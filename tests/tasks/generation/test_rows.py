@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from hf_dp.errors import ConfigError, DataError
+from hf_dp.errors import ConfigError, DataError, InvalidArgumentError
 from hf_dp.tasks.generation.arguments import (
     FORMATS,
     TextArguments,
@@ -100,6 +100,13 @@ def test_every_layout_reads_its_columns():
         " y",
     )
     assert read_row(FORMATS["persona_chat"], [["p"], ["h"], ["no", "yes"]], 0).targets == (" yes",)
+
+
+@pytest.mark.parametrize("name", [" age", "age ", "first  name", "first\nname"])
+def test_a_column_of_a_table_that_no_text_would_name_is_refused(name):
+    assert TextArguments(data_format="table", columns=["first name", "age"]).layout
+    with pytest.raises(InvalidArgumentError, match="`columns` to have names without white space"):
+        _ = TextArguments(data_format="table", columns=["town", name]).layout
 
 
 @pytest.mark.parametrize("name", ["pairs", "text"])
