@@ -255,9 +255,10 @@ def write_card(
         OSError."""
     refuse_foreign(Path(folder), book.run_id)
     text = render_card(statement, details)
-    os.makedirs(folder, exist_ok=True)
-    replace_file(Path(folder, CARD), [text.encode()])
-    book.save(folder, statement, _beside(text, details, file_digests(Path(folder))))
+    with book.held():
+        os.makedirs(folder, exist_ok=True)
+        replace_file(Path(folder, CARD), [text.encode()])
+        book.save(folder, statement, _beside(text, details, file_digests(Path(folder))))
 
 
 def _beside(card: str, details: CardDetails, files: Mapping[str, str]) -> Beside:

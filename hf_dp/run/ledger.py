@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,6 +129,8 @@ class RunLedger:
         try:
             own = whole_ledger(self.folder)
             there, known = Head(self.run_id) if own is None else own.head, self.lines.head
+            if own is None and known.lines:
+                raise ledger_file.damaged(self.folder / LEDGER, "it is missing")
             # Another process may have gone on since we read it, and died before we took the lock.
             if there != known:
                 raise LedgerError(
@@ -142,6 +144,23 @@ class RunLedger:
         if own is not None:  # a kill may have left the head a line behind
             ledger_file.write_head(self.folder, own.head)
         return self.run_id
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the lock of a run that has begun, whose ledger is on the disk as it is known here:
+        nothing that is written inside can take back what another process did.
+
+        Raises: LedgerError when another process is at work on this run, or has continued it.
+        """
+        if self._is_open or not (self.lines.digests and self.processes.is_main):
+            yield
+            return
+        try:
+            self._open_folder()
+            self._is_open = True
+            yield
+        finally:
+            self.stop()
 
     def weaken(self, known: Flags) -> None:
         """Note what weakens the claim; what does so once does so for good."""
@@ -213,18 +232,15 @@ class RunLedger:
     def _append(self, *entries: LedgerEntry) -> None:
         started = entries[0].purpose == EARLIER or self.ledger.steps(EARLIER)
         if not self._is_open or (self.earlier_entries and not started):
-            raise LedgerError(
-                "This run has not been opened: another process may be working on it, and its "
-                "ledger does not yet hold what `earlier_runs` released. Open it first: "
-                "`mechanism.logical_batches()`, `run.open()` or `DPTrainer.train()` does."
-            )
+            raise _not_opened()
         self.budget.check(*entries)
         self._write(*entries)
 
     def note(self) -> None:
         """Give what weakens the claim a line, once a release has begun the ledger."""
         if self.lines.digests and not self.lines.weaknesses.includes(self.weaknesses):
-            self._write()
+            with self.held():
+                self._write()
 
     def _write(self, *entries: LedgerEntry) -> None:
         """Add a line: to the file, durably, in the main process; in memory; and to the head."""
@@ -237,6 +253,8 @@ class RunLedger:
         line = lines.next(entries, self.weaknesses)
         if not self.processes.is_main:
             return lines.take(line)
+        if not self._is_open:
+            raise _not_opened()
         with self._named_errors(self.folder):
             ledger_file.write_line(self.folder / LEDGER, lines.size, line)
             lines.take(line)
@@ -258,7 +276,7 @@ class RunLedger:
     ) -> None:
         """Write ``privacy.json`` into a folder, in the main process.
 
-        Raises: LedgerError when this ledger does not continue what is stated there.
+        Raises: as :meth:`held`; LedgerError when it does not continue what is stated there.
         """
         if not self.processes.is_main:
             return
@@ -270,16 +288,18 @@ class RunLedger:
     def go_with(self, folder: str | os.PathLike[str]) -> None:
         """Put the head into the weights in a folder, and a copy of the ledger beside them.
 
-        Raises: LedgerError when a file there is of another run, or was saved later in this one.
+        Raises: as :meth:`held`; LedgerError when a file there is of another run, or was saved later
+            in this one.
         """
         folder = Path(folder)
-        self.note()
-        for path in weights_files(folder):
-            put_head(path, self.lines.head)
-        if self.lines.digests and folder.resolve() != self.folder.resolve():
-            with self._named_errors(folder):
-                whole = (self.folder / LEDGER).read_bytes()[: self.lines.size]
-                replace_file(folder / COPY, [whole])
+        with self.held():
+            self.note()
+            for path in weights_files(folder):
+                put_head(path, self.lines.head)
+            if self.lines.digests and folder.resolve() != self.folder.resolve():
+                with self._named_errors(folder):
+                    whole = (self.folder / LEDGER).read_bytes()[: self.lines.size]
+                    replace_file(folder / COPY, [whole])
 
     def resume(self, checkpoint: str | os.PathLike[str]) -> None:
         """Take over the ledger of the *run*, so that repeated steps and branches all count.
@@ -311,6 +331,14 @@ class RunLedger:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+
+def _not_opened() -> LedgerError:
+    return LedgerError(
+        "This run has not been opened: another process may be working on it, and its "
+        "ledger does not yet hold what `earlier_runs` released. Open it first: "
+        "`mechanism.logical_batches()`, `run.open()` or `DPTrainer.train()` does."
+    )
 
 
 def _other_earlier_runs() -> LedgerError:

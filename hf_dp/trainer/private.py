@@ -356,9 +356,10 @@ class PrivateTraining(Training):
         # Before the weights: a folder must never hold one run's weights beside another's statement.
         refuse_foreign(Path(folder), self.run.book.run_id)
         self.sync().other.refuse(before_save=True)
-        stock()
-        if self.args.should_save:
-            self.write_beside_weights(folder)
+        with self.run.book.held():  # nor older weights beside a newer statement
+            stock()
+            if self.args.should_save:
+                self.write_beside_weights(folder)
 
     def write_beside_weights(self, folder: str) -> None:
         """Write what belongs beside a run's weights: selection, ledger, statement and card."""

@@ -228,18 +228,19 @@ def save_run(
 
     def write() -> None:
         refuse_foreign(run.folder, run.book.run_id)
-        save: Callable[..., object] | None = getattr(model, "save_pretrained", None)
-        if save is None:
-            save_model(model, str(run.folder / "model.safetensors"))
-        elif weights is None:
-            save(run.folder)
-        else:
-            save(run.folder, state_dict=without_tied_copies(model, weights))
-        if reader is not None:
-            reader.save_pretrained(run.folder)
-        mechanism.tuner.save(str(run.folder))
-        run.book.go_with(run.folder)
-        write_card(run.folder, statement, details, run.book)
+        with run.book.held():
+            save: Callable[..., object] | None = getattr(model, "save_pretrained", None)
+            if save is None:
+                save_model(model, str(run.folder / "model.safetensors"))
+            elif weights is None:
+                save(run.folder)
+            else:
+                save(run.folder, state_dict=without_tied_copies(model, weights))
+            if reader is not None:
+                reader.save_pretrained(run.folder)
+            mechanism.tuner.save(str(run.folder))
+            run.book.go_with(run.folder)
+            write_card(run.folder, statement, details, run.book)
 
     run.processes.on_main(write)
     return statement

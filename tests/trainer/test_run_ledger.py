@@ -354,6 +354,43 @@ def test_another_process_that_went_on_before_the_lock_is_noticed(folder):
     assert run._lock is None
 
 
+def test_a_run_that_ended_takes_nothing_back_of_what_another_process_did(folder):
+    """Right before: what weakens the claim was written at its own end, over the other's lines."""
+    ended = resumed(folder)
+    ended.start(5)
+    ended.stop()
+    other = resumed(folder)
+    other.start(5)
+    step(other)
+    before = (folder / LEDGER).read_bytes()
+    ended.weaken(Flags(evaluation_compared=False))
+    writes = (ended.note, lambda: ended.go_with(folder / "checkpoint-3"))
+    for write in writes:
+        with pytest.raises(LedgerError, match="Another process is training"):
+            write()
+    step(other)  # whose lock it is
+    other.stop()
+    for write in writes:
+        with pytest.raises(LedgerError, match="7 lines now, but had 5 when it was read"):
+            write()
+    with pytest.raises(LedgerError, match="has not been opened"):
+        ended._write()
+    assert (folder / LEDGER).read_bytes().startswith(before) and steps_of(folder) == 7
+    assert ended._lock is None
+    (folder / LEDGER).unlink()
+    with pytest.raises(LedgerError, match="is missing"):
+        ended.note()
+
+
+def test_planted_lock_without_a_comparison_is_seen(folder, monkeypatch):
+    ended = resumed(folder)
+    assert go_on(folder) == 6
+    ended.weaken(Flags(evaluation_compared=False))
+    monkeypatch.setattr(ended, "_open_folder", ended.take)
+    ended.note()
+    assert read_own(folder).ledger.steps() == 5
+
+
 @pytest.mark.parametrize("which", [FILE_NAME, COPY, "model.safetensors"])
 def test_each_file_of_a_checkpoint_is_a_witness(folder, which):
     for path in go_on_to_a_checkpoint(folder).iterdir():
@@ -489,6 +526,22 @@ def test_a_whole_run_with_an_older_ledger_is_refused_until_it_is_put_back(run):
     again.save_model(str(run / "final"))
     assert head_in(run / "final" / "model.safetensors") == again.run.book.lines.head
     assert read_copy(run / "final").ledger == again.ledger
+
+
+def test_a_trainer_that_ended_leaves_what_a_later_one_saved(tmp_path):
+    """Its older weights were there before the ledger refused them."""
+    options = {"save_strategy": "steps", "save_steps": 1, "logging_strategy": "no"}
+    ended = tiny.trained(tiny.trainer(tmp_path, max_steps=1, **options))
+    later = tiny.resumed(tiny.trainer(tmp_path, max_steps=2, **options))
+    later.save_model()
+    saved = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    elsewhere = tmp_path.with_name("elsewhere")
+    for save in (ended.save_model, lambda: ended.save_model(elsewhere), ended.create_model_card):
+        with pytest.raises(LedgerError, match="another process has continued this run"):
+            save()
+    assert not list(elsewhere.glob("*"))
+    assert saved == {path: path.read_bytes() for path in saved}
+    later.save_model()
 
 
 def test_releases_between_the_steps_of_a_search_leave_the_target_whole():
