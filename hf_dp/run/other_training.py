@@ -9,23 +9,25 @@ else trained tell of rows that it does not count. Three things remember that:
   trained further.
 
 Files remember, too: weights of a private run carry the head of its ledger, those of one without
-privacy say so.
+privacy say so. Each knows how far its run was: what that released later is not what they tell of.
 
 Out of reach: an adapter that was merged into its base before a run, copies of a model that another
-trainer trained, and values that are written by hand (``parameter.data``) before a run or between
-its steps.
+trainer trained, weights from a cache of one's own (``cache_dir``), and values that are written by
+hand (``parameter.data``) before a run or between its steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import HFValidationError
+from huggingface_hub.file_download import repo_folder_name
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -36,17 +38,25 @@ from transformers.utils import logging
 from hf_dp.clipping.sharding import held
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.losses import base_model
-from hf_dp.run.ledger_file import LEDGER
+from hf_dp.run.ledger_file import LEDGER, read_own
 from hf_dp.run.options import Run
-from hf_dp.run.witnesses import add_metadata, head_in, read_metadata, read_run, weights_files
+from hf_dp.run.witnesses import (
+    add_metadata,
+    head_in,
+    heads_in,
+    read_metadata,
+    read_run,
+    weights_files,
+)
+from hf_dp.statement.durable import Head
 from hf_dp.statement.evidence import FILE_NAME
 from hf_dp.statement.facts import Flags
 from hf_dp.statement.wording import STATUSES
 
 logger = logging.get_logger(__name__)
 
-_NOTE = "_trained_by_hf_dp"  # on modules: the runs that trained them, as (id, folder)
-WITHOUT_PRIVACY = ""  # instead of an id
+_NOTE = "_trained_by_hf_dp"  # on modules: by id, the runs that trained them: (folder, head)
+_WITHOUT_PRIVACY = ""  # instead of an id; it has no head
 NOT_PRIVATE_KEY = "trained_without_privacy_by"  # in the metadata of weights
 _LEFT_BY_TRAINERS = ("training_args.bin", "trainer_state.json")
 
@@ -87,14 +97,14 @@ def note_steps_before_own(model: nn.Module) -> None:
             _unpaid[parameter] = True
 
 
-def note_training(model: nn.Module, run_id: str, folder: Path) -> None:
-    """Leave on a model, and on each module whose weights train, which run trains it."""
-    run = (run_id, str(folder))
+def note_training(model: nn.Module, folder: Path, head: Head | None = None) -> None:
+    """Leave on a model, and on each module whose weights train, which run trains it and how far
+    its ledger is; without a head, that it is a run without privacy."""
+    run_id = _WITHOUT_PRIVACY if head is None else head.run_id
     for module in model.modules():
-        trains = any(p.requires_grad for p in module.parameters(recurse=False))
-        known = vars(module).get(_NOTE, ())
-        if (trains or module is model) and run not in known:
-            setattr(module, _NOTE, (*known, run))
+        if module is model or any(p.requires_grad for p in module.parameters(recurse=False)):
+            known = vars(module).get(_NOTE, {})
+            vars(module)[_NOTE] = {**known, run_id: (str(folder), head)}  # a copy has its own
 
 
 def stamp_without_privacy(folder: str | Path) -> None:
@@ -114,11 +124,9 @@ class OtherTraining:
         """Raise UnsupportedModelError for what trained the weights in memory, or in their files."""
         run, model = self.run, self.run.model
         # Without a step the ledger holds nothing of earlier runs, either.
-        counted = () if before_save and not len(run.ledger) else self._counted
+        counts = _nothing if before_save and not len(run.ledger) else self._counts
         self._refuse(
-            chain(
-                trained_in_memory(model, counted), _in_files(model, counted), self._at_rest(model)
-            )
+            chain(trained_in_memory(model, counts), _in_files(model, counts), self._at_rest(model))
         )
         folder = None if before_save else _left_by_trainers(model)
         if folder is not None and run.options.other_training is None and run.processes.is_main:
@@ -131,13 +139,15 @@ class OtherTraining:
 
     def refuse_in_memory(self) -> None:
         """Raise UnsupportedModelError for what trained the weights since they were loaded."""
-        self._refuse(trained_in_memory(self.run.model, self._counted))
+        self._refuse(trained_in_memory(self.run.model, self._counts))
 
-    @property
-    def _counted(self) -> set[str]:
-        """The ids of the runs that the statement counts."""
+    def _counts(self, head: Head) -> bool:
+        """Return whether the statement counts all that a run had released when it was that far: of
+        an earlier run, what it released after it was counted is not."""
         book = self.run.book
-        return {book.run_id, *(claim.run_id for claim in book.weaknesses.earlier)}
+        return head.run_id == book.run_id or any(
+            claim.run_id == head.run_id and claim.counts(head) for claim in book.weaknesses.earlier
+        )
 
     def _at_rest(self, model: nn.Module) -> Iterator[str]:
         if (name := self.resting.changed(model)) is not None:
@@ -186,29 +196,61 @@ class RestingWeights:
         return None
 
 
-def trained_in_memory(model: nn.Module, counted: Collection[str]) -> Iterator[str]:
-    """Yield, in words, what beside the ``counted`` runs trained a model since it was loaded."""
-    runs = dict.fromkeys(run for m in model.modules() for run in vars(m).get(_NOTE, ()))
-    for run_id, folder in runs:
-        if run_id not in counted:
-            yield _run_in_words(run_id, folder)
+def _nothing(head: Head) -> bool:
+    return False
+
+
+def trained_in_memory(model: nn.Module, counts: Callable[[Head], bool] = _nothing) -> Iterator[str]:
+    """Yield, in words, what that does not count trained a model since it was loaded."""
+    notes = (note for m in model.modules() for note in vars(m).get(_NOTE, {}).values())
+    for folder, head in dict.fromkeys(notes):
+        if head is None or not counts(head):
+            yield _run_in_words(head, folder)
     for name, parameter in model.named_parameters():
         if parameter in _unpaid:
             yield f"an optimizer that no private step was recorded for (it stepped {name!r})"
             return
 
 
-def _in_files(model: nn.Module, counted: Collection[str]) -> Iterator[str]:
-    """Yield, in words, what trained the weights in the folder that a model was loaded from."""
+def _in_files(model: nn.Module, counts: Callable[[Head], bool]) -> Iterator[str]:
+    """Yield, in words, what that does not count trained the weights in the folder that a model was
+    loaded from, or in another that it may be from: a folder in that one, another revision. There it
+    counts where it has weights of the model that the folder itself does not have."""
     folder = _loaded_from(model)
-    for path in () if folder is None else weights_files(folder):
-        head = head_in(path)
-        if head is not None and head.run_id in counted:
-            continue
-        trained = head is not None or NOT_PRIVATE_KEY in read_metadata(path)
-        if trained and _holds_weights_of(path, model):
-            yield _run_in_words(WITHOUT_PRIVACY if head is None else head.run_id, str(folder))
+    own = [] if folder is None else weights_files(folder)
+    for path in own:
+        found = _trained_by(path, folder or path.parent, counts)
+        if found and next(_weights_of(path, model), None) is not None:
+            yield _run_in_words(found[0], str(folder))
             return
+    known: set[str] | None = None
+    for root in _roots(model):
+        for path in sorted({*root.rglob("*.safetensors")} - {*own}):
+            if any(part.startswith("_") for part in path.relative_to(root).parts):
+                continue  # no model's weights, or what a killed save left
+            if found := _trained_by(path, root, counts):
+                if known is None:
+                    known = {name for each in own for name in _weights_of(each, model)}
+                if any(name not in known for name in _weights_of(path, model)):
+                    yield _run_in_words(found[0], str(path.parent))
+                    return
+
+
+def _trained_by(path: Path, root: Path, counts: Callable[[Head], bool]) -> list[Head | None]:
+    """Return what that does not count trained the weights in a file: heads, None for a run without
+    privacy. A kill or ``save_pretrained`` leaves weights without a head: these are of the run whose
+    files are nearest, beside them or in a folder above, up to ``root``."""
+    head = head_in(path)
+    if head is None and NOT_PRIVATE_KEY in read_metadata(path):
+        return [None]
+    heads = [] if head is None else [head]
+    for place in (path.parent, *path.parent.parents):
+        if not heads:
+            heads = [each for where, each in heads_in(place) if where.suffix != path.suffix]
+            heads += [] if (own := read_own(place)) is None else [own.head]
+        if heads or place == root:
+            break
+    return [each for each in heads if not counts(each)]
 
 
 def _left_by_trainers(model: nn.Module) -> Path | None:
@@ -219,8 +261,8 @@ def _left_by_trainers(model: nn.Module) -> Path | None:
     return None if any(head_in(path) for path in weights_files(folder)) else folder
 
 
-def _run_in_words(run_id: str, folder: str) -> str:
-    if run_id == WITHOUT_PRIVACY:
+def _run_in_words(head: Head | None, folder: str) -> str:
+    if head is None:
         return f"a run without privacy, in {folder!r}"
     spent = ""
     if any(Path(folder, name).exists() for name in (LEDGER, FILE_NAME)):
@@ -229,24 +271,38 @@ def _run_in_words(run_id: str, folder: str) -> str:
         spent = (
             f": status {STATUSES[evidence.status]!r}{claim}, {evidence.ledger.steps():,} releases"
         )
-    return f"the private run {run_id[:8]}, in {folder!r}{spent}"
+    return f"the private run {head.run_id[:8]}, in {folder!r}{spent}"
 
 
 def _loaded_from(model: nn.Module) -> Path | None:
     """Return the folder that a model was loaded from, also where the Hub's cache has it."""
-    name = getattr(getattr(base_model(model), "config", None), "name_or_path", None)
+    name = _name_of(model)
     if not name or Path(name).is_dir():
         return Path(name) if name else None
     try:
-        cached = try_to_load_from_cache(name, "config.json")
+        cached = try_to_load_from_cache(name, "config.json", cache_dir=HF_HUB_CACHE)
     except HFValidationError:  # no name of a repository
         return None
     return Path(cached).parent if isinstance(cached, str) else None
 
 
-def _holds_weights_of(path: Path, model: nn.Module) -> bool:
-    """Return whether any weight of a model is that of the file: the model may have been made from
-    the configuration beside it alone."""
+def _roots(model: nn.Module) -> list[Path]:
+    """Return the folders that the files of a model's name are in: of the Hub's cache, those of all
+    revisions, since a model does not say which one its weights are of."""
+    name = _name_of(model)
+    if not name or Path(name).is_dir():
+        return [Path(name)] if name else []
+    kept = Path(HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"), "snapshots")
+    return sorted(kept.glob("*"))
+
+
+def _name_of(model: nn.Module) -> str | None:
+    return getattr(getattr(base_model(model), "config", None), "name_or_path", None)
+
+
+def _weights_of(path: Path, model: nn.Module) -> Iterator[str]:
+    """Yield the names of a model's weights that are those of the file: the model may have been made
+    from the configuration beside it alone."""
     own = {_plain_name(name): part for name, part in _parts(model)}
     with safe_open(path, framework="pt") as stored:
         for name in stored.keys():  # noqa: SIM118 (it is no mapping)
@@ -257,8 +313,7 @@ def _holds_weights_of(path: Path, model: nn.Module) -> bool:
             known = set(_digests(value[: part.numel()], (value.dtype, *_CASTS)))
             is_told = value.numel() > 1 and bool((value != value[0]).any())  # as zeros are not
             if is_told and known & set(_digests(part[: value.numel()], (part.dtype,))):
-                return True
-    return False
+                yield _plain_name(name)
 
 
 def _plain_name(name: str) -> str:

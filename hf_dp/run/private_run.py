@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -236,10 +236,16 @@ class PrivateRun:
         self._step_is_open = False
         self.other.resting.forget()
         pay_for_step(self.model)
-        note_training(self.model, self.book.run_id, self.folder)
         if not self.plan.releases_each_step:
-            return nullcontext(NothingReleased())
-        return self._gate.release(self.plan.step_release(), self._drawn_for)
+            return self._noting(nullcontext(NothingReleased()))
+        return self._noting(self._gate.release(self.plan.step_release(), self._drawn_for))
+
+    @contextmanager
+    def _noting(self, release: AbstractContextManager[Release]) -> Iterator[Release]:
+        """Leave on the model how far the ledger is with a step, before anything of it is out."""
+        with release as each:
+            note_training(self.model, self.folder, self.book.lines.head)
+            yield each
 
     def begin_step(self) -> None:
         """Note that a logical batch was sampled: one step may be released for it.

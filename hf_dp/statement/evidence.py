@@ -147,7 +147,7 @@ def earlier_runs(evidence: Evidence) -> tuple[EarlierRun, ...]:
     plan = evidence.plan
     own |= {"refuted": evidence.refuted, "conditions": plan.words.conditions}
     unit = plan.unit if plan.mechanism.established else NONE
-    this = EarlierRun(evidence.run_id, unit, plan.mechanism.relation, **own)
+    this = EarlierRun(evidence.run_id, unit, plan.mechanism.relation, head=evidence.head, **own)
     return each_once((*evidence.weaknesses.earlier, this))
 
 

@@ -18,6 +18,7 @@ from hf_dp.accounting import EARLIER, Ledger
 from hf_dp.errors import LedgerError
 from hf_dp.plans.units import RELATIONS, UNITS, weakest_relation, weakest_unit
 from hf_dp.statement.audited import AuditResult
+from hf_dp.statement.durable import Head
 
 PUBLIC_ROWS, OTHER_ROWS = "public_rows", "other_rows"
 OTHER_TRAINING = (PUBLIC_ROWS, OTHER_ROWS)  # the latter weakens a claim more
@@ -110,11 +111,13 @@ class Flags(Kept):
 @dataclass(frozen=True)
 class EarlierRun(Flags):
     """What an earlier private run on the same rows claims, as far as it limits later claims; its
-    unit and relation are codes of :mod:`hf_dp.plans.units`."""
+    unit and relation are codes of :mod:`hf_dp.plans.units`. What it released up to its ``head`` is
+    counted; where that is None, nobody knows how far."""
 
     run_id: str
     unit: str
     relation: str
+    head: Head | None = unless_asked(None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -135,7 +138,13 @@ class EarlierRun(Flags):
             return both
         unit = weakest_unit((self.unit, other.unit))
         relation = weakest_relation((self.relation, other.relation))
-        return replace(both, unit=unit, relation=relation)
+        heads = [each for each in (self.head, other.head) if each is not None]
+        head = max(heads, key=lambda each: each.lines, default=None)
+        return replace(both, unit=unit, relation=relation, head=head)
+
+    def counts(self, head: Head) -> bool:
+        """Return whether all is counted that the run had released when it was that far."""
+        return self.head is not None and (head.lines < self.head.lines or head == self.head)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from hf_dp.plans.dp_fp import DP_FP
 from hf_dp.run.clock import TRAINING as TRAINING_TIME
 from hf_dp.run.clock import Clock
 from hf_dp.run.gguf import dequantized
-from hf_dp.run.other_training import WITHOUT_PRIVACY, note_training, stamp_without_privacy
+from hf_dp.run.other_training import note_training, stamp_without_privacy
 from hf_dp.run.witnesses import refuse_foreign
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.given import Given, Rows
@@ -135,7 +135,7 @@ class Training:
                 output = stock(resume_from_checkpoint)
             finally:
                 if trainer.state.global_step:
-                    note_training(trainer.model, WITHOUT_PRIVACY, Path(trainer.folder))
+                    note_training(trainer.model, Path(trainer.folder))
         if trainer.is_world_process_zero() and not resume_from_checkpoint:
             clock.write()
         return output

@@ -1,6 +1,9 @@
 """A model remembers what trained it, and a statement counts all of that, names it, or is refused."""
 
 import copy
+import shutil
+from functools import partial
+from unittest import mock
 
 import loops
 import pytest
@@ -123,6 +126,99 @@ def test_runs_on_the_same_rows_are_counted_or_refused(tmp_path):
     assert second.ledger.steps() == 2
     again = {"earlier_runs": [str(tmp_path / "second")]}
     assert train(tmp_path / "third", model, **again).ledger.steps() == 3  # the whole chain
+
+
+def test_what_a_run_released_after_it_was_counted_is_refused(tmp_path):
+    """A snapshot of it counts what it had released then, and no weights from later."""
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    first = train(tmp_path / "first", tiny.model(), **options)
+    snapshot = shutil.copytree(tmp_path / "first" / "checkpoint-1", tmp_path / "snapshot")
+    named = {"earlier_runs": [str(snapshot)]}
+    refused(tmp_path / "second", _loaded(None, tmp_path / "first"), "in '.*first'", **named)
+    refused(tmp_path / "second", first.model, "in '.*first'", **named)
+    counted = train(tmp_path / "counted", _loaded(None, snapshot), **named)
+    assert counted.ledger.steps() == 2
+    # Through a run that counted the snapshot, too.
+    named = {"earlier_runs": [str(tmp_path / "counted")]}
+    refused(tmp_path / "third", _loaded(None, tmp_path / "first"), "in '.*first'", **named)
+    for model in (_loaded(None, snapshot), counted.model):
+        trainer(tmp_path / "third", model, **named).run.other.refuse()
+    both = {"earlier_runs": [*named["earlier_runs"], str(tmp_path / "first")]}
+    trainer(tmp_path / "third", first.model, **both).run.other.refuse()
+
+
+def _saved_by_the_model(folder):
+    tiny.trained(trainer(folder, tiny.model())).model.save_pretrained(folder)
+    return {}
+
+
+def _of_a_killed_save(folder):
+    made = tiny.trained(trainer(folder, tiny.model()))
+    killed = mock.patch("hf_dp.run.ledger.put_head", side_effect=KeyboardInterrupt)
+    with killed, pytest.raises(KeyboardInterrupt):
+        made.save_model()
+    return {}
+
+
+def _of_a_checkpoint_of_a_base(folder):
+    train(folder, tiny.model(), save_strategy="steps", save_steps=1)
+    tiny.model(seed=3).save_pretrained(folder)
+    return {"subfolder": "checkpoint-1"}
+
+
+def _of_a_folder_in_a_checkpoint(folder):
+    made = train(folder, tiny.model(), save_strategy="steps", save_steps=1)
+    tiny.model(seed=3).save_pretrained(folder)
+    made.model.save_pretrained(folder / "checkpoint-1" / "again")
+    return {"subfolder": "checkpoint-1/again"}
+
+
+UNSAID = [
+    _saved_by_the_model, _of_a_killed_save, _of_a_checkpoint_of_a_base, _of_a_folder_in_a_checkpoint
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", UNSAID)
+def test_weights_without_a_head_or_from_a_subfolder_are_of_the_run_beside_them(tmp_path, make):
+    where = make(tmp_path / "first")
+    base = hf.BertForSequenceClassification.from_pretrained(tmp_path / "first", **where)
+    refused(tmp_path / "second", base, "the private run .* in '.*first")
+    named = {"earlier_runs": [str(tmp_path / "first")]}
+    trainer(tmp_path / "second", base, **named).run.other.refuse()
+
+
+@pytest.mark.parametrize("main", [False, True])
+def test_weights_of_another_revision_are_seen(tmp_path, monkeypatch, main):
+    """The cache of the Hub: main is the base, if it is there, and a branch a private run from it."""
+    model = tiny.model()
+    model.bert.embeddings.requires_grad_(False)
+    model.save_pretrained(tmp_path / "base")
+    train(tmp_path / "first", model)
+    cache = tmp_path / "hub"
+    for revision, folder in {**({"main": "base"} if main else {}), "eps8": "first"}.items():
+        commit = revision.encode().hex().ljust(40, "0")
+        kept = cache / "models--you--model"
+        shutil.copytree(
+            tmp_path / folder,
+            kept / "snapshots" / commit,
+            ignore=shutil.ignore_patterns("_*", "led*"),
+        )
+        (kept / "refs").mkdir(exist_ok=True)
+        (kept / "refs" / revision).write_text(commit)
+    monkeypatch.setattr(other_training, "HF_HUB_CACHE", cache)
+    load = partial(hf.BertForSequenceClassification.from_pretrained, "you/model", cache_dir=cache)
+    refused(tmp_path / "second", load(revision="eps8"), "the private run .* in '.*snapshots")
+    if main:  # whose frozen weights the branch has
+        trainer(tmp_path / "second", load()).run.other.refuse()
+
+
+def test_a_run_in_a_folder_of_its_base_says_nothing_of_the_base(tmp_path):
+    model = tiny.model()
+    model.bert.embeddings.requires_grad_(False)
+    model.save_pretrained(tmp_path)
+    train(tmp_path / "first", model)
+    trainer(tmp_path / "second", _loaded(None, tmp_path)).run.other.refuse()
+    refused(tmp_path / "second", _loaded(None, tmp_path / "first"))
 
 
 def test_the_card_repeats_what_other_rows_there_were(tmp_path):
@@ -295,7 +391,7 @@ def test_a_step_at_rate_0_counts_unless_its_gradients_are_zeros(gradient):
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, gradient)
     torch.optim.AdamW(model.parameters(), lr=0.0).step()
-    assert len(list(other_training.trained_in_memory(model, ()))) == bool(gradient)
+    assert len(list(other_training.trained_in_memory(model))) == bool(gradient)
 
 
 CHANGES = {
