@@ -31,7 +31,10 @@ from huggingface_hub.file_download import repo_folder_name
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.utils import logging
 
@@ -69,10 +72,35 @@ _CHUNK = 1 << 20  # numbers
 _CASTS = (torch.bfloat16, torch.float16)
 
 
+# The optimizers whose steps are going on, one inside the other, by id, each with the parameters
+# whose step was paid for inside it. What it does with them then is of the same payment, as that of
+# one that wraps another. An optimizer whose step failed stays, and excuses no step but its own.
+_going_on: list[tuple[int, WeakTensorKeyDictionary]] = []
+
+
+def _begin_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    _end_step(optimizer)  # one that failed
+    _going_on.append((id(optimizer), WeakTensorKeyDictionary()))
+
+
+def _end_step(optimizer: torch.optim.Optimizer) -> WeakTensorKeyDictionary:
+    """Return what was paid for inside an optimizer's step, and forget those inside it."""
+    for place, (known, inside) in enumerate(_going_on):
+        if known == id(optimizer):
+            del _going_on[place:]
+            return inside
+    return WeakTensorKeyDictionary()
+
+
 def _note_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    inside = _end_step(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if _paid.pop(parameter, False) or parameter.grad is None:
+            if _paid.pop(parameter, False) or parameter in inside:
+                for _, around in _going_on[-1:]:
+                    around[parameter] = True
+                continue
+            if parameter.grad is None:
                 continue
             # torch makes the state of an optimizer whose shards it loads by zeros at rate 0.
             if group.get("lr") != 0 or bool(held(parameter.grad).any()):
@@ -80,6 +108,7 @@ def _note_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -
 
 
 # For every optimizer of this process: fused and foreach steps leave no other trace.
+register_optimizer_step_pre_hook(_begin_step)
 register_optimizer_step_post_hook(_note_step)
 
 

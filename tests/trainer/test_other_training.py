@@ -394,6 +394,57 @@ def test_a_step_at_rate_0_counts_unless_its_gradients_are_zeros(gradient):
     assert len(list(other_training.trained_in_memory(model))) == bool(gradient)
 
 
+class Wrapping(torch.optim.Optimizer):
+    """An optimizer of an optimizer, as Lookahead and ZeroRedundancyOptimizer are; ``act`` is what
+    else it does in a step."""
+
+    def __init__(self, inner, act=lambda: None):
+        super().__init__(inner.param_groups, dict(inner.defaults))
+        self.inner, self.act = inner, act
+        self.param_groups = inner.param_groups
+
+    def step(self, closure=None):
+        self.inner.step()
+        self.act()
+
+
+def test_a_step_of_an_optimizer_around_another_is_one_step(tmp_path):
+    """Right before: the first step was paid for, and then refused."""
+    model = tiny.model()
+    optimizer = Wrapping(Wrapping(torch.optim.SGD(model.parameters(), lr=0.1)))
+    given = {"model": model, "optimizers": (optimizer, None)}
+    made = tiny.trained(tiny.trainer(tmp_path, given=given, **{**SHORT, "max_steps": 2}))
+    made.save_model()
+    assert made.ledger.steps() == 2
+
+
+def test_no_payment_is_for_two_steps_of_optimizers_in_each_other():
+    """Nor is that of a step that failed for a later one."""
+
+    def unpaid(act=None, steps=1):
+        model = torch.nn.Linear(2, 2)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        outer = Wrapping(inner, lambda: act and act(model, inner))
+        other_training.pay_for_step(model)
+        for _ in range(steps):
+            try:
+                outer.step()
+            except KeyboardInterrupt:
+                inner.step()
+        return bool(list(other_training.trained_in_memory(model)))
+
+    def fail(model, inner):
+        raise KeyboardInterrupt
+
+    assert not unpaid()
+    assert unpaid(steps=2)
+    assert unpaid(lambda model, inner: inner.step())
+    assert unpaid(lambda model, inner: torch.optim.SGD(model.parameters(), lr=0.1).step())
+    assert unpaid(fail)
+
+
 CHANGES = {
     "one number": lambda m: m.classifier.bias[0].add_(1e-6),
     "two numbers swapped": lambda m: m.classifier.weight.copy_(m.classifier.weight.flip(1)),
