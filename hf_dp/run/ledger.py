@@ -195,21 +195,12 @@ class RunLedger:
         """Begin the ledger with what earlier runs released of the same rows, in one line: a part of
         it would look like all of it.
 
-        Raises:
-            LedgerError: a ledger that has begun holds other earlier runs.
-            BudgetExceededError: the earlier runs alone pass the target.
+        Raises: BudgetExceededError: the earlier runs alone pass the target.
         """
         entries = self.earlier_entries
-        if not len(self.ledger):
-            if entries:
-                self.processes.agree(f"{len(entries)} entries of earlier runs begin the ledger")
-                self.processes.together(lambda: self._append(*entries))
-            return
-        expected = Ledger()
-        for entry in entries:
-            expected.append(entry.event, entry.purpose)
-        if [each for each in self.ledger.entries if each.purpose == EARLIER] != [*expected.entries]:
-            raise _other_earlier_runs()
+        if entries and not len(self.ledger):
+            self.processes.agree(f"{len(entries)} entries of earlier runs begin the ledger")
+            self.processes.together(lambda: self._append(*entries))
 
     def append(self, event: Event, purpose: str) -> None:
         """Record one release and make it durable: its line, and then the head.
@@ -322,7 +313,22 @@ class RunLedger:
         _refuse_another_plan(own.plan, self.plan)
         named, begun = self.weaknesses.earlier, own.weaknesses.earlier
         if {each.run_id for each in named} != {each.run_id for each in begun}:
-            raise _other_earlier_runs()
+            raise LedgerError(
+                "Expected `earlier_runs` to name what the ledger of this run began with, got "
+                "others, which its statement would not cover. Name the same runs as at the start, "
+                "or start again in another output_dir."
+            )
+        now = Ledger()
+        for entry in self.earlier_entries:
+            now.append(entry.event, entry.purpose)
+        if [each for each in own.ledger.entries if each.purpose == EARLIER] != [*now.entries]:
+            raise LedgerError(
+                "Expected `earlier_runs` to have released what the ledger of this run began with, "
+                f"{own.ledger.steps(EARLIER)} releases, got {now.steps()}: one of them has gone on "
+                "since then, or an older copy of it is named. This run's target and statement do "
+                "not count what it released since. Begin a new run, in another output_dir, whose "
+                "`earlier_runs` name this one and those that have gone on: that counts all of it."
+            )
         return own, copy
 
     def stop(self) -> None:
@@ -338,14 +344,6 @@ def _not_opened() -> LedgerError:
         "This run has not been opened: another process may be working on it, and its "
         "ledger does not yet hold what `earlier_runs` released. Open it first: "
         "`mechanism.logical_batches()`, `run.open()` or `DPTrainer.train()` does."
-    )
-
-
-def _other_earlier_runs() -> LedgerError:
-    return LedgerError(
-        "Expected `earlier_runs` to name what the ledger of this run began with, got others, "
-        "which its statement would not cover. Name the same runs as at the start, or start again "
-        "in another output_dir."
     )
 
 

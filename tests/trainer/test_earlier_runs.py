@@ -80,6 +80,21 @@ def test_a_resume_with_other_earlier_runs_is_refused(after_frozen, frozen, finis
             tiny.resumed(after(second, *named, **SAVING))
 
 
+def test_a_resume_after_an_earlier_run_went_on_says_so(finished, tmp_path):
+    """Right before: that other runs were named."""
+    first, second = shutil.copytree(finished, tmp_path / "first"), tmp_path / "second"
+    trained(second, first, max_steps=2, **SAVING)
+    whole = read_run(second)
+    tiny.resumed(after(first, max_steps=5, **SAVING))
+    message = "4 releases, got 5: one of them has gone on(.|\n)*whose `earlier_runs` name this one"
+    again = after(second, first, **SAVING)
+    with pytest.raises(LedgerError, match=message):
+        tiny.resumed(again)
+    assert not len(again.ledger) and read_run(second) == whole
+    both = after(tmp_path / "third", second, first)
+    assert sum(entry.event.steps for entry in both.run.book.earlier_entries) == 4 + 2 + 5
+
+
 def test_planted_claims_of_earlier_runs_that_are_not_passed_on_are_seen(
     frozen, tmp_path, monkeypatch
 ):
