@@ -243,7 +243,8 @@ def nulls(words: Sequence[str]) -> tuple[Recipe, list[str]]:
     for word in words:
         if word.startswith("--") and word != "--":
             name = word[2:].partition("=")[0].replace("-", "_")
-            options[name] = []  # of several, the last one counts
+            options.pop(name, None)  # of several, the last one counts
+            options[name] = []
         options[name].append(word)
     gone = [
         name
