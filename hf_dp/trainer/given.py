@@ -16,6 +16,7 @@ from hf_dp.clipping import refuse_coupling
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.overlap import TrainingUsers
 from hf_dp.plans.dp_fp import DP_FP
+from hf_dp.plans.dp_sgd import MEAN_RUNS
 from hf_dp.run import checks
 from hf_dp.trainer.arguments import DPTrainingArguments
 from hf_dp.trainer.row_arguments import users_of
@@ -32,6 +33,8 @@ MAY_OVERRIDE = frozenset(
     save_model save_metrics save_state log_metrics metrics_format describe create_model_card
     push_to_hub init_hf_repo""".split()
 )
+# Those of them that may read rows which never come to DPTrainer.evaluation_loop, to be compared.
+_EVALUATE = frozenset({"evaluate", "evaluation_loop", "predict"})
 
 
 @dataclass
@@ -78,6 +81,21 @@ class Given:
                 UnsupportedArgumentError,
             )
 
+    def check_evaluation(self, search: bool) -> bool:
+        """Return whether DPTrainer sees all rows that the trainer's class evaluates on.
+
+        Raises: UnsupportedArgumentError where it does not, in a private ``search``.
+        """
+        own = [(each, name) for each in _of_user(self.trainer_class) for name in vars(each)]
+        unseen = [f"{each.__name__}.{name}" for each, name in own if name in _EVALUATE]
+        if search and unseen:
+            raise UnsupportedArgumentError(
+                f"With {MEAN_RUNS}, the score that selects a run must read no training row, but "
+                f"{unseen[0]} may read rows that are not compared with them. Override "
+                f"get_eval_dataloader or pass compute_metrics instead, or leave {MEAN_RUNS} out."
+            )
+        return not unseen
+
     def check_private_model(self, model: nn.Module | None, args: DPTrainingArguments) -> None:
         """Raise for a model that cannot train privately, or was made from private rows already."""
         if model is None:  # model_init makes it
@@ -95,9 +113,7 @@ def check_subclass(trainer_class: type[Trainer], dp_trainer: type[Trainer]) -> N
             f"{trainer_class.__name__} overrides compute_loss, which returns one number for a "
             "batch. Override compute_per_example_loss(self, model, inputs) -> Tensor (b,)."
         )
-    for each in trainer_class.__mro__:
-        if each in Trainer.__mro__ or each.__module__.partition(".")[0] == "hf_dp":
-            continue
+    for each in _of_user(trainer_class):
         for name in vars(each):
             known = name in MAY_OVERRIDE or (name.startswith("__") and name.endswith("__"))
             if not known and hasattr(dp_trainer, name):
@@ -106,6 +122,12 @@ def check_subclass(trainer_class: type[Trainer], dp_trainer: type[Trainer]) -> N
                     "noise or records a step. Override compute_per_example_loss instead, use "
                     f"callbacks, or override one of {sorted(MAY_OVERRIDE)}."
                 )
+
+
+def _of_user(trainer_class: type[Trainer]) -> list[type]:
+    """Return the classes of a trainer that are neither hf_dp's nor Trainer's."""
+    others = [each for each in trainer_class.__mro__ if each not in Trainer.__mro__]
+    return [each for each in others if each.__module__.partition(".")[0] != "hf_dp"]
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,9 @@ class PrivateTraining(Training):
         num_examples = len(given.train_dataset if rows.units is None else rows.units)
         searches = args.private_selection_mean_runs is not None
         self._compared = args.evaluate_on_training_rows or (
-            known.refuse(given.eval_dataset, search=searches) and rows.compared
+            given.check_evaluation(searches)
+            and known.refuse(given.eval_dataset, search=searches)
+            and rows.compared
         )
         classes = getattr(getattr(model, "config", None), "num_labels", None)
         self.plan = plan_of(args, num_examples, self.tuner, classes, rows.units)

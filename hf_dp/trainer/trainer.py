@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 from peft import PeftConfig
 from torch import Tensor, nn
@@ -18,7 +19,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import DataCollator, PreTrainedModel, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import BestRun, EvalPrediction, PredictionOutput, TrainOutput
+from transformers.trainer_utils import (
+    BestRun,
+    EvalLoopOutput,
+    EvalPrediction,
+    PredictionOutput,
+    TrainOutput,
+)
 
 from hf_dp._validate import invalid
 from hf_dp.accounting import Epsilon, Ledger
@@ -91,6 +98,8 @@ class DPTrainer(Publishing):
         self.tuner = self.training.tuner
         self.card, self._evaluation = {}, dict[str, float]()
         self.data_settings: dict[str, object] = {}  # how rows were made, for the card's settings
+        # The sets, with all their columns, of which Trainer made loaders of some columns.
+        self._made_of = WeakKeyDictionary[DataLoader, DataSet]()
         rows = (train_dataset, eval_dataset)
         given = Given(
             type(self), DPTrainer, model, *rows, model_init, compute_loss_func, peft_config
@@ -248,13 +257,40 @@ class DPTrainer(Publishing):
 
         Raises: UnsupportedArgumentError for rows of the training set in private modes.
         """
-        known: DataSet = self.eval_dataset
-        effective = known if eval_dataset is None else eval_dataset
-        self.training.evaluates(known[effective] if isinstance(effective, str) else effective)
+        self.training.evaluates(self._evaluation_set(eval_dataset))
         with each_row_read_as_alone(self.model):
             metrics = super().evaluate(eval_dataset, *args, **kwargs)
         self._evaluation.update(metrics)
         return metrics
+
+    def _evaluation_set(self, given: DataSet) -> DataSet:
+        known: DataSet = self.eval_dataset
+        effective = known if given is None else given
+        return known[effective] if isinstance(effective, str) else effective
+
+    def get_eval_dataloader(self, eval_dataset: DataSet = None) -> DataLoader:
+        """Return the loader of an evaluation set, as Trainer does."""
+        loader = super().get_eval_dataloader(eval_dataset)
+        self._made_of.setdefault(loader, self._evaluation_set(eval_dataset))  # it may be kept
+        return loader
+
+    def get_test_dataloader(self, test_dataset: DataSet) -> DataLoader:
+        """Return the loader of a test set, as Trainer does."""
+        loader = super().get_test_dataloader(test_dataset)
+        self._made_of.setdefault(loader, test_dataset)
+        return loader
+
+    def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """Evaluate on what a loader yields, as Trainer does, whoever made the loader.
+
+        Raises: as :meth:`evaluate`, for the loader's rows.
+        """
+        rows = getattr(dataloader, "dataset", None)
+        for loader, dataset in self._made_of.items():
+            rows = dataset if loader is dataloader else rows
+        # What holds no rows that could be compared counts as a set that cannot be.
+        self.training.evaluates(iter(()) if rows is None else rows)
+        return super().evaluation_loop(dataloader, *args, **kwargs)
 
     def record_evaluation(self, metrics: Mapping[str, float], eval_dataset: DataSet) -> None:
         """Log metrics that were computed outside :meth:`evaluate`; the card shows them.

@@ -204,6 +204,64 @@ def test_evaluation_on_the_training_set_and_a_search_are_refused(tmp_path):
         tiny.trainer(tmp_path).hyperparameter_search()
 
 
+class OwnLoader(DPTrainer):
+    """With a loader of its own over the rows of ``self.others``, a list of batches if it is told so."""
+
+    others, as_list = tiny.evaluation_set(), False
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        loader = torch.utils.data.DataLoader(self.others, 8, collate_fn=self.data_collator)
+        return list(loader) if self.as_list else loader
+
+    get_test_dataloader = get_eval_dataloader
+
+
+class OwnEvaluation(DPTrainer):
+    def evaluate(self, *args, **kwargs):
+        return {"eval_loss": 0.0}
+
+
+def compared(trainer):
+    return trainer.run.book.weaknesses.evaluation_compared
+
+
+def test_rows_of_a_loader_of_ones_own_are_compared(tmp_path):
+    trainer = tiny.trainer(tmp_path, cls=OwnLoader, eval_strategy="steps", eval_steps=1)
+    trainer.evaluate()
+    trainer.predict(tiny.evaluation_set())
+    assert compared(trainer)
+    for rows in (trainer.train_dataset, trainer.train_dataset.with_format("torch")):  # a copy, too
+        trainer.others = rows
+        for call in (
+            trainer.evaluate,
+            trainer.train,
+            lambda: trainer.predict(trainer.eval_dataset),
+        ):
+            with pytest.raises(errors.UnsupportedArgumentError, match="held-out"):
+                call()
+    with pytest.raises(errors.UnsupportedArgumentError, match="held-out"):
+        trainer.evaluation_loop(DPTrainer.get_eval_dataloader(trainer, tiny.dataset()), "Mine")
+    assert not any("eval_loss" in logs for logs in trainer.state.log_history[1:]) and compared(
+        trainer
+    )
+    trainer.as_list = True
+    trainer.evaluate()
+    assert not compared(trainer)
+
+
+def test_an_evaluation_out_of_sight_is_not_called_compared(tmp_path):
+    searched = {"private_selection_mean_runs": 2.0, "accountant": "rdp"}
+    unseen = tiny.trainer(tmp_path / "unseen", cls=OwnEvaluation)
+    assert not compared(unseen) and compared(tiny.trainer(tmp_path / "seen"))
+    with pytest.raises(errors.UnsupportedArgumentError, match=r"OwnEvaluation\.evaluate may read"):
+        tiny.trainer(tmp_path / "search", cls=OwnEvaluation, **searched)
+    trainer = tiny.trainer(tmp_path / "list", cls=OwnLoader, **searched)
+    trainer.evaluate()
+    trainer.as_list = True
+    with pytest.raises(errors.UnsupportedArgumentError, match="cannot be compared"):
+        trainer.evaluate()
+
+
 def test_what_is_not_known_to_be_harmless_cannot_be_overridden(tmp_path):
     for name in dir(DPTrainer):
         if name not in MAY_OVERRIDE and name != "compute_loss" and not name.startswith("__"):
