@@ -227,7 +227,8 @@ def add_references(
     if set(_REFERENCES) <= set(dataset.column_names):
         return dataset
     device, training = args.device, model.training
-    autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=bool(args.bf16))
+    bf16 = args.mixed_precision == "bf16"
+    autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16)
     found: dict[str, list[float]] = {name: [] for name in _REFERENCES}
     if next(model.parameters()).device != device:
         model.to(device)

@@ -492,7 +492,9 @@ class Author:
             assert isinstance(model, PeftModel)
             reference, without = model, model.disable_adapter()
         device = next(model.parameters()).device
-        with without:
+        # accelerate lets the policy's forward run so, and knows no other model.
+        bf16 = self.args.mixed_precision == "bf16"
+        with without, torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
             on_device = {name: value.to(device) for name, value in rows.items()}
             return log_probs(reference.to(device), on_device, self.args.temperature).float().cpu()
 

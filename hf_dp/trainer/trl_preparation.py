@@ -176,9 +176,15 @@ class RewardPreparation(Preparation, RewardTrainer, _InPlaceOfTrainer):
 
 
 class GRPOPreparation(Preparation, GRPOTrainer, _InPlaceOfTrainer):
-    """The preparation of GRPOTrainer: model, tokenizer and end tokens; rows stay as they are."""
+    """The preparation of GRPOTrainer: model, tokenizer and end tokens; rows stay as they are, and
+    so does an adapter, beside which TRL would put another one as the reference."""
 
     eos_token_ids: list[int]
+
+    def __init__(self, args: GRPOConfig, **given: Any):
+        without_reference = copy.copy(args)
+        without_reference.beta = 0.0
+        super().__init__(args=without_reference, **given)
 
 
 class PreparedByTRL(DPTrainer):

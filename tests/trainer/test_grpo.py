@@ -1,5 +1,6 @@
 """DPGRPOTrainer: a prompt with all its completions is one example, written and scored alone."""
 
+import copy
 import math
 import sys
 import zlib
@@ -12,7 +13,7 @@ import torch
 import transformers as hf
 from chat import tokenizer, words
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from processes import results
 from scipy import stats
 from silence import PLAIN_STEPS, Silent, weights
@@ -191,6 +192,38 @@ def test_the_reference_is_the_model_before_training_and_adapters_are_switched_of
             expected = grpo.log_probs(chat.model().double(), rows, 1.0)
             counted = rows["labels"] != -100
             torch.testing.assert_close(rows["reference"][counted].double(), expected[counted])
+
+
+def test_the_reference_has_the_precision_of_the_policy(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as bf16=True, and as `accelerate`
+    made = trainer(tmp_path, beta=0.1, model=chat.model().float())
+    ((_, rows),) = of_prompts(drawn(made, [5])).items()
+    counted, found = rows["labels"] != -100, []
+    for enabled in (True, False):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled), torch.no_grad():
+            found.append(grpo.log_probs(chat.model().float(), rows, 1.0)[counted])
+    of_policy, in_float32 = found
+    assert (rows["reference"][counted] - of_policy).abs().max() < 1e-5
+    assert (in_float32 - of_policy).abs().max() > 1e-4
+
+
+def test_the_reference_of_an_adapter_is_no_second_adapter_that_is_saved(tmp_path):
+    lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    made = trainer(tmp_path, beta=0.3, model=get_peft_model(chat.model(), lora))
+    before = copy.deepcopy(made.model)
+    assert list(made.model.peft_config) == ["default"]
+    made.train()
+    made.save_model()
+    weights = [each.relative_to(tmp_path) for each in tmp_path.rglob("*.safetensors")]
+    assert [str(each) for each in weights] == ["adapter_model.safetensors"]
+    for parameter in made.model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter.data, std=0.3)
+    for rows in of_prompts(drawn(made)).values():
+        counted = rows["labels"] != -100
+        expected = grpo.log_probs(before, rows, 1.0)
+        torch.testing.assert_close(rows["reference"][counted], expected[counted])
 
 
 @pytest.mark.parametrize(("size", "beta"), [(4, 0.0), (12, 0.3)])
