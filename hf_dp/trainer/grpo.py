@@ -209,7 +209,8 @@ class DPGRPOConfig(DPTrainingArguments, trl.GRPOConfig):  # type: ignore[misc]  
 
     Arguments of [`~transformers.TrainingArguments`] have the defaults of [`DPTrainingArguments`],
     not TRL's. `loss_type` is `"dr_grpo"` unless it is set: TRL's default, `"dapo"`, divides by
-    the tokens of all completions of a batch. `expected_batch_size` counts prompts, and
+    the tokens of all completions of a batch. `metric_for_best_model`, where it is read, is
+    `"reward"` unless it is set. `expected_batch_size` counts prompts, and
     `per_device_train_batch_size` completions; it is a multiple of `num_generations`.
 
     Raises:
@@ -231,6 +232,10 @@ class DPGRPOConfig(DPTrainingArguments, trl.GRPOConfig):  # type: ignore[misc]  
     _REFUSED: ClassVar[Mapping[str, Refusal]] = GRPO_REFUSED
 
     def __post_init__(self) -> None:
+        by_metric = self.load_best_model_at_end or self.save_strategy == "best"
+        by_metric |= self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
+        if by_metric and self.metric_for_best_model is None:
+            self.metric_for_best_model = "reward"  # an evaluation has no loss
         super().__post_init__()
         self.views_per_example = self.num_generations or 0
         # TRL fills them in from the physical batch, which may change.
@@ -570,6 +575,9 @@ class DPGRPOTrainer(trl.PreparedByTRL):
     arguments_class: ClassVar[type[DPTrainingArguments]] = DPGRPOConfig
     preparation = trl.GRPOPreparation
     _preparation: trl.GRPOPreparation
+    # The sets that were just made of several: Trainer evaluates on each by a call of its own. Those
+    # objects alone may come in prepared, since the rows in them are unpickled.
+    _ready: tuple[Dataset, ...] = ()
 
     def __init__(
         self,
@@ -637,7 +645,11 @@ class DPGRPOTrainer(trl.PreparedByTRL):
         made.eval_dataset = trl.each_set(made.eval_dataset, self._prepare)
 
     def _prepared(self, dataset: trl.DataSets) -> trl.DataSets:
-        return super()._prepared(trl.each_set(dataset, with_prompts_as_text))
+        if any(dataset is each for each in self._ready):
+            return dataset
+        made = super()._prepared(trl.each_set(dataset, with_prompts_as_text))
+        self._ready = tuple(made.values()) if isinstance(made, dict) else ()
+        return made
 
     def _prepare(self, rows: Dataset, name: str) -> Dataset:
         words, options = self._author.words, self._author.args.chat_template_kwargs or {}

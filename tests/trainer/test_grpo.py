@@ -490,6 +490,40 @@ def test_a_private_run_names_its_unit_and_shows_no_completion(made, lora, tmp_pa
         tested.evaluate(tested.eval_dataset)
 
 
+def test_several_sets_are_evaluated_on_and_the_best_model_has_the_largest_reward(tmp_path):
+    tested = trainer(
+        tmp_path, eval_dataset=prompts(2, 50), load_best_model_at_end=True, eval_strategy="steps",
+        eval_steps=1, save_strategy="steps", save_steps=1,
+    )  # fmt: skip
+    tested.train()
+    rewards = [each["eval_reward"] for each in tested.state.log_history if "eval_reward" in each]
+    assert len(rewards) == 2 and tested.state.best_metric == max(rewards)
+    several = {"a": prompts(2, 60), "b": prompts(2, 70)}
+    assert {"eval_a_reward", "eval_b_reward"} <= tested.evaluate(several).keys()
+    pickled = several["a"].add_column("pickled_row", [b"cos\nsystem\n."] * 2)
+    for raw in (pickled, {"a": pickled}, {"a": tested.eval_dataset}):
+        with pytest.raises(DataError, match="was already prepared"):
+            tested.evaluate(raw)
+    with pytest.raises(UnsupportedArgumentError, match="the evaluation set 'b'"):
+        tested.evaluate({"a": several["a"], "b": prompts(6)})
+
+
+@pytest.mark.parametrize(
+    ("read_by", "metric"),
+    [
+        ({"save_strategy": "best"}, "reward"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "reward"),
+        ({"save_strategy": "best", "metric_for_best_model": "reward_std"}, "reward_std"),
+        ({}, None),
+    ],
+)
+def test_the_best_model_is_by_reward_where_nothing_is_said(read_by, metric, tmp_path):
+    sizes = {"num_generations": G, "per_device_train_batch_size": 8, "eval_strategy": "steps"}
+    args = tiny.arguments(tmp_path, DPGRPOConfig, eval_steps=1, **sizes, **read_by)
+    assert args.metric_for_best_model == metric
+    assert args.greater_is_better is (None if metric is None else True)
+
+
 @pytest.mark.slow
 def test_rewards_rise(tmp_path):
     """With hardly any noise, the model learns to write the letter that is rewarded."""
