@@ -31,7 +31,13 @@ from hf_dp.run.options import RunOptions
 from hf_dp.trainer import launch
 from hf_dp.trainer import privacy_arguments as privacy
 from hf_dp.trainer.forward_arguments import ForwardArguments, resolve_forward
-from hf_dp.trainer.inherited import FREE, Refusal, environment_problems, inherited_problems
+from hf_dp.trainer.inherited import (
+    FREE,
+    Refusal,
+    environment_problems,
+    inherited_problems,
+    settle_checkpointing,
+)
 from hf_dp.trainer.row_arguments import AuditArguments, RowArguments, UnitArguments
 
 # Of the steps of a run. Private runs have few steps, and 500, transformers' default, saves none of
@@ -238,6 +244,7 @@ class DPTrainingArguments(  # type: ignore[misc]  # learning_rate, max_grad_norm
             return found
         check_groups(GROUPS, self, found)
         problems_of(self, found)
+        settle_checkpointing(self)
         known = self._WORK | self._FREE | self._REFUSED.keys()
         inherited = inherited_problems(self, self._INHERITED, known)
         return found.join(inherited).join(environment_problems(self.report_to))

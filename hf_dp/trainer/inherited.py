@@ -232,6 +232,16 @@ ENVIRONMENT: Mapping[str, Refusal] = {
 _UPLOADS_IF_UNSET = {"CLEARML_LOG_MODEL": "true"}  # the callback's own default
 
 
+def settle_checkpointing(args: TrainingArguments) -> None:
+    """Say in the options of checkpointing that it is not reentrant, unless they say what it is.
+    transformers leaves it to torch as soon as there are options, and torch's default is True."""
+    for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
+        value = getattr(args, name, None)
+        if given := _as_dict(value):
+            said = {"use_reentrant": False, **given}
+            setattr(args, name, json.dumps(said) if isinstance(value, str) else said)
+
+
 def unknown_fields(
     arguments_class: type[TrainingArguments] = TrainingArguments, known: Iterable[str] = ()
 ) -> list[Field[object]]:

@@ -261,6 +261,16 @@ def test_accepted(changes, output_dir):
     assert args.is_private
 
 
+@pytest.mark.parametrize("given", [{"early_stop": False}, '{"early_stop": "false"}', {}, None])
+def test_checkpointing_is_not_reentrant_unless_that_is_asked_for_and_refused(given, output_dir):
+    expected = {"use_reentrant": False, "early_stop": False} if given else given
+    args = make(output_dir, gradient_checkpointing_kwargs=given)
+    assert args.gradient_checkpointing_kwargs == expected
+    args.gradient_checkpointing_kwargs = {"early_stop": False}  # as in a script, later on
+    own = DPTrainingArguments.own_copy(args)
+    assert own.gradient_checkpointing_kwargs == {"use_reentrant": False, "early_stop": False}
+
+
 def test_defaults(output_dir):
     args = make(output_dir)
     given = {"noise_multiplier": 1.0, "expected_batch_size": 4, "accountant": "pld"}
