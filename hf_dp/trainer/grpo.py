@@ -605,7 +605,7 @@ class DPGRPOTrainer(trl.PreparedByTRL):
             "processing_class": processing_class,
             "quantization_config": quantization_config,
         }
-        trainer_arguments.setdefault("compute_metrics", reward_metrics)
+        trl.report_metrics(reward_metrics, trainer_arguments, args)
         self._rewards = Rewards(functions, getattr(args, "reward_weights", None))
         with_text = with_prompts_as_text(train_dataset, "train")
         refuse_rows_in_rewards(self._rewards, train_dataset)
@@ -817,6 +817,6 @@ def refuse_rows_in_rewards(rewards: Rewards, train_dataset: object) -> None:
 def reward_metrics(prediction: EvalPrediction) -> dict[str, float]:
     """Return what TRL logs of an evaluation: the mean reward, and its standard deviation within a
     prompt, on average."""
-    rewards = np.asarray(prediction.predictions)
+    rewards = trl.predictions_of(prediction)
     spread = np.nanstd(rewards, axis=1, ddof=min(1, rewards.shape[1] - 1))
     return {"reward": float(np.nanmean(rewards)), "reward_std": float(np.nanmean(spread))}

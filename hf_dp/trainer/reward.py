@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from datasets import Dataset
 from peft import PeftConfig
@@ -110,7 +109,7 @@ class DPRewardTrainer(trl.TrainedOnPairs):
             "processing_class": processing_class,
             "quantization_config": quantization_config,
         }
-        trainer_arguments.setdefault("compute_metrics", reward_metrics)
+        trl.report_metrics(reward_metrics, trainer_arguments, args)
         super().__init__(
             args, train_dataset, eval_dataset, of_trl, peft_config, **trainer_arguments
         )
@@ -158,7 +157,7 @@ class DPRewardTrainer(trl.TrainedOnPairs):
 def reward_metrics(prediction: EvalPrediction) -> dict[str, float]:
     """Return what TRL logs of an evaluation: the share of pairs whose chosen text has the larger
     reward, by how much on average, and the least, mean and largest reward."""
-    rewards = np.asarray(prediction.predictions)
+    rewards = trl.predictions_of(prediction)
     margins = rewards[:, 0] - rewards[:, 1]
     return {
         "accuracy": float((margins > 0).mean()),

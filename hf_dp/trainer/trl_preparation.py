@@ -11,11 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias
 
+import numpy as np
 import torch
 from datasets import Dataset
 from peft import PeftConfig
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase, Trainer
+from transformers import EvalPrediction, PreTrainedTokenizerBase, Trainer
 from transformers.trainer_utils import PredictionOutput
 
 try:
@@ -36,7 +37,7 @@ except ImportError as missing:
 
 from hf_dp._validate import invalid
 from hf_dp.batches.structure import Batch, Row
-from hf_dp.errors import DataError, HfDpError
+from hf_dp.errors import DataError, HfDpError, UnsupportedArgumentError
 from hf_dp.losses import IGNORED_LABEL
 from hf_dp.overlap import TrainingRows
 from hf_dp.run.checks import check_train_dataset
@@ -324,6 +325,26 @@ class TrainedOnPairs(PreparedByTRL):
         """Return synthetic texts in twos of other lengths, as token ids."""
         made = [example["input_ids"][0].tolist() for example in synthetic_examples(self.model)]
         return list(zip(made, made[1:] + made[:1], strict=True))
+
+
+def report_metrics(
+    metrics: Callable[[EvalPrediction], dict[str, float]], others: dict[str, Any], args: object
+) -> None:
+    """Let an evaluation report these metrics, of all its rows, where keywords have no others.
+
+    Raises: UnsupportedArgumentError for metrics that would be computed batch by batch.
+    """
+    if "compute_metrics" not in others and getattr(args, "batch_eval_metrics", False):
+        expected = "to be False without `compute_metrics`"
+        why = "What is reported by default needs all rows. Remove it, or pass compute_metrics."
+        raise invalid("batch_eval_metrics", True, expected, why, UnsupportedArgumentError)
+    others.setdefault("compute_metrics", metrics)
+
+
+def predictions_of(prediction: EvalPrediction) -> np.ndarray:
+    """Return the predictions of all rows, which may come in batches (eval_do_concat_batches)."""
+    found: Any = prediction.predictions
+    return np.concatenate(found) if isinstance(found, list) else np.asarray(found)
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -492,8 +492,9 @@ def test_a_private_run_names_its_unit_and_shows_no_completion(made, lora, tmp_pa
 
 def test_several_sets_are_evaluated_on_and_the_best_model_has_the_largest_reward(tmp_path):
     tested = trainer(
-        tmp_path, eval_dataset=prompts(2, 50), load_best_model_at_end=True, eval_strategy="steps",
-        eval_steps=1, save_strategy="steps", save_steps=1,
+        tmp_path, eval_dataset=prompts(6, 50), load_best_model_at_end=True, eval_strategy="steps",
+        eval_steps=1, save_strategy="steps", save_steps=1, per_device_eval_batch_size=4,
+        eval_do_concat_batches=False,
     )  # fmt: skip
     tested.train()
     rewards = [each["eval_reward"] for each in tested.state.log_history if "eval_reward" in each]
@@ -622,6 +623,8 @@ def test_what_cannot_be_trained_by_rewards_is_refused(tmp_path):
             trainer(tmp_path, reward)
     with pytest.raises(UnsupportedArgumentError, match="`tools` to be left out"):
         trainer(tmp_path, tools=[print])
+    with pytest.raises(UnsupportedArgumentError, match="`batch_eval_metrics` to be False without"):
+        trainer(tmp_path, batch_eval_metrics=True)
     with pytest.raises(UnsupportedArgumentError, match="does not choose what trains"):
         trainer(tmp_path, peft_config=FrostConfig(selection_noise_multiplier=2.0))
     with pytest.raises(DataError, match="the column 'prompt'.*Rename"):

@@ -14,7 +14,7 @@ from preferences import pairs, talks
 from trl import RewardConfig, RewardTrainer
 
 from hf_dp.clipping import ClippingEngine
-from hf_dp.errors import DataError, InvalidArgumentError, SelfCheckError
+from hf_dp.errors import DataError, InvalidArgumentError, SelfCheckError, UnsupportedArgumentError
 from hf_dp.trainer.reward import DPRewardConfig, DPRewardTrainer
 
 PLACES = [0, 3, 5, 10, 11]
@@ -131,6 +131,27 @@ def test_a_private_run_is_proven(made, lora, tmp_path):
     assert found.predictions.shape == (4, 2) and found.label_ids.tolist() == [0] * 4
     right = float((found.predictions[:, 0] > found.predictions[:, 1]).mean())
     assert found.metrics["test_accuracy"] == right
+
+
+def test_an_evaluation_in_batches_reports_the_same(tmp_path):
+    whole, parts = (
+        trainer(tmp_path / f"{together}", eval_do_concat_batches=together, per_device_eval_batch_size=2)
+        .evaluate(with_margins(5, 50))
+        for together in (True, False)
+    )  # fmt: skip
+    names = {"accuracy", "margin", "min_reward", "mean_reward", "max_reward"}
+    assert names == {name.removeprefix("eval_") for name in whole} & names
+    assert [parts[f"eval_{name}"] for name in names] == [whole[f"eval_{name}"] for name in names]
+    with pytest.raises(UnsupportedArgumentError, match="`batch_eval_metrics` to be False without"):
+        trainer(tmp_path, batch_eval_metrics=True)
+    own = {
+        "compute_metrics": lambda prediction, compute_result: (
+            {"pairs": 1.0} if compute_result else {}
+        )
+    }
+    given = {"train_dataset": with_margins(), "processing_class": tokenizer(), **own}
+    tested = DPRewardTrainer(judge(), arguments(tmp_path, batch_eval_metrics=True), **given)
+    assert tested.evaluate(with_margins(5, 50))["eval_pairs"] == 1.0
 
 
 def test_what_cannot_be_a_reward_model_is_refused(tmp_path):
