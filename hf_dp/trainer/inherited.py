@@ -18,8 +18,8 @@ from dataclasses import Field, dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
 
-from transformers import TrainingArguments
-from transformers.integrations import get_available_reporting_integrations
+from transformers import TrainerCallback, TrainingArguments
+from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
 from hf_dp._arguments import Problems
 from hf_dp._dataclasses import default_of
@@ -80,7 +80,7 @@ def _as_dict(value: object) -> Mapping[str, object]:
 
 
 # The trackers that send what is logged, and the variables by which each may send more. These are
-# checked only when `report_to` names the tracker.
+# checked only when `report_to` names the tracker, or when it is among the callbacks.
 TRACKERS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("tensorboard", "trackio", "azure_ml", "kubeflow", "neptune"), ()),
     "wandb": ("WANDB_WATCH", "WANDB_LOG_MODEL"),
@@ -280,3 +280,14 @@ def environment_problems(report_to: str | Iterable[str] | None) -> Problems:
         if f"${name}" in values and name not in unread:
             refusal.note(f"${name}", found)
     return found
+
+
+def tracker_problems(callbacks: Iterable[TrainerCallback]) -> Problems:
+    """Return the problems with trackers that are callbacks, of whatever origin: those that a
+    trainer was given are as if `report_to` named them."""
+    given = list(callbacks)
+    kinds = INTEGRATION_TO_CALLBACK.items()
+    names = [name for name, kind in kinds if any(isinstance(each, kind) for each in given)]
+    found = Problems({"callbacks": names})
+    REFUSED["report_to"].note("callbacks", found)
+    return found.join(environment_problems(names))

@@ -40,6 +40,7 @@ from hf_dp.streams.reading import NEEDED, Stream, check_for_stream
 from hf_dp.trainer import publishing
 from hf_dp.trainer.arguments import DPTrainingArguments, options_of
 from hf_dp.trainer.given import Given, Rows
+from hf_dp.trainer.inherited import tracker_problems
 from hf_dp.trainer.launch import without_ddp
 from hf_dp.trainer.plain import Prepared, Training, loaded
 from hf_dp.trainer.privacy_arguments import plan_of
@@ -99,6 +100,7 @@ class PrivateTraining(Training):
 
     def attach(self, trainer: Publishing) -> None:
         self._trainer, args = trainer, self.args
+        self._refuse_trackers()
         # The engine's own forward is compiled; accelerate would compile around the engine.
         trainer.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
         on_training_rows = [EVALUATION_ON_TRAINING_ROWS] * args.evaluate_on_training_rows
@@ -215,6 +217,7 @@ class PrivateTraining(Training):
         self, resume_from_checkpoint: str | bool | None, stock: Callable[..., TrainOutput]
     ) -> TrainOutput:
         trainer, run = self._trainer, self.sync()
+        self._refuse_trackers()
         checkpoint = trainer._checkpoint_of(resume_from_checkpoint)
         for each in self.features:
             each.call(checkpoint, self.seen())
@@ -281,6 +284,11 @@ class PrivateTraining(Training):
         self._refuse_teachers()
         with self._trainer.silent():  # rows are looked over
             return self.mechanism.loader()
+
+    def _refuse_trackers(self) -> None:
+        """Raise UnsupportedArgumentError for trackers that `report_to` may not name, whoever added
+        them, and for what the environment lets them send."""
+        tracker_problems(self._trainer.callback_handler.callbacks).raise_all()
 
     def _refuse_teachers(self) -> None:
         """Raise UnsupportedArgumentError for another model that a loss of the user's own may read,

@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers import TrainingArguments
+import tiny
+from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import integration_utils
 from transformers.training_args import OptimizerNames
 
@@ -120,6 +121,26 @@ def test_environment(variable, bad, good, monkeypatch):
         assert environment_problems(["tensorboard"]) == {}
     monkeypatch.setenv(variable, good)
     assert environment_problems(report_to) == {}
+
+
+def tracker(name: str) -> TrainerCallback:
+    """A user's own kind of a tracker, of a service that is not installed."""
+    theirs = integration_utils.INTEGRATION_TO_CALLBACK[name]
+    return type("Mine", (theirs,), {"__init__": TrainerCallback.__init__})()
+
+
+def test_trackers_among_callbacks_are_as_if_report_to_named_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_WATCH", "gradients")
+    tiny.trainer(tmp_path, given={"callbacks": [tracker("tensorboard")]}, report_to="none")
+    for name, said in (("wandb", "WANDB_WATCH.*gradients"), ("flyte", "`callbacks` to be among")):
+        with pytest.raises(UnsupportedArgumentError, match=said):
+            tiny.trainer(tmp_path, given={"callbacks": [tracker(name)]}, report_to="none")
+    late = tiny.trainer(tmp_path, report_to="none")
+    late.add_callback(tracker("dagshub"))
+    monkeypatch.setenv("HF_MLFLOW_LOG_ARTIFACTS", "1")
+    with pytest.raises(UnsupportedArgumentError, match="HF_MLFLOW_LOG_ARTIFACTS"):
+        late.train()
+    assert late.ledger.steps() == 0
 
 
 source_of = functools.cache(inspect.getsource)
