@@ -261,6 +261,14 @@ def write_card(
         book.save(folder, statement, _beside(text, details, file_digests(Path(folder))))
 
 
+def restate(folder: Path, statement: PrivacyStatement, book: RunLedger) -> None:
+    """Let the card and ``privacy.json`` of a checkpoint state what its run does now. What else the
+    card says stays. Raises: as :func:`write_card`."""
+    card = read(folder).card
+    details = CardDetails(model_name=folder.name) if card is None else CardDetails.from_dict(card)
+    write_card(folder, statement, details, book)
+
+
 def _beside(card: str, details: CardDetails, files: Mapping[str, str]) -> Beside:
     section = digest_of_text(privacy_head(card) or "")
     return Beside(card=details.to_dict(), privacy_section=section, files=files)

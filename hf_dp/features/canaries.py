@@ -36,6 +36,7 @@ from hf_dp.plans.samplers import Draws
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.run.synthetic import made_up_rows, synthetic_examples
 from hf_dp.statement.audited import DIRECTIONS, GRADIENTS, LOSSES, AuditResult
+from hf_dp.statement.facts import Flags
 from hf_dp.statement.statement import REFUTED_BY_AUDIT
 from hf_dp.tuners.base import Tuner
 
@@ -98,6 +99,7 @@ class Canaries(Inside):
                 UnsupportedArgumentError,
             )
         super().enter(run, tuner)
+        self._tuner = tuner
         self.first = run.plan.num_examples - self.count
         secret = run.randomness.random_bytes
         self._random = np.random.default_rng(np.frombuffer(secret(32), np.uint32))
@@ -207,21 +209,25 @@ class Canaries(Inside):
     # -- what is concluded --
 
     def conclude(self) -> None:
-        """Guess which canaries took part, and keep what follows for the statement."""
+        """Guess which canaries took part, and keep what follows for the statement. A run that its
+        audit refutes is so for good: its ledger notes it."""
         if self._before is not None:
             self._likelihood = self._before - self._losses()
         if self.count > 1:  # one alone tells nothing; of many runs with one each, tests guess
-            claim, delta = self.run.epsilon().value, self.run.plan.delta
-            self.run.audit = guess(self.scores, self._likelihood, self._in, claim, delta)
+            run = self.run
+            claim, delta = run.epsilon().value, run.plan.delta
+            run.audit = guess(self.scores, self._likelihood, self._in, claim, delta)
+            statement = run.statement(self._tuner.describe(run.model))
+            run.book.weaken(Flags(refuted=statement.accountant_note == REFUTED_BY_AUDIT))
 
     def end(self, seen: Seen) -> None:
         """Raise AuditError for a statement that its own audit refutes."""
-        statement = seen.statement()
-        if statement.accountant_note == REFUTED_BY_AUDIT:
+        if seen.book.weaknesses.refuted:
             raise AuditError(
-                f"The run is not as private as it claims: {statement.status_reason}. Do not "
-                "publish this model. Look at what draws, clips and noises (a subclass, a callback, "
-                "an optimizer); if you changed nothing there, please report it, with privacy.json."
+                f"The run is not as private as it claims: {seen.statement().status_reason}. Do not "
+                "publish this model, nor any of its checkpoints, which now say so, too. Look at "
+                "what draws, clips and noises (a subclass, a callback, an optimizer); if you "
+                "changed nothing there, please report it, with privacy.json."
             )
 
     def _gradient(self, canary: int) -> dict[str, Tensor]:

@@ -81,9 +81,14 @@ class AuditResult:
         by_epsilon = p_value(*counts, epsilon, self.delta) <= level
         if not by_epsilon and not refutes_curve(*counts, _curve(tuple(events), accountant), level):
             return ""
-        what = f"epsilon {epsilon:.3f}" if by_epsilon else "the trade-off that the ledger gives"
+        return self.told(
+            f"epsilon {epsilon:.3f}" if by_epsilon else "the trade-off that the ledger gives"
+        )
+
+    def told(self, claim: str) -> str:
+        """Say how the guesses refute a claim, which is given in words."""
         return (
-            f"an audit told {self.correct} of {self.guesses} canaries right, which under {what} "
+            f"an audit told {self.correct} of {self.guesses} canaries right, which under {claim} "
             f"happens with a probability below {1 - REFUTED:.1g}"
         )
 

@@ -79,6 +79,9 @@ class Evidence(Beside):
     @property
     def refuted(self) -> bool:
         """Whether an audit of this run refuted what its ledger gives."""
+        if self.weaknesses.refuted:
+            return True
+        # As it was written before such a run was weakened.
         audited = self.facts is not None and self.facts.audit is not None
         return audited and self.status == NOT_PRIVATE
 

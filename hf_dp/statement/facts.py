@@ -48,8 +48,8 @@ class Flags(Kept):
         public_teacher: whether losses read another model, which the user states to be public.
         observers: names of code that is not hf_dp's and saw what was not noised. No epsilon is
             established for such a run.
-        refuted: of an earlier run, whether an audit refuted what its ledger gives. No epsilon holds
-            for what comes after it.
+        refuted: whether an audit refuted what the ledger gives. No epsilon holds for the run, its
+            checkpoints among it, nor for what comes after it.
         conditions: of an earlier run, what its epsilon rests on that no record shows.
 
     Raises: InvalidArgumentError for a value of another type.

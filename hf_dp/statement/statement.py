@@ -95,7 +95,8 @@ class PrivacyStatement:
             return stated(status, reasons, None, plan.accountant, note, rows)
 
         if reason := why_not_private(ledger, facts):
-            return unclaimed(wording.NOT_PRIVATE, (reason,), "not computed: the run is not private")
+            note = REFUTED_BY_AUDIT if facts.refuted else "not computed: the run is not private"
+            return unclaimed(wording.NOT_PRIVATE, (reason,), note)
         if seen := observed(facts):
             note = "not computed: not only hf_dp saw what was not noised"
             return unclaimed(wording.NOT_ESTABLISHED, seen, note)
@@ -321,6 +322,10 @@ def why_not_private(ledger: Ledger, facts: Weaknesses) -> str:
             )
         if run.refuted:
             return f"an audit refuted what the ledger gives for {run.name} on the same rows"
+    if facts.refuted:
+        audit = facts.audit if isinstance(facts, RunFacts) else None
+        what = "what the ledger gives"
+        return f"an audit refuted {what}" if audit is None else audit.told(what)
     noiseless = sum(event.steps for event in ledger.events if compose(event).noiseless)
     return f"{noiseless} of {ledger.steps()} steps ran without noise" if noiseless else ""
 

@@ -19,7 +19,7 @@ from transformers.trainer_utils import TrainOutput
 
 from hf_dp._validate import invalid
 from hf_dp.batches.structure import DataSet
-from hf_dp.cards.verify import write_card
+from hf_dp.cards.verify import restate, write_card
 from hf_dp.clipping.rounding import accumulation_dtype, squared_norms
 from hf_dp.distributed.processes import others_present
 from hf_dp.errors import UnsupportedArgumentError
@@ -33,7 +33,7 @@ from hf_dp.run.checks import check_optimizer
 from hf_dp.run.clock import TRAINING as TRAINING_TIME
 from hf_dp.run.physical_size import named_memory_errors
 from hf_dp.run.private_run import PrivateRun
-from hf_dp.run.witnesses import refuse_foreign
+from hf_dp.run.witnesses import checkpoints, refuse_foreign
 from hf_dp.statement.facts import EVALUATION_ON_TRAINING_ROWS, Flags
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.streams.reading import NEEDED, Stream, check_for_stream
@@ -250,6 +250,9 @@ class PrivateTraining(Training):
                     inside.conclude()
             trainer.keep_released()
             self.write_files(trainer.folder)
+            if run.book.weaknesses.refuted and trainer.is_world_process_zero():
+                for folder in checkpoints(run.folder):  # saved before it was
+                    restate(folder, self.statement(), run.book)
         for each in self.features:
             each.end(self.seen())
         if self._seen.loss is None:

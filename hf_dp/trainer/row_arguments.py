@@ -259,4 +259,12 @@ class AuditArguments(ArgumentGroup):
         Need("audit_canaries", "privacy_mode", (DP_SGD,), "Its canaries join noised sums."),
         Need("audit_canaries", "privacy_unit", (EXAMPLE,), "A canary is one row."),
         Need("audit_canaries", "release", ([],), "No epsilon covers it. Remove one of the two."),
+        Need(
+            "hub_strategy",
+            "audit_canaries",
+            (None,),
+            "Checkpoints would be on the Hub before the audit, at the end, may refute their claim. "
+            "Call trainer.push_to_hub() after it.",
+            UnsupportedArgumentError,
+        ),
     )

@@ -256,6 +256,8 @@ def test_what_an_earlier_run_did_is_said() -> None:
     refuted = after(dataclasses.replace(SAFE, refuted=True))
     assert (refuted.status, refuted.epsilon) == ("not_private", None)
     assert "an audit refuted what the ledger gives for the earlier run aaaa" in refuted.sentence()
+    own = statement_of(SGD, refuted=True)  # whatever became of the audit
+    assert (own.status, own.epsilon) == ("not_private", None)
     unknown = after(dataclasses.replace(SAFE, unit=NONE))  # a mechanism for which no bound is known
     assert (unknown.status, unknown.epsilon) == ("not_established", None)
     assert "no bound is known for the earlier run aaaaaaaa" in unknown.sentence()

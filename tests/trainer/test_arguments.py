@@ -191,6 +191,7 @@ REFUSALS: list[tuple[str, Any, str, dict[str, Any]]] = [
     ("report_to", "codecarbon", "to be among .*got 'codecarbon'", {}),
     ("hub_strategy", "checkpoint", "to be 'end' or 'every_save'", {}),
     ("hub_strategy", "all_checkpoints", "hub_strategy='end'", {}),
+    ("hub_strategy", "every_save", "to be left at 'end' with audit_canaries=9", {"audit_canaries": 9}),
     *[
         ("accelerator_config", {name: value}, "to keep split_batches=False.*Remove them", {})
         for name, value in {

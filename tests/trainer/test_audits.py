@@ -15,14 +15,17 @@ from statements import rewrite
 from transformers import set_seed
 from users import flat
 
+from hf_dp.cards.verify import verify
 from hf_dp.cli.main import main
-from hf_dp.errors import AuditError, DataError, UnsupportedArgumentError
+from hf_dp.errors import AuditError, DataError, LedgerError, UnsupportedArgumentError
 from hf_dp.features import canaries as canary_rows
 from hf_dp.features.canaries import Canaries
 from hf_dp.plans.samplers import PoissonSampler
+from hf_dp.publishing.publication import Publication
+from hf_dp.run.ledger_file import read_own
 from hf_dp.statement import audited
 from hf_dp.statement.audited import AuditResult
-from hf_dp.statement.evidence import disagreements, read
+from hf_dp.statement.evidence import disagreements, earlier_runs, read, write
 from hf_dp.tuners.rgp import RgpConfig
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -225,7 +228,14 @@ def test_planted_far_too_little_noise_is_an_error_and_the_card_claims_nothing(
 ):
     faults.noise_times(0.02)(monkeypatch)
     many = {"audit_canaries": 200, "expected_batch_size": 60, "noise_multiplier": 4.0}
-    made = trainer(tmp_path, max_steps=15, **many)
+    made = trainer(tmp_path, max_steps=15, save_strategy="steps", save_steps=15, **many)
+    before, conclude = [], Canaries.conclude
+
+    def note(audit):
+        before.append(read(tmp_path / "checkpoint-15"))
+        conclude(audit)
+
+    monkeypatch.setattr(Canaries, "conclude", note)
     with pytest.raises(AuditError, match="not as private as it claims.*privacy.json"):
         made.train()
     made.save_model()
@@ -234,6 +244,16 @@ def test_planted_far_too_little_noise_is_an_error_and_the_card_claims_nothing(
     assert "an audit told" in (tmp_path / "README.md").read_text()
     record = read(tmp_path)
     assert record.statement["status"] == "not_private" and not disagreements(record)
+    # For good, and for the checkpoints, too: one of them has the same weights.
+    assert read_own(tmp_path).weaknesses.refuted and earlier_runs(record)[-1].refuted
+    assert before[0].status == "proven" and "refuted=True" in before[0].lacks(record)
+    with pytest.raises(LedgerError, match="would under-report"):
+        write(tmp_path, before[0])
+    checkpoint = tmp_path / "checkpoint-15"
+    assert read(checkpoint).refuted and verify(checkpoint).outcome == "ok"
+    assert "This run is NOT private: an audit told" in (checkpoint / "README.md").read_text()
+    (refusal,) = Publication.of(checkpoint).refusals
+    assert refusal.startswith("This run is NOT private")
 
 
 def test_planted_rows_drawn_too_often_are_an_error(tmp_path, monkeypatch):
