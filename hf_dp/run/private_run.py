@@ -181,8 +181,10 @@ class PrivateRun:
 
     @property
     def established(self) -> bool:
-        """Whether a bound on what this run releases is known."""
-        return self.plan.mechanism.established and not self.book.weaknesses.observers
+        """Whether a bound on what this run releases is known, and holds, by what decides for its
+        ``privacy.json``."""
+        known = replace(self.book.lines.evidence(), weaknesses=self.book.weaknesses)
+        return not known.no_epsilon
 
     @property
     def folder(self) -> Path:

@@ -96,6 +96,7 @@ class Evidence(Beside):
         if seen := observed(self.weaknesses):
             return "; ".join(seen)
         unknown = any(NONE in (run.unit, run.relation) for run in earlier_runs(self))
+        unknown |= not all(event.established for event in self.ledger.events)
         return "no bound is known for what ran" if unknown else ""
 
     def stating(self, statement: PrivacyStatement, beside: Beside) -> Evidence:

@@ -18,6 +18,7 @@ from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.run.checks import check_head_is_trainable
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.statement.facts import NO_EPSILON, unknown_names, withhold
+from hf_dp.statement.statement import observed, why_not_private
 from hf_dp.tuners.base import Tuner
 
 logger = logging.get_logger(__name__)
@@ -87,12 +88,17 @@ class ReleasedLogs(Trainer):
         return {n: v for n, v in logs.items() if n not in dropped} if dropped else logs
 
     def spent(self) -> dict[str, float]:
-        """Return the epsilon so far, under the name that logs have for it; nothing where code
-        that is not hf_dp's is inside the gate."""
+        """Return the epsilon so far, or the figure that a paper gives where no bound is known, by
+        the name that logs have for it; nothing where the statement would not let it stand."""
         run = self._run
-        if run is None or run.book.weaknesses.observers:
+        if run is None:
             return {}
-        return {"epsilon" if run.established else NO_EPSILON: run.epsilon().rounded_up()}
+        if run.established:
+            return {"epsilon": run.epsilon().rounded_up()}
+        known = run.book.weaknesses
+        if run.plan.mechanism.established or why_not_private(run.ledger, known) or observed(known):
+            return {}
+        return {NO_EPSILON: run.epsilon().rounded_up()}
 
     def save_state(self) -> None:
         """Save the Trainer's state, as Trainer does."""

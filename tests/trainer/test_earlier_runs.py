@@ -9,9 +9,10 @@ import tiny
 from statements import rewrite
 
 from hf_dp.accounting import EARLIER
-from hf_dp.errors import InvalidArgumentError, LedgerError
+from hf_dp.errors import InvalidArgumentError, LedgerError, UnsupportedArgumentError
 from hf_dp.plans.units import Users
 from hf_dp.run.earlier import earlier_evidence
+from hf_dp.run.gate import Observer
 from hf_dp.run.ledger_file import COPY, LEDGER
 from hf_dp.run.witnesses import read_run
 from hf_dp.statement.evidence import FILE_NAME, disagreements, earlier_runs, read
@@ -120,6 +121,28 @@ def test_an_insecure_or_released_earlier_run_weakens_the_later_one(tmp_path):
         (record,) = earlier_evidence([str(first)], 40, "example", "zero_out")
         (claim,) = earlier_runs(record)
         assert claim.released == ("training_loss",)
+
+
+class Watcher(Observer):
+    """Sees what is not noised."""
+
+
+def test_neither_logs_nor_epsilon_state_what_the_statement_does_not(tmp_path):
+    """In a run that nothing is claimed for, and in one after it."""
+    watched, seeded = tmp_path / "watched", tmp_path / "seeded"
+    first = after(watched, max_steps=1)
+    first.run.let_inside(Watcher())
+    runs = [
+        tiny.trained(first),
+        trained(tmp_path / "after watched", watched, max_steps=1),
+        trained(seeded, max_steps=1, insecure_seed=1),
+        trained(tmp_path / "after seeded", seeded, max_steps=1),
+    ]
+    for each in runs:
+        assert each.privacy_statement().epsilon is None
+        assert not any("epsilon" in name for entry in each.state.log_history for name in entry)
+        with pytest.raises(UnsupportedArgumentError, match="No epsilon is established"):
+            each.epsilon()
 
 
 def test_an_earlier_run_whose_ledger_went_back_is_refused(run, tmp_path):
