@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import EarlyStoppingCallback
 from transformers import TrainerControl as Control
 from transformers import TrainerState as State
+from transformers.optimization import GreedyLR
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
@@ -109,7 +111,9 @@ class ModelSelection(Feature):
         args = self.args
         selects = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST
         early = any(isinstance(each, EarlyStoppingCallback) for each in seen.callbacks)
+        # Those that Trainer tells of metrics. None was made yet where the argument alone says it.
         steered = args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
+        steered |= isinstance(seen.schedule, (ReduceLROnPlateau, GreedyLR))
         seen.book.weaken(Flags(model_selection=bool(selects or early or steered)))
 
 

@@ -38,7 +38,7 @@ class Seen:
         tuner: what trains.
         callbacks: of the trainer, features among them.
         state: the trainer's. card: what the user said of the card.
-        optimizer: of the trainer; before training the one that the user gave, or None.
+        optimizer, schedule: of the trainer; before training those that the user gave, or None.
         pretraining_sources: public data that the model was pretrained on, as far as it names them.
         trained: how many numbers train, once it is decided.
         noise_norm: as :attr:`hf_dp.mechanisms.Mechanism.noise_norm`, after the last step.
@@ -57,6 +57,7 @@ class Seen:
     state: TrainerState
     card: Mapping[str, Any]
     optimizer: Optimizer | None = None
+    schedule: object = None
     pretraining_sources: Sequence[str] = ()
     trained: int = 0
     noise_norm: float | None = None

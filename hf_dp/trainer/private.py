@@ -172,6 +172,7 @@ class PrivateTraining(Training):
         """Return what a feature outside the gate sees at present."""
         seen, trainer = self._seen, self._trainer
         seen.state, seen.card, seen.optimizer = trainer.state, trainer.card, trainer.optimizer
+        seen.schedule = trainer.lr_scheduler
         seen.noise_norm, seen.noised = self.mechanism.noise_norm, self.mechanism.noised
         return seen
 

@@ -10,6 +10,7 @@ import torch
 from models import DEVICES
 from peft import LoraConfig, PeftModel
 from tiny import Recorder
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import AutoModelForSequenceClassification, EarlyStoppingCallback
 
 from hf_dp.accounting import EARLIER, epsilon
@@ -200,6 +201,26 @@ def test_learning_rates_that_follow_evaluation_are_stated(tmp_path):
     options = {"lr_scheduler_type": "reduce_lr_on_plateau", "max_steps": 2, **EVALUATING}
     statement = tiny.trained(tiny.trainer(tmp_path, **options)).privacy_statement()
     assert statement.facts.model_selection
+
+
+class Steered(DPTrainer):
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        """Make one of its own."""
+        self.lr_scheduler = ReduceLROnPlateau(self.optimizer)
+        return self.lr_scheduler
+
+
+@pytest.mark.parametrize("cls", [tiny.DPTrainer, Steered])
+def test_learning_rates_that_a_schedule_of_ones_own_lets_follow_are_stated(cls, tmp_path):
+    model = tiny.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mine = (optimizer, ReduceLROnPlateau(optimizer) if cls is tiny.DPTrainer else None)
+    given = {"model": model, "optimizers": mine}
+    options = {"metric_for_best_model": "loss", "max_steps": 2, **EVALUATING}
+    made = tiny.trained(tiny.trainer(tmp_path, cls=cls, given=given, **options))
+    assert made.privacy_statement().facts.model_selection
+    first, *_ = (tmp_path / "ledger.jsonl").read_text().splitlines()
+    assert json.loads(first)["weaknesses"]["model_selection"]  # before the first step
 
 
 def test_steps_follow_from_epochs_and_the_callers_arguments_are_untouched(tmp_path):
