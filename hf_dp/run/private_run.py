@@ -31,7 +31,13 @@ from hf_dp.clipping import ClippingEngine, refuse_coupling
 from hf_dp.clipping.sharding import is_sharded
 from hf_dp.distributed.draws import SharedDraws
 from hf_dp.distributed.processes import Processes, others_present
-from hf_dp.errors import ConfigError, DataError, LedgerError, UnsupportedArgumentError
+from hf_dp.errors import (
+    ConfigError,
+    DataError,
+    LedgerError,
+    UnsupportedArgumentError,
+    UnsupportedModelError,
+)
 from hf_dp.losses import each_row_read_as_alone, per_example_loss
 from hf_dp.noise import SecretRandomness
 from hf_dp.overlap import TrainingRows, TrainingUsers
@@ -268,8 +274,12 @@ class PrivateRun:
         self._drawn_in = None
         refuse_coupling(self.model)
         checks.refuse_named_adapters(self.model)
-        if not self.options.adapter_init_data_is_public:
+        try:
             checks.refuse_data_in_adapters(self.model, self.selections)
+        except UnsupportedModelError:
+            if not self.options.adapter_init_data_is_public:
+                raise
+            self.book.weaken(Flags(public_adapter=True))
         self.other.refuse()
         checks.check_launch(self.processes, self.accelerator)
         self._of_rows(self.plan.sampler())  # refuses a plan that does not fit a stream

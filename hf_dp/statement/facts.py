@@ -46,6 +46,8 @@ class Flags(Kept):
             of :data:`OTHER_TRAINING`; None where there was none beside the runs that count.
         experts: whether the model chooses among experts, which rounding may decide.
         public_teacher: whether losses read another model, which the user states to be public.
+        public_adapter: whether an adapter's initial weights, or what trains of it, came from data
+            that the user states to be public.
         observers: names of code that is not hf_dp's and saw what was not noised. No epsilon is
             established for such a run.
         refuted: whether an audit refuted what the ledger gives. No epsilon holds for the run, its
@@ -64,13 +66,14 @@ class Flags(Kept):
     observers: tuple[str, ...] = ()
     experts: bool = unless_asked(False)
     public_teacher: bool = unless_asked(False)
+    public_adapter: bool = unless_asked(False)
     refuted: bool = unless_asked(False)
     conditions: tuple[str, ...] = unless_asked(())
 
     def __post_init__(self) -> None:
         for name in (
             *("insecure_seed", "model_selection", "rows_are_chunks", "evaluation_compared"),
-            *("experts", "public_teacher", "refuted"),
+            *("experts", "public_teacher", "public_adapter", "refuted"),
         ):
             if not isinstance(getattr(self, name), bool):
                 raise _validate.invalid(name, getattr(self, name), "to be True or False")
@@ -99,6 +102,7 @@ class Flags(Kept):
             observers=(*self.observers, *other.observers),
             experts=self.experts or other.experts,
             public_teacher=self.public_teacher or other.public_teacher,
+            public_adapter=self.public_adapter or other.public_adapter,
             refuted=self.refuted or other.refuted,
             conditions=(*self.conditions, *other.conditions),
         )

@@ -221,6 +221,12 @@ def not_covered(facts: RunFacts, plan: PrivacyPlan) -> Iterator[str]:
             "what another model was trained on whose outputs are in the losses, such as a teacher: "
             "the user states that it is public. If it saw the training set, this epsilon is wrong"
         )
+    if any(run.public_adapter for run in facts.everywhere):
+        yield (
+            "the data from which an adapter's initial weights, or its selection of what trains, "
+            "were computed: the user states that it is public. If it was the training set, this "
+            "epsilon is wrong"
+        )
     yield plan.words.tuning
     yield from dict.fromkeys(
         (*plan.words.conditions, *(each for run in facts.earlier for each in run.conditions))

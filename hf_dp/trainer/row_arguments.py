@@ -201,7 +201,7 @@ class RowArguments(ArgumentGroup):
     adapter_init_data_is_public: bool = argument(
         False,
         "Whether an adapter's initial weights (EVA, CorDA, LoRA-GA), or another run's selection "
-        "(FROST), were computed from public data. Otherwise it is refused.",
+        "(FROST), were computed from public data. Otherwise it is refused. The card says so.",
     )
     teacher_is_public: bool = argument(
         False,

@@ -20,6 +20,7 @@ from hf_dp.errors import (
     UnsupportedArgumentError,
     UnsupportedModelError,
 )
+from hf_dp.statement.evidence import read
 from hf_dp.tuners.base import ConfiguredTuner
 from hf_dp.tuners.frost.magnitude import MagnitudeEngine, representable, sensitivity
 from hf_dp.tuners.frost.select import partitions
@@ -134,14 +135,18 @@ def test_a_selection_of_another_run_is_refused_inside_the_model(chose, tmp_path)
     options = {"max_steps": 1, "adapter_init_data_is_public": True}
     public = tiny.trained(run(tmp_path / "public", None, {"model": model}, **options))
     assert public.ledger.steps("selection") == 0
+    assert read(tmp_path / "public").weaknesses.public_adapter
+    said = "an adapter's initial weights, or its selection of what trains, were computed: the user"
+    assert any(said in line for line in public.privacy_statement().not_covered)
     # What only evaluates may hold it, and its training may go on where the first run is counted.
     model = get_peft_model(tiny.model(), copy.deepcopy(config))
     assert run(tmp_path / "look", None, {"model": model, "train_dataset": None}).evaluate()
     saved = PeftModel.from_pretrained(tiny.model(), first, is_trainable=True)
-    counting = {"earlier_runs": [str(first)], "max_steps": 1}
+    counting = {"earlier_runs": [str(first)], "max_steps": 1, "adapter_init_data_is_public": True}
     again = tiny.trained(run(tmp_path / "again", None, {"model": saved}, **counting))
     assert {entry.purpose for entry in again.ledger.entries} == {"earlier run", "training"}
     assert again.ledger.steps("earlier run") == 4  # three looks and a step
+    assert not again.run.book.weaknesses.public_adapter  # it needed no such statement
 
 
 def test_a_selection_that_is_put_into_the_model_later_is_refused(chose, tmp_path):

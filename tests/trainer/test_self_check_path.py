@@ -25,6 +25,7 @@ from hf_dp.batches.padding import Padding
 from hf_dp.errors import DataError, SelfCheckError, UnsupportedLossError, UnsupportedModelError
 from hf_dp.run import checks
 from hf_dp.run.synthetic import made_up_rows
+from hf_dp.statement.evidence import earlier_runs, read
 from hf_dp.trainer.trainer import DPTrainer
 
 THROUGH_THE_COLLATOR = [
@@ -193,7 +194,10 @@ def test_an_adapter_that_may_come_from_data_is_refused_unless_said_to_be_public(
     message = f"init_lora_weights='{init}'.*adapter_init_data_is_public=True"
     with pytest.raises(UnsupportedModelError, match=message):
         tiny.trainer(tmp_path / "a", given={"model": model})
-    tiny.trainer(tmp_path / "b", given={"model": model}, adapter_init_data_is_public=True)
+    options = {"adapter_init_data_is_public": True, "max_steps": 1}
+    made = tiny.trained(tiny.trainer(tmp_path / "b", given={"model": model}, **options))
+    (claim,) = earlier_runs(read(tmp_path / "b"))  # which a later run names, too
+    assert claim.public_adapter and made.privacy_statement().facts.public_adapter
 
 
 @pytest.mark.parametrize(
