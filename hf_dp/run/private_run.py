@@ -66,6 +66,8 @@ from hf_dp.streams.reading import OF_SHARDS, Reading, Stream, check_for_stream, 
 
 logger = logging.get_logger(__name__)
 
+_RESUMED = "; and, after a resume, "
+
 PerExampleLoss = Callable[[nn.Module, Batch], Tensor]
 
 
@@ -98,6 +100,7 @@ class PrivateRun:
         inside: who sees what is not noised. audit: what an audit among them found.
         selections: which this run made, and its ledger counts.
         other: what else trained the weights.
+        before: the facts of the checkpoint that the run went on from.
         reading: of rows that are sharded, what was read.
 
     Raises: LedgerError, InvalidArgumentError for ``earlier_runs`` that do not fit.
@@ -154,6 +157,7 @@ class PrivateRun:
         self.arguments: Mapping[str, object] = {}
         self.inside: list[Observer] = []
         self.audit: AuditResult | None = None
+        self.before: RunFacts | None = None
         self.selections: Sequence[object] = ()
         self._step_is_open = False
         self._drawn_for: int | None = None  # the step whose draw went through the model last
@@ -325,6 +329,10 @@ class PrivateRun:
         """Return what the ledger does not know of the run."""
         precision = self._drawn_in or self.precision()
         found = run_facts(self.device, precision, self.book.weaknesses, trained, self.audit)
+        if self.before is not None:
+            for name in ("precision", "noise_generator"):
+                said = [*getattr(self.before, name).split(_RESUMED), getattr(found, name)]
+                found = replace(found, **{name: _RESUMED.join(dict.fromkeys(said))})
         return found if self.reading is None else replace(found, sampling_generator=OF_SHARDS)
 
     def check_evaluation(self, evaluation: DataSet) -> None:

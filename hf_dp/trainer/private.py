@@ -225,6 +225,8 @@ class PrivateTraining(Training):
         trainer._evaluation.clear()  # of other weights
         if checkpoint is not None:
             trainer.card = {**publishing.given_before(checkpoint), **trainer.card}
+            if (evidence := publishing.evidence_before(checkpoint)) is not None:
+                run.before = evidence.facts
         run.arguments = {
             name: value for name, value in self.args.to_dict().items() if name not in _OF_A_PROCESS
         }

@@ -35,7 +35,7 @@ from hf_dp.publishing.publication import Publication, refuse_claims
 from hf_dp.run.gguf import gguf_file_of
 from hf_dp.run.ledger_file import LEDGER
 from hf_dp.run.witnesses import read_run, refuse_foreign
-from hf_dp.statement.evidence import FILE_NAME, read
+from hf_dp.statement.evidence import FILE_NAME, Evidence, read
 from hf_dp.statement.facts import WHEN_DRAWN
 from hf_dp.statement.statement import PrivacyStatement
 from hf_dp.tasks.infilling import LabelWordClassifier
@@ -311,9 +311,15 @@ def details_of_model(
     )
 
 
+def evidence_before(checkpoint: str) -> Evidence | None:
+    """Return the ``privacy.json`` in a checkpoint, or None in a process that does not see it."""
+    return read(checkpoint) if Path(checkpoint, FILE_NAME).exists() else None
+
+
 def given_before(checkpoint: str) -> dict[str, object]:
     """Return what the user said of the card of a run, as one of its checkpoints has it."""
-    kept = read(checkpoint).card if Path(checkpoint, FILE_NAME).exists() else None
+    evidence = evidence_before(checkpoint)
+    kept = None if evidence is None else evidence.card
     if kept is None:
         return {}
     details = CardDetails.from_dict(kept)

@@ -13,6 +13,7 @@ from short_products import precision_restored
 from hf_dp.batches.padding import Padding, bucket
 from hf_dp.errors import DataError, SelfCheckError, UnsupportedArgumentError
 from hf_dp.run.precision import Precision
+from hf_dp.statement.evidence import read
 from hf_dp.trainer.trainer import DPTrainer
 
 
@@ -71,6 +72,18 @@ def test_float32_and_autocast_around_the_training(tmp_path):
         pytest.raises(UnsupportedArgumentError, match=message),
     ):
         trainer.train()
+
+
+def test_each_precision_of_a_run_that_is_resumed_is_said(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    tiny.trained(tiny.trainer(tmp_path, max_steps=1, bf16=True, **saving))
+    for steps in (2, 3):  # the second in the same precision as the first
+        tiny.resumed(tiny.trainer(tmp_path, max_steps=3, **saving), steps - 1)
+    first, second = read(tmp_path).facts.precision.split("; and, after a resume, ")
+    assert first.startswith("forward and backward bfloat16 autocast over float32 weights; norms")
+    assert second.startswith("forward and backward float32; norms")
+    assert f"{first}; and, after a resume, {second}" in (tmp_path / "README.md").read_text()
+    assert "after a resume" not in read(tmp_path).facts.noise_generator
 
 
 class CastingLoss(DPTrainer):
