@@ -329,10 +329,12 @@ class PrivateRun:
         """Return what the ledger does not know of the run."""
         precision = self._drawn_in or self.precision()
         found = run_facts(self.device, precision, self.book.weaknesses, trained, self.audit)
-        if self.before is not None:
-            for name in ("precision", "noise_generator"):
-                said = [*getattr(self.before, name).split(_RESUMED), getattr(found, name)]
-                found = replace(found, **{name: _RESUMED.join(dict.fromkeys(said))})
+        if (before := self.before) is not None:
+            found = replace(
+                found,
+                precision=_and_then(before.precision, found.precision),
+                noise_generator=_and_then(before.noise_generator, found.noise_generator),
+            )
         return found if self.reading is None else replace(found, sampling_generator=OF_SHARDS)
 
     def check_evaluation(self, evaluation: DataSet) -> None:
@@ -626,6 +628,11 @@ class PrivateRun:
             return self.losses(batch), None
         losses, counts = self.losses(batch.inputs), batch.counts.to(self.device)
         return losses.where(counts, losses.new_zeros(())), counts
+
+
+def _and_then(before: str, now: str) -> str:
+    """Return what held before a resume and what holds after it, each said once."""
+    return _RESUMED.join(dict.fromkeys([*before.split(_RESUMED), now]))
 
 
 def _any(parts: list[Tensor | None]) -> Tensor | None:
