@@ -277,11 +277,17 @@ class Checkpointing(ReleasedLogs):
         return {}
 
     def _load_best_model(self) -> None:
-        """Load the weights of the best checkpoint, as Trainer does."""
+        """Load the weights of the best checkpoint, as Trainer does, and take its metrics."""
         self.put_average()  # first: it would take what is loaded for the point of the last step
         best = str(self.state.best_model_checkpoint)
         if self.in_shards or not load_prompts(self.model, best):
             super()._load_best_model()
+        step = Path(best).name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+        found: dict[str, float] = {}
+        for entry in self.state.log_history:
+            if str(entry.get("step")) == step and Path(best).is_dir():  # else nothing was loaded
+                found |= {name: each for name, each in entry.items() if name.startswith("eval_")}
+        self._evaluation = {self.state.global_step: found}
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load optimizer and schedule, as Trainer does, where they are of the same parameters."""

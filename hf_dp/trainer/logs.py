@@ -36,7 +36,7 @@ class ReleasedLogs(Trainer):
     tuner: Tuner
     privacy_plan: PrivacyPlan | None = None
     _run: PrivateRun | None = None
-    _evaluation: dict[str, float]  # the latest metrics
+    _evaluation: dict[int, dict[str, float]]  # the latest metrics of the weights after a step
     known_names: frozenset[str] = frozenset()  # which features log
     _is_silent: bool = False  # whether rows of a draw are in sight
     _told: frozenset[str] = frozenset()  # dropped names that were warned of

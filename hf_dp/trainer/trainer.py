@@ -96,7 +96,7 @@ class DPTrainer(Publishing):
             )
         self.training = training_of(args, train_dataset, peft_config)
         self.tuner = self.training.tuner
-        self.card, self._evaluation = {}, dict[str, float]()
+        self.card, self._evaluation = {}, {}
         self.data_settings: dict[str, object] = {}  # how rows were made, for the card's settings
         # The sets, with all their columns, of which Trainer made loaders of some columns.
         self._made_of = WeakKeyDictionary[DataLoader, DataSet]()
@@ -260,7 +260,7 @@ class DPTrainer(Publishing):
         self.training.evaluates(self._evaluation_set(eval_dataset))
         with each_row_read_as_alone(self.model):
             metrics = super().evaluate(eval_dataset, *args, **kwargs)
-        self._evaluation.update(metrics)
+        self._evaluation.setdefault(self.state.global_step, {}).update(metrics)
         return metrics
 
     def _evaluation_set(self, given: DataSet) -> DataSet:
@@ -305,7 +305,7 @@ class DPTrainer(Publishing):
             if not name.startswith("eval_"):
                 raise invalid("metrics", name, "to have names that begin with eval_")
         self.training.evaluates(eval_dataset)
-        self._evaluation.update(metrics)
+        self._evaluation.setdefault(self.state.global_step, {}).update(metrics)
         self.log(dict(metrics))
 
     def predict(self, test_dataset: DataSet, *args: Any, **kwargs: Any) -> PredictionOutput:
@@ -318,9 +318,11 @@ class DPTrainer(Publishing):
             return super().predict(test_dataset, *args, **kwargs)
 
     def evaluation_metrics(self) -> dict[str, float]:
-        """Return the latest metrics of each evaluation, without timings: what the card shows."""
+        """Return the latest metrics of each evaluation of the present weights, without timings:
+        what the card shows."""
         timings = ("_runtime", "_per_second", "_preparation_time")
-        metrics = {k: v for k, v in self._evaluation.items() if not k.endswith(timings)}
+        known = self._evaluation.get(self.state.global_step, {})
+        metrics = {k: v for k, v in known.items() if not k.endswith(timings)}
         return {name: value for name, value in metrics.items() if name.startswith("eval_")}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

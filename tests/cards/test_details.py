@@ -198,6 +198,6 @@ def test_only_numbers_are_metrics_and_a_diverged_run_can_be_saved(finished, tmp_
     assert details.metrics == {"eval_loss": None, "eval_accuracy": 0.5}
     assert CardDetails.from_dict(json.loads(json.dumps(details.to_dict()))) == details
     assert "row 17" not in render_card(statement_of(), details)
-    finished._evaluation.update(given)
+    finished._evaluation[finished.state.global_step] = given
     finished.save_model(str(tmp_path / "again"))
     assert main(["verify", str(tmp_path / "again")]) == 0

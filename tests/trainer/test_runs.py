@@ -197,6 +197,31 @@ def test_a_model_that_was_selected_is_stated_and_remembered_after_a_resume(tmp_p
     assert again.privacy_statement().facts.model_selection
 
 
+def test_a_card_shows_the_scores_of_its_own_weights(tmp_path):
+    """Not those of the last evaluation, whatever weights that was of."""
+
+    def shown(name, scores, **options):
+        left = iter(scores)
+        options = {"given": {"compute_metrics": lambda _: {"accuracy": next(left)}}, **options}
+        made = tiny.trainer(
+            tmp_path / name, max_steps=4, eval_strategy="steps", save_strategy="steps",
+            save_total_limit=None, metric_for_best_model="accuracy", **options
+        )  # fmt: skip
+        made.train()
+        made.save_model()
+        places = [tmp_path / name, *sorted((tmp_path / name).glob("checkpoint-*"))]
+        return made, [read(each).card["metrics"].get("eval_accuracy") for each in places]
+
+    every = {"eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
+    made, found = shown("best", [0.5, 0.9, 0.4, 0.3, 0.8], **every)
+    assert made.state.best_model_checkpoint.endswith("checkpoint-2")
+    assert found == [0.9, 0.5, 0.9, 0.4, 0.3]
+    made.evaluate()
+    assert made.evaluation_metrics()["eval_accuracy"] == 0.8
+    _, found = shown("between", [0.5, 0.6], eval_steps=2, save_steps=1)
+    assert found == [0.6, None, 0.5, None, 0.6]
+
+
 def test_learning_rates_that_follow_evaluation_are_stated(tmp_path):
     options = {"lr_scheduler_type": "reduce_lr_on_plateau", "max_steps": 2, **EVALUATING}
     statement = tiny.trained(tiny.trainer(tmp_path, **options)).privacy_statement()
