@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -112,13 +112,12 @@ class ReleasedLogs(Trainer):
         for entry in self.state.log_history:
             for name in self._dropped(entry):
                 del entry[name]
-            self.withhold(entry)
+            # Before a resume, another process may have released more.
+            self.withhold(entry, self._run.book.weaknesses.released)
 
-    def withhold(self, logs: dict[str, float]) -> None:
+    def withhold(self, logs: dict[str, float], released: Collection[str]) -> None:
         """Remove, in place, what the user did not ask to release."""
-        if self._run is not None:
-            noised = self.mechanism.gradients_are_noised
-            withhold(logs, self._run.book.weaknesses.released, gradients_are_noised=noised)
+        withhold(logs, released, gradients_are_noised=self.mechanism.gradients_are_noised)
 
     def _dropped(self, logs: dict[str, float]) -> list[str]:
         """Return the names that are not logged, and warn of each once."""

@@ -363,7 +363,7 @@ class PrivateTraining(Training):
             return
         for each in self.features:
             each.log(known, self.seen())
-        trainer.withhold(known)
+        trainer.withhold(known, self.args.release)
         if trainer.is_in_train:
             known |= trainer.spent()
         stock(known)

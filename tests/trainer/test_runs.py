@@ -228,6 +228,15 @@ def test_learning_rates_that_follow_evaluation_are_stated(tmp_path):
     assert statement.facts.model_selection
 
 
+def test_a_resume_without_the_release_logs_no_loss_and_keeps_what_was_released(tmp_path):
+    options = {**SAVING, "save_steps": 1, "expected_batch_size": 40}
+    tiny.trained(tiny.trainer(tmp_path, max_steps=1, release=["training_loss"], **options))
+    again = tiny.resumed(tiny.trainer(tmp_path, max_steps=2, **options), 1)
+    again.save_state()
+    ((step, loss),) = [(e["step"], e["loss"]) for e in again.state.log_history if "loss" in e]
+    assert step == 1 and loss > 0
+
+
 class Steered(DPTrainer):
     def create_scheduler(self, num_training_steps, optimizer=None):
         """Make one of its own."""
