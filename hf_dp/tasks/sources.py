@@ -247,9 +247,7 @@ def load_file(path: str, split: str = _WHOLE) -> Dataset:
     # Named one by one: otherwise a class called "test" would count as a split.
     files = {_WHOLE: str(Path(exact, "**")) if folder else exact}
     options: dict[str, Any] = {}
-    if (
-        folder
-    ):  # the subfolder is the label, also where there is only one, as in a set for evaluation
+    if folder:  # the subfolder is the label, also where there is only one, as for evaluation
         options = {"drop_labels": False}
     elif kind == "csv":  # otherwise pandas takes a class "None" or the country "NA" for no value
         options = {"keep_default_na": False, "na_values": [""]}
