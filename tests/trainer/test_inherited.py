@@ -136,9 +136,9 @@ def test_trackers_among_callbacks_are_as_if_report_to_named_them(tmp_path, monke
         with pytest.raises(UnsupportedArgumentError, match=said):
             tiny.trainer(tmp_path, given={"callbacks": [tracker(name)]}, report_to="none")
     late = tiny.trainer(tmp_path, report_to="none")
-    late.add_callback(tracker("dagshub"))
-    monkeypatch.setenv("HF_MLFLOW_LOG_ARTIFACTS", "1")
-    with pytest.raises(UnsupportedArgumentError, match="HF_MLFLOW_LOG_ARTIFACTS"):
+    late.add_callback(tracker("comet_ml"))
+    monkeypatch.setenv("COMET_LOG_ASSETS", "1")
+    with pytest.raises(UnsupportedArgumentError, match="COMET_LOG_ASSETS"):
         late.train()
     assert late.ledger.steps() == 0
 
