@@ -284,5 +284,6 @@ def _evaluation(facts: RunFacts) -> str:
     return (
         f"{text}. Whether any do was not checked for every evaluation set of {where[0]}: a set "
         "that has no column in common with the training rows, stands beside rows that come as a "
-        "stream, or was used before hf_dp compared them, was not compared with them"
+        "stream, may be chosen by a trainer class of the user's own, or was used before hf_dp "
+        "compared them, was not compared with them"
     )
