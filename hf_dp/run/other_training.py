@@ -72,33 +72,53 @@ _CHUNK = 1 << 20  # numbers
 _CASTS = (torch.bfloat16, torch.float16)
 
 
-# The optimizers whose steps are going on, one inside the other, by id, each with the parameters
-# whose step was paid for inside it. What it does with them then is of the same payment, as that of
-# one that wraps another. An optimizer whose step failed stays, and excuses no step but its own.
-_going_on: list[tuple[int, WeakTensorKeyDictionary]] = []
+class _Step:
+    """A step that is going on: by parameter, its gradient as it began, and what was paid inside."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.optimizer, self.paid = id(optimizer), WeakTensorKeyDictionary()
+        self.gradients = WeakTensorKeyDictionary()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self.gradients[parameter] = _gradient(parameter)  # kept, so that no other is it
+
+    def is_excused(self, parameter: Tensor) -> bool:
+        """Return whether an optimizer inside this one made the step that was paid for, by the same
+        gradient: what this one does then is of that payment."""
+        then, version = self.gradients.get(parameter, (None, -1))
+        now, changed = _gradient(parameter)
+        return parameter in self.paid and then is now and version == changed
+
+
+def _gradient(parameter: Tensor) -> tuple[Tensor | None, int]:
+    return parameter.grad, 0 if parameter.grad is None else parameter.grad._version
+
+
+# One inside the other. An optimizer whose step failed stays, and excuses no step but its own.
+_going_on: list[_Step] = []
 
 
 def _begin_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     _end_step(optimizer)  # one that failed
-    _going_on.append((id(optimizer), WeakTensorKeyDictionary()))
+    _going_on.append(_Step(optimizer))
 
 
-def _end_step(optimizer: torch.optim.Optimizer) -> WeakTensorKeyDictionary:
-    """Return what was paid for inside an optimizer's step, and forget those inside it."""
-    for place, (known, inside) in enumerate(_going_on):
-        if known == id(optimizer):
+def _end_step(optimizer: torch.optim.Optimizer) -> _Step:
+    """Return an optimizer's step, and forget it with those inside it."""
+    for place, step in enumerate(_going_on):
+        if step.optimizer == id(optimizer):
             del _going_on[place:]
-            return inside
-    return WeakTensorKeyDictionary()
+            return step
+    return _Step(optimizer)
 
 
 def _note_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    inside = _end_step(optimizer)
+    step = _end_step(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if _paid.pop(parameter, False) or parameter in inside:
-                for _, around in _going_on[-1:]:
-                    around[parameter] = True
+            if _paid.pop(parameter, False) or step.is_excused(parameter):
+                for around in _going_on[-1:]:
+                    around.paid[parameter] = True
                 continue
             if parameter.grad is None:
                 continue

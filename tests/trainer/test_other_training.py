@@ -438,11 +438,17 @@ def test_no_payment_is_for_two_steps_of_optimizers_in_each_other():
     def fail(model, inner):
         raise KeyboardInterrupt
 
+    def renew(model, inner):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+
     assert not unpaid()
     assert unpaid(steps=2)
     assert unpaid(lambda model, inner: inner.step())
     assert unpaid(lambda model, inner: torch.optim.SGD(model.parameters(), lr=0.1).step())
     assert unpaid(fail)
+    # Nor for one by a gradient that was computed anew, as by sharpness-aware minimization.
+    assert unpaid(renew)
 
 
 CHANGES = {
