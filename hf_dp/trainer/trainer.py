@@ -142,13 +142,14 @@ class DPTrainer(Publishing):
         """Return the epsilon spent so far, at the plan's delta.
 
         Raises: UnsupportedArgumentError in ``non_private`` mode, and, unless ``accountant`` is
-            given, for a run of which no bound is known.
+            given, for a run of which no epsilon holds.
         """
         run = self.run
         if accountant is None and not run.established:
             raise UnsupportedArgumentError(
-                "No epsilon is established for this run; privacy_statement() says why. The figure "
-                "of DP-FP's paper is epsilon('gdp_clt')."
+                "No epsilon holds for this run; privacy_statement() says why. By its name an "
+                "accountant answers for the ledger alone, such as epsilon('pld'), or gives the "
+                "figure of DP-FP's paper, epsilon('gdp_clt')."
             )
         return run.epsilon(accountant)
 

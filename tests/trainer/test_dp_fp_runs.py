@@ -83,7 +83,7 @@ def test_the_status_reaches_everything_that_anyone_reads(tmp_path, capsys, warni
     (warning,) = said
     assert len(warning.splitlines()) == 2
     assert "NO differential privacy guarantee is established" in warning
-    message = "No epsilon is established for this run.*gdp_clt"
+    message = "No epsilon holds for this run.*gdp_clt"
     with pytest.raises(errors.UnsupportedArgumentError, match=message):
         trainer.epsilon()
     assert trainer.epsilon("gdp_clt").kind == "not established"

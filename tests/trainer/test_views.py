@@ -303,7 +303,7 @@ class OfViews(Silent):
 
 
 def trained(folder: Path, size: int):
-    made = images(folder, per_device_train_batch_size=size, **{**PLAIN_STEPS, "max_steps": 2})
+    made = images(folder, per_device_train_batch_size=size, **{**PLAIN_STEPS, "max_steps": 1})
     made.run.randomness = OfViews(0, made.run.processes.rank)
     before = weights(made)
     made.train()
