@@ -67,7 +67,7 @@ def test_an_observer_from_outside_makes_the_statement_not_established(tmp_path, 
     assert "features.outside.Peek" in statement.status_reason
     assert read(tmp_path).weaknesses.observers == ("features.outside.Peek",)
     assert not any("epsilon" in name for row in made.state.log_history for name in row)
-    with pytest.raises(UnsupportedArgumentError, match="No epsilon is established"):
+    with pytest.raises(UnsupportedArgumentError, match="No epsilon holds for this run"):
         made.epsilon()
     assert main(["verify", str(tmp_path)]) == 0
 

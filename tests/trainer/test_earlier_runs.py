@@ -141,7 +141,7 @@ def test_neither_logs_nor_epsilon_state_what_the_statement_does_not(tmp_path):
     for each in runs:
         assert each.privacy_statement().epsilon is None
         assert not any("epsilon" in name for entry in each.state.log_history for name in entry)
-        with pytest.raises(UnsupportedArgumentError, match="No epsilon is established"):
+        with pytest.raises(UnsupportedArgumentError, match="No epsilon holds for this run"):
             each.epsilon()
 
 
