@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -164,11 +165,13 @@ class Outlook(Feature):
             return
         made: Any = getattr(seen.optimizer, "optimizer", seen.optimizer)  # accelerate wraps it
         # A schedule has set "lr" to its first value already, which is 0 in a warmup.
-        rates = [float(group.get("initial_lr", group["lr"])) for group in made.param_groups]
+        rates = [group.get("initial_lr", group.get("lr")) for group in made.param_groups]
         for doubt in doubts(
             seen.plan,
             parameters=seen.trained,
-            learning_rate=max(rates),
+            learning_rate=max(
+                (float(each) for each in rates if each is not None), default=math.inf
+            ),
             optimizer=type(made).__name__.lower(),
         ):
             logger.warning(doubt)
