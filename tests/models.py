@@ -124,6 +124,9 @@ _VIT = {
 _CONVNEXT = {
     "image_size": 8, "patch_size": 2, "hidden_sizes": [8, 12], "depths": [1, 1], "num_stages": 2,
 }  # fmt: skip
+_BIT = {
+    "image_size": 8, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_groups": 2,
+}  # fmt: skip
 
 bert = builder(hf.BertForSequenceClassification, hf.BertConfig, **ENCODER)
 # Tied decoder weight *and* bias: the bias belongs to two modules, one of them without a rule.
@@ -296,6 +299,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "vit": Architecture(builder(hf.ViTForImageClassification, hf.ViTConfig, **_VIT), "image"),
     "dinov2": Architecture(builder(hf.Dinov2ForImageClassification, hf.Dinov2Config, **_VIT), "image"),
     "convnext": Architecture(builder(hf.ConvNextForImageClassification, hf.ConvNextConfig, **_CONVNEXT, num_labels=LABELS), "image"),
+    "bit": Architecture(builder(hf.BitForImageClassification, hf.BitConfig, **_BIT, num_labels=LABELS), "image"),
 }  # fmt: skip
 
 # Those whose losses and batches :func:`batch_for` knows.
@@ -308,7 +312,7 @@ BUILDERS = {name: ARCHITECTURES[name].build for name in (*CLASSIFIERS, *LANGUAGE
 # rule; label words. (The others: clipping/test_exactness.py.)
 EACH_RULE = [
     "bert", "gpt2_tied", "llama", "gemma3", "opt", "mpnet", "t5", "bart", "bert_masked_lm", "vit", "dinov2", "convnext",
-    "infilling_bert",
+    "bit", "infilling_bert",
 ]  # fmt: skip
 
 # More bases for infilling; tests/tasks/test_infilling.py runs them.

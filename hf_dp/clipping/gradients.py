@@ -197,6 +197,14 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         some.add_(torch.mm(of_left, right))
 
 
+def _lengths(vectors: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the norms, (b, T), of vectors (b, T, d)."""
+    if vectors.stride(2) == 1 or vectors.device.type != "cpu":
+        return torch.linalg.vector_norm(vectors, dim=2, dtype=dtype)
+    vectors = vectors.to(dtype)  # of a convolution, for which a norm takes 4 to 10 times as long
+    return torch.linalg.vecdot(vectors, vectors).sqrt()
+
+
 @dataclass
 class OuterProducts(PerExampleGradient):
     """``G_i = sum_t left[i, t] right[i, t]^T``; left (b, T, m), right (b, T, n)."""
@@ -233,9 +241,7 @@ class OuterProducts(PerExampleGradient):
 
     def size(self) -> Tensor:
         dtype = accumulation_dtype(self.left.dtype)
-        left = torch.linalg.vector_norm(self.left, dim=2, dtype=dtype)
-        right = torch.linalg.vector_norm(self.right, dim=2, dtype=dtype)
-        return torch.linalg.vecdot(left, right)
+        return torch.linalg.vecdot(_lengths(self.left, dtype), _lengths(self.right, dtype))
 
     def block(self, examples: slice, rows: slice, dtype: torch.dtype) -> Tensor:
         left, right = self.left[examples, :, rows].to(dtype).mT, self.right[examples].to(dtype)

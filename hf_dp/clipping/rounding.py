@@ -26,10 +26,10 @@ this differs between forms, kernels and neighbors. So the slack bounds the weigh
 
 **Products.** Factors of 16 bits are widened first, which is exact, so none of torch's switches for
 products of 16 bits reaches a norm or a sum. :func:`full_precision` turns those off that would
-shorten factors of 32 bits. A GPU's tensor cores multiply bfloat16 exactly, too, and 14 times as
-fast. But what they add up they cut off: an H100's sums of positive terms were too small by 29 of
-their 2^-24ths after 1,024 terms and by 500 after 8,192. A large first term makes it 225 after
-1,024, in a model of these sums that gives the other figures. :func:`unit` allows 64.
+shorten factors of 32 bits, also of convolutions. A GPU's tensor cores multiply bfloat16 exactly,
+too, and 14 times as fast. But what they add up they cut off: an H100's sums of positive terms were
+too small by 29 of their 2^-24ths after 1,024 terms and by 500 after 8,192. A large first term makes
+it 225 after 1,024, in a model of these sums that gives the other figures. :func:`unit` allows 64.
 
 **Norms from Gram matrices.** For ``G = sum_t left_t right_t^T``,
 ``|G|^2 = sum_{s,t} (left_s . left_t)(right_s . right_t)`` (Li et al., section 4, eq. 2), so the sum
@@ -87,6 +87,11 @@ _PRODUCTS: dict[str, Any] = {
     "cuda": torch.backends.cuda.matmul,
     "cpu": torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]
 }
+# Likewise convolutions; cuDNN's round to TF32 unless they are told otherwise.
+_CONVOLUTIONS: tuple[Any, ...] = (
+    torch.backends.cudnn.conv,  # type: ignore[attr-defined]
+    torch.backends.mkldnn.conv,  # type: ignore[attr-defined]
+)
 
 
 def product_precision(device: str) -> str:
@@ -102,23 +107,24 @@ def full_precision() -> Iterator[None]:
     """Form norms and sums in true float32 inside, and restore what was set outside. TF32 products
     round to 1e-3, far more than the error that the norms allow for. What forward and backward round
     is another matter: it makes the gradients other ones, and these are bounded."""
-    kept = {device: _PRODUCTS[device].fp32_precision for device in _PRODUCTS}
+    kept = [(each, each.fp32_precision) for each in (*_PRODUCTS.values(), *_CONVOLUTIONS)]
     try:
         before = torch.get_float32_matmul_precision()
     except RuntimeError:  # set by torch.backends, of which the older function knows nothing
         before = None
     torch.set_float32_matmul_precision("highest")
+    for convolutions in _CONVOLUTIONS:
+        convolutions.fp32_precision = "ieee"
     try:
         yield
     finally:
         if before is not None:
             torch.set_float32_matmul_precision(before)
-        for device, value in kept.items():
-            products = _PRODUCTS[device]
-            if products.fp32_precision != value:
-                products.fp32_precision = "none"  # what is set for all then holds, as before
-                if products.fp32_precision != value:
-                    products.fp32_precision = value
+        for each, value in kept:
+            if each.fp32_precision != value:
+                each.fp32_precision = "none"  # what is set for all then holds, as before
+                if each.fp32_precision != value:
+                    each.fp32_precision = value
 
 
 @dataclass

@@ -5,6 +5,7 @@ These are invariants 2 and 12. Whole architectures are in test_architectures.py.
 """
 
 import sys
+from functools import partial
 
 import models
 import pytest
@@ -26,10 +27,12 @@ from models import (
     rows,
 )
 from torch import Tensor, nn
+from transformers.models.bit.modeling_bit import WeightStandardizedConv2d
 
 from hf_dp.clipping import ClippingEngine, gradients, norms, self_check
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.clipping.gradients import OuterProducts, PerExampleGradient
+from hf_dp.clipping.rules import affine, find_rule
 from hf_dp.clipping.rules.rule import RULES, Rule
 from hf_dp.errors import SelfCheckError
 from hf_dp.losses import per_example_loss
@@ -45,6 +48,58 @@ def test_tied_embedding_and_head(padding_idx, length):
     tied = TinyTied(padding_idx=padding_idx)
     model = Net(lambda net, tokens: torch.sin(net.tied(tokens)).mean(1).sum(1), tied=tied)
     assert_net_exact(model.double(), tokens)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (1, {}),
+        (1, {"stride": 2}),
+        (3, {"padding": 1}),
+        (7, {"stride": 2, "padding": 3}),
+        (3, {"dilation": 2, "padding": 2, "stride": 2}),
+        ((3, 5), {"stride": (1, 2), "padding": (1, 0), "dilation": (2, 1)}),
+    ],
+)
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d,
+        WeightStandardizedConv2d,
+        partial(nn.Conv2d, groups=4),
+        partial(nn.Conv2d, groups=2),
+    ],
+    ids=["plain", "standardized", "depthwise", "groups"],
+)
+def test_convolutions(layer, size, options, strategy, monkeypatch):
+    """With the channels of an image after each other in memory, and with those of a pixel."""
+    monkeypatch.setattr(affine, "_TERMS", 24)  # groups of a few rows of an image after each other
+    torch.manual_seed(0)
+    options = {"padding": 0} | options
+    layers = {"one": layer(4, 8, size, bias=True, **options), "two": nn.Conv2d(8, 2, 1)}
+    model = Net(lambda net, x: net.two(torch.sin(net.one(x))).square().sum((1, 2, 3)), **layers)
+    x = torch.randn(3, 4, 13, 11, dtype=torch.float64)
+    assert_net_exact(model.double(), x, strategy)
+    assert_net_exact(model, x.to(memory_format=torch.channels_last), strategy)
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_rounding_of_a_convolution_in_groups_is_within_its_slack(groups):
+    """Over constant terms, where what is added one by one drifts: 23 times the slack if all are."""
+    layer = nn.Conv2d(4, 4, 3, padding=1, stride=(1, 2), groups=groups)
+    x, grad = torch.full((2, 4, 112, 112), 0.1), torch.full((2, 4, 112, 56), 0.7)
+    found, exact = (affine._of_groups(layer, x.to(t), grad.to(t)) for t in (x.dtype, torch.float64))
+    error = (found.gradients - exact.gradients).flatten(1).norm(dim=1)
+    assert (error < found.slack()).all()
+
+
+def test_a_convolution_that_pads_by_the_size_of_its_input():
+    torch.manual_seed(0)
+    layer = WeightStandardizedConv2d(3, 4, 3, stride=2, padding="SAME")
+    assert layer.pad is not None and find_rule(layer)
+    model = Net(lambda net, x: net.one(x).square().sum((1, 2, 3)), one=layer)
+    assert_net_exact(model.double(), torch.randn(4, 3, 8, 7, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("cuts", [[[2], [0, 3], [1]], [[0], [1], [2], [3]]], ids=len)

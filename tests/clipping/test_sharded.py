@@ -250,7 +250,7 @@ SETTINGS = {
     "LoRA": Setting("llama", 2, [TOGETHER], partial(of_adapters, replicated=False), adapted),
     # Sums of an adapter that is not sharded are each rank's own.
     "LoRA, not sharded": Setting("llama", 2, [BY_PARTS], partial(of_adapters, replicated=True), adapted),
-    "gpt2": Setting("gpt2_tied"), "t5": Setting("t5"), "vit": Setting("vit"), "gemma3": Setting("gemma3"),
+    "gpt2": Setting("gpt2_tied"), "t5": Setting("t5"), "vit": Setting("vit"), "bit": Setting("bit"), "gemma3": Setting("gemma3"),
     "bert, 3 processes": Setting("bert", 3),
     "resharded to 2 of 4": Setting("bert", 4, shard=partial(sharded, reshard_after_forward=2)),
 }  # fmt: skip

@@ -102,12 +102,14 @@ def test_planted_short_explicit_gradients_are_seen(monkeypatch):
 @pytest.mark.parametrize("way", WAYS)
 def test_what_was_set_is_restored(way):
     WAYS[way]()
-    before = torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
-    assert before[0] == "tf32" and product_precision("cuda") == "tf32"
+    of_all = torch.backends.cudnn, torch.backends.mkldnn
+    switches = *(each.conv for each in of_all), torch.backends.cuda.matmul, of_all[1].matmul
+    before = [each.fp32_precision for each in switches]
+    assert before[2] == "tf32" and product_precision("cuda") == "tf32"
     with full_precision(), full_precision():
         assert product_precision("cuda") == product_precision("cpu") == "float32"
-    after = torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
-    assert after == before
+        assert all(each.conv.fp32_precision == "ieee" for each in of_all)
+    assert [each.fp32_precision for each in switches] == before
     if way == "torch.backends.fp32_precision":  # and what followed it still does
         torch.backends.fp32_precision = "ieee"
         assert product_precision("cuda") == product_precision("cpu") == "float32"

@@ -12,10 +12,11 @@ from typing import Any
 
 from torch import nn
 from torch.nn.utils import parametrize
+from transformers.models.bit.modeling_bit import BitGroupNormActivation
 
 from hf_dp.clipping.rules.affine import embedding_subclass
 from hf_dp.clipping.rules.experts import run_experts, serves_experts
-from hf_dp.clipping.rules.norms import is_rms_norm
+from hf_dp.clipping.rules.norms import activated_group_norm, is_rms_norm
 from hf_dp.clipping.rules.rule import RULES, owns_weight
 from hf_dp.clipping.rules.rule import register_rule as register_rule
 from hf_dp.clipping.sharding import plain_class
@@ -30,6 +31,8 @@ def find_rule(module: nn.Module) -> Callable[..., object] | None:
     rule = RULES.get(own_class)
     if rule is None and isinstance(module, nn.Embedding):
         return embedding_subclass if owns_weight(module) else None
+    if own_class is BitGroupNormActivation and owns_weight(module):
+        return activated_group_norm
     if rule is None and serves_experts(module):
         return run_experts
     if rule is None and is_rms_norm(own_class):

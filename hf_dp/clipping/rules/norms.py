@@ -17,11 +17,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.models.bit.modeling_bit import BitGroupNormActivation
 
 from hf_dp.clipping.gradients import Dense, Unformed, positions, sum_of, summed
 from hf_dp.clipping.rounding import accumulation_dtype
-from hf_dp.clipping.rules.rule import Found, Kept, Use, owns_weight, register_rule
+from hf_dp.clipping.rules.rule import RULES, Found, Kept, Use, owns_weight, register_rule
 from hf_dp.clipping.sharding import plain_class
+from hf_dp.clipping.tape import Tape
 
 logger = logging.getLogger(__name__)
 
@@ -87,13 +89,23 @@ def _of_scale(x: Tensor, grad: Tensor, eps: float, within: torch.dtype, short: b
     return sum_of(x_hat.to(dtype).mul_(grad), dtype)
 
 
-@register_rule(nn.GroupNorm, serves=owns_weight, flattens=False, is_fresh=True)
+def _run_group_norm(use: Use, x: Tensor) -> tuple[Tensor, Kept]:
+    return nn.GroupNorm.forward(use.module, x), (x,)
+
+
+@register_rule(nn.GroupNorm, run=_run_group_norm, serves=owns_weight, flattens=False, is_fresh=True)
 def _group_norm(use: Use, kept: Sequence[Tensor], grad: Tensor) -> Found:
     module, dtype = use.module, accumulation_dtype(grad.dtype)
     x_hat = F.group_norm(kept[0].to(dtype), module.num_groups, eps=module.eps)
     g = grad.to(dtype).reshape(len(grad), module.num_channels, -1)  # (b, channels, T)
     x_hat = x_hat.reshape(g.shape)
     return {"weight": summed(g * x_hat, dtype, 2), "bias": summed(g, dtype, 2)}
+
+
+def activated_group_norm(tape: Tape, module: BitGroupNormActivation, x: Tensor) -> Tensor:
+    """Run the group norm by its rule, and the activation after it as it is."""
+    activated: Tensor = module.activation(RULES[nn.GroupNorm](tape, module, x))
+    return activated
 
 
 def _keeps_dtype(module_class: type[nn.Module]) -> bool:
