@@ -11,17 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from transformers import PreTrainedConfig
 from transformers.integrations import moe
 
 if TYPE_CHECKING:
     from peft import PeftConfig
     from peft.tuners.tuners_utils import BaseTuner
-
-
-def attention_of(config: PreTrainedConfig) -> str | None:
-    """Return the implementation of attention that a model was loaded with."""
-    return config._attn_implementation
 
 
 def shift_right(model: nn.Module, ids: Tensor) -> Tensor | None:

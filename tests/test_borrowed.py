@@ -14,7 +14,7 @@ import pytest
 from accelerate import Accelerator
 from peft import mapping
 from torch.fx.experimental.proxy_tensor import make_fx
-from transformers import PreTrainedConfig, T5PreTrainedModel, Trainer
+from transformers import T5PreTrainedModel, Trainer
 from trl import SFTTrainer
 
 ROOT = Path(__file__).parent.parent
@@ -59,7 +59,6 @@ SET = [
     (SFTTrainer.__init__, "self._tokenizer = "),
     (SFTTrainer.__init__, "super().__init__("),  # where its preparation ends
     (Accelerator.prepare_model, "model._original_forward = model.forward"),
-    (PreTrainedConfig, "def _attn_implementation"),
 ]
 
 
@@ -143,8 +142,7 @@ def test_tables_of_peft_methods_are_dictionaries():
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["_attn_implementation", "_shift_right", "_original_forward", "PEFT_TYPE_TO_TUNER_MAPPING"],
+    "name", ["_shift_right", "_original_forward", "PEFT_TYPE_TO_TUNER_MAPPING"]
 )
 def test_a_private_name_stands_behind_one_module(name):
     whole = re.compile(rf"(?<!\w){name}\b")

@@ -1,11 +1,13 @@
 """Per-example gradients of a module that owns trainable parameters but has no rule.
 
-The ``per_example`` strategy treats every module in this way. The module runs as it is, with its
-*own* parameters detached (its children keep their rules), and its inputs are kept. Once backward
-has delivered its output gradients, it is run again for each example and differentiated with respect
-to its own parameters only, by ``torch.func``. Its output for an example alone is compared with its
-output in the batch: a module that mixes examples, or a tensor that only appears to have the
-examples in its first dimension, is refused rather than guessed at.
+The ``per_example`` strategy treats every module in this way. Where parameters only multiply
+activations or are added to them, :mod:`~hf_dp.clipping.elementwise` finds their gradients. Any
+other module runs as it is, with its *own* parameters detached (its children keep their rules), and
+its inputs are kept. Once backward has delivered its output gradients, it is run again for each
+example and differentiated with respect to its own parameters only, by ``torch.func``. Its output
+for an example alone is compared with its output in the batch: a module that mixes examples, or a
+tensor that only appears to have the examples in its first dimension, is refused rather than guessed
+at.
 
 **What all examples share.** Some methods compute something from parameters alone. Their results
 have no example dimension, so the gradient that arrives at a parameter is already a sum over
@@ -37,6 +39,7 @@ from torch.utils import _pytree as pytree
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
 from hf_dp.clipping.draws import DrawnMasks, GivenMasks
+from hf_dp.clipping.elementwise import Elementwise
 from hf_dp.clipping.tape import Tape, seen_in_backward
 from hf_dp.errors import UnsupportedModelError
 
@@ -252,13 +255,23 @@ def fallback_forward(
             return method(module, *args, **kwargs)
         if isinstance(module, nn.MultiheadAttention) and kwargs.get("attn_mask") is not None:
             method = partial(method, attn_mask=kwargs.pop("attn_mask"))  # (T, T), of no example
-        tape.note_forward(module, *own)
         anchor = next(iter(own.values()))
         function = _Method(module, method)
         parameters: dict[str, Tensor] = {f"module.{name}": each for name, each in own.items()}
-        detached = {name: parameter.detach() for name, parameter in parameters.items()}
+        watched = None
+        if module not in tape.run_again and not tape.sharded:
+            watched = Elementwise(tape, module, own)
+        values = watched.values if watched else {name: p.detach() for name, p in own.items()}
+        given = {f"module.{name}": each for name, each in values.items()}
         with DrawnMasks(anchor.device) as masks:
-            output = functional_call(function, detached, args, kwargs, tie_weights=False)
+            output = functional_call(function, given, args, kwargs, tie_weights=False)
+    if watched is not None:
+        output = watched.end(output)
+        if watched.alone:
+            tape.note_forward(module, *watched.uses)
+            return output
+        tape.newly_run_again.add(module)
+    tape.note_forward(module, *own)
     leaves, spec = pytree.tree_flatten((args, kwargs))
     device = anchor.device.type
     call = FallbackCall(

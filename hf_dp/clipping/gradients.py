@@ -324,7 +324,7 @@ class Lookups(PerExampleGradient):
 
 @dataclass
 class Dense(PerExampleGradient):
-    """``G_i = gradients[i]``, shape (b, *parameter.shape).
+    """``G_i = gradients[i]``, shape (b, *parameter.shape), or (b, 1) for a single number.
 
     Args:
         owned: whether nothing else holds the tensor, so that a sum may be formed in its place.
@@ -337,8 +337,12 @@ class Dense(PerExampleGradient):
     owned: bool = False
     of_terms: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        if self.gradients.dim() == 1:
+            self.gradients = self.gradients[:, None]
+
     def fits(self, shape: torch.Size, examples: int) -> bool:
-        return self.gradients.shape == (examples, *shape)
+        return self.gradients.shape == (examples, *(shape or (1,)))
 
     def joined(self, other: Dense) -> Dense:
         return Dense(
@@ -371,8 +375,7 @@ class Dense(PerExampleGradient):
 
     def block(self, examples: slice, rows: slice, dtype: torch.dtype) -> Tensor:
         gradients = self.gradients[examples]
-        height = gradients.shape[1] if gradients.dim() > 1 else 1
-        return gradients.view(len(gradients), height, -1)[:, rows].to(dtype)
+        return gradients.view(*gradients.shape[:2], -1)[:, rows].to(dtype)
 
     def of_units(self, rows: int) -> Dense:
         sizes = self.of_terms

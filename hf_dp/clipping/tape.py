@@ -54,7 +54,11 @@ class Tape:
     def __init__(self, names: Mapping[nn.Module, str] | None = None, sharded: bool = False) -> None:
         self.examples: int | None = None  # the batch size that the model's own forward saw
         self.bypassed = False  # while modules run their own forwards
-        # What runs after a backward pass, for each module without a rule that it reached.
+        # Modules without a rule that do more with their parameters than add or multiply; and those
+        # of this forward, which a checkpoint may run again as it was.
+        self.run_again: set[nn.Module] = set()
+        self.newly_run_again: set[nn.Module] = set()
+        # What runs after a backward pass, for each of them that it reached.
         self.after: dict[object, Callable[[], None]] = {}
         self._forwards: list[nn.Parameter | None] = []  # what the forward used, once for each use
         self._batches: set[tuple[int, int]] = set()  # first dimension and positions it worked on
@@ -157,6 +161,8 @@ class Tape:
         self.compiled_forwards = 0
         self._forwards.clear()
         self._batches.clear()
+        self.run_again |= self.newly_run_again
+        self.newly_run_again.clear()
 
     def expected_examples(self) -> int:
         """Return how many examples this backward pass has; there is none outside the engine's."""
