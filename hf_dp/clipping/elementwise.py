@@ -5,7 +5,7 @@ and :mod:`hf_dp.clipping.fallback` would compute all of it again. Here the modul
 that notice what is done to them. Where a value v meets activations x (b, ..., *v.shape) as
 ``x * v`` or ``x + v``, its gradient for an example is the sum over positions of ``g x``, or of g,
 with g the output gradient of that operation. After any other use the module is left to the
-fallback.
+fallback, as it is at first: that compares examples alone with examples in a batch.
 """
 
 from __future__ import annotations
@@ -55,12 +55,14 @@ class Elementwise:
     Attributes:
         values: its own parameters, to run it with.
         alone: whether nothing else was done with them in this forward.
+        captures: whether gradients are captured here.
         uses: the names of parameters, once for each use.
     """
 
     def __init__(self, tape: Tape, module: nn.Module, own: Mapping[str, nn.Parameter]) -> None:
         self.tape, self.module, self.own = tape, module, own
-        self.alone, self.uses, self._runs = True, list[str](), True
+        self.alone, self.captures, self._runs = True, False, True
+        self.uses: list[str] = []
         self.values: dict[str, Tensor] = {}
         for name, parameter in own.items():
             leaf = parameter.detach().requires_grad_()
@@ -68,8 +70,10 @@ class Elementwise:
             self.values[name] = self._value(leaf, name, 1.0)
 
     def _refuse(self, name: str, grad: Tensor) -> None:
-        """Raise for a use that nobody noticed, as in an autograd function of the module's own."""
-        if self.alone:
+        """Note a use that was not seen, as in an autograd function of the module's own. Raise if it
+        is too late for that."""
+        self.alone = False
+        if self.captures:
             raise UnaccountedGradientError(
                 f"A gradient reached {name!r} of {self.tape.describe(self.module)} on a way that "
                 "the engine does not see. Freeze this parameter (requires_grad_(False)), or "
@@ -81,14 +85,13 @@ class Elementwise:
         value.seen_by, value.of, value.factor = self, of, factor
         return value
 
-    def end(self, output: Any) -> Any:
-        """Return what the forward returned, which is over, without values. From here on,
-        ``alone`` says how gradients are found."""
-        plain = pytree.tree_map_only(_Value, _constant, output)
+    def end(self, output: Any, known: bool) -> Any:
+        """Return what the forward returned, which is over, without values. Gradients are captured
+        if nothing else was done with the values, and that is ``known`` of the module."""
         found = any(isinstance(each, _Value) for each in pytree.tree_leaves(output))
         self.alone = self.alone and not found and set(self.uses) == set(self.own)
-        self._runs = False
-        return plain
+        self._runs, self.captures = False, self.alone and known
+        return pytree.tree_map_only(_Value, _constant, output)
 
     def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -105,7 +108,7 @@ class Elementwise:
                 if isinstance(x, (int, float)):
                     factor = value.factor * (x if is_product else 1)
                     return self._value(function(*args), value.of, factor)
-                if _fits(value, x):
+                if _fits(value, x) and self.tape.seems_by_example(x):
                     output = function(x, _constant(value))
                     return self._capture(output, value, x if is_product else None)
         args, kwargs = pytree.tree_map_only(_Value, _constant, (args, dict(kwargs)))
@@ -128,7 +131,7 @@ class Elementwise:
         saved: Sequence[Tensor | None],
         grad: Tensor,
     ) -> None:
-        if not self.alone:
+        if not self.captures:
             return
         dtype, (x,) = accumulation_dtype(grad.dtype), saved
         terms = self.tape.by_example(self.module, grad).to(dtype) * factor

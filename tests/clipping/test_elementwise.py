@@ -1,5 +1,5 @@
 """Parameters that only multiply activations or are added to them: their gradients equal a loop over
-single examples, the module does not run again, and any other use is left to the fallback."""
+single examples; a module does not run again after the first batch; any other use does."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_dp.clipping import ClippingEngine, elementwise
 from hf_dp.clipping.engine import STRATEGIES
-from hf_dp.errors import UnaccountedGradientError
+from hf_dp.errors import UnaccountedGradientError, UnsupportedModelError
 
 WIDTH, LENGTH = 4, 5
 
@@ -88,10 +88,10 @@ def test_gradients_equal_a_loop_over_examples(name, strategy):
 def test_only_others_run_again(name):
     model, x = net(name), rows()
     with ClippingEngine(model, 1.0) as engine:
-        for _ in range(2):
+        for known in (False, True, True):
             model.block.runs = 0
             engine.backward(model(x))
-            assert (model.block.runs == 1) is (name in WATCHED)
+            assert (model.block.runs == 1) is (known and name in WATCHED)
 
 
 @pytest.mark.parametrize("name", ["scale and shift", "twice", "and a sum"])
@@ -117,6 +117,7 @@ def test_under_autocast_the_gradient_is_that_of_the_values_that_met():
             return model(x).float()
 
     expected = torch.autograd.grad(losses().sum(), model.block.scale)[0]
+    clip_losses(model, losses, 1e9)
     _, sums = clip_losses(model, losses, 1e9)
     torch.testing.assert_close(sums["block.scale"].float(), expected, rtol=2e-2, atol=1e-2)
 
@@ -133,13 +134,28 @@ class _Scaled(torch.autograd.Function):
         return grads[0] * scale, (grads[0] * x).sum((0, 1))
 
 
-def test_a_use_that_is_not_noticed_is_an_error(monkeypatch):
+def test_a_use_that_is_not_seen():
     """An autograd function of the module's own takes the values as any tensor."""
-    model = net("twice")
-    model.block.compute = lambda m, x: _Scaled.apply(x * m.scale + m.shift, m.scale)
-    with ClippingEngine(model, 1.0) as engine:
+    scaled = lambda m, x: _Scaled.apply(x * m.scale + m.shift, m.scale)  # noqa: E731
+    model, x = net("twice"), rows()
+    model.block.compute = scaled
+    for _ in range(2):
+        assert_net_exact(model, x)
+    other = net("twice")
+    assert_net_exact(other, x)
+    other.block.compute = scaled  # only after its first batch
+    with ClippingEngine(other, 1.0) as engine:
         with pytest.raises(UnaccountedGradientError, match=r"'scale' of Block `block`"):
-            engine.backward(model(rows()))
+            engine.backward(other(x))
+
+
+def test_one_example_does_not_show_whether_examples_are_mixed():
+    model, x = net("scale and shift"), rows()
+    model.block.compute = lambda m, x: (x - x.mean(0)) * m.scale + m.shift
+    with ClippingEngine(model, 1.0) as engine:
+        engine.backward(model(x[:1]))
+        with pytest.raises(UnsupportedModelError, match="mixes examples"):
+            engine.backward(model(x))
 
 
 def test_what_all_examples_share_is_left_to_the_fallback():
@@ -165,5 +181,7 @@ def test_planted_bugs_are_seen(planted, name, monkeypatch):
         see(self, of, factor, shape, saved, grad)
 
     monkeypatch.setattr(elementwise.Elementwise, "_see", wrong)
+    model, x = net(name), rows()
+    assert_net_exact(model, x)  # by the fallback
     with pytest.raises(AssertionError):
-        assert_net_exact(net(name), rows())
+        assert_net_exact(model, x)
