@@ -163,7 +163,18 @@ def test_what_all_examples_share_is_left_to_the_fallback():
     model = net("scale and shift")
     model.block.register_buffer("table", torch.randn(LENGTH, WIDTH, dtype=torch.float64))
     model.block.compute = lambda m, x: x + m.table * m.scale + m.shift
-    assert_net_exact(model, rows()[:LENGTH])
+    x = rows()[:LENGTH]
+    for _ in range(2):
+        assert_net_exact(model, x)
+
+
+def test_rows_one_by_one_are_left_to_the_fallback():
+    """No operation has the examples in its first dimension."""
+    model, x = net("scale and shift"), rows()
+    one = lambda m, row: row[None] * m.scale + m.shift  # noqa: E731
+    model.block.compute = lambda m, x: torch.cat([one(m, row) for row in x])
+    for _ in range(2):
+        assert_net_exact(model, x)
 
 
 @pytest.mark.parametrize(
