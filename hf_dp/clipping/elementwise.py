@@ -1,11 +1,14 @@
-"""Parameters that a module without a rule only multiplies activations by, or adds to them.
+"""Modules that compute much, and whose own parameters only multiply activations or are added to
+them: IA3, and the blocks of BEiT and ConvNeXt with their LayerScale.
 
-Learned scales (IA3; LayerScale, as in BEiT and ConvNeXt) stand in modules that compute much else,
-and :mod:`hf_dp.clipping.fallback` would compute all of it again. Here the module runs with values
-that notice what is done to them. Where a value v meets activations x (b, ..., *v.shape) as
-``x * v`` or ``x + v``, its gradient for an example is the sum over positions of ``g x``, or of g,
-with g the output gradient of that operation. After any other use the module is left to the
-fallback, as it is at first: that compares examples alone with examples in a batch.
+:mod:`hf_dp.clipping.fallback` would compute all of such a module again for each example. Here it
+runs with values that notice what is done to them. Where a value v meets activations x
+(b, ..., *v.shape) as ``x * v`` or ``x + v``, its gradient for an example is the sum over positions
+of ``g x``, or of g, with g the output gradient of that operation. After any other use the module is
+left to the fallback.
+
+This holds for the classes in ``ELEMENTWISE`` only, whose forwards keep the order of the examples
+from their input to that operation. Another class might sort or transpose before it.
 """
 
 from __future__ import annotations
@@ -15,22 +18,31 @@ from functools import partial
 from typing import Any
 
 import torch
+from peft.tuners.ia3 import layer as ia3
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from transformers.models.beit.modeling_beit import BeitLayer
+from transformers.models.convnext.modeling_convnext import ConvNextLayer
+from transformers.models.convnextv2.modeling_convnextv2 import ConvNextV2GRN
+from transformers.models.data2vec.modeling_data2vec_vision import Data2VecVisionLayer
 
 from hf_dp.clipping.gradients import Dense, positions, sum_of
 from hf_dp.clipping.rounding import accumulation_dtype
 from hf_dp.clipping.tape import Tape, seen_in_backward
-from hf_dp.errors import UnaccountedGradientError
 
+ELEMENTWISE: set[type[nn.Module]] = {
+    ia3.Linear,
+    BeitLayer,
+    ConvNextLayer,
+    ConvNextV2GRN,
+    Data2VecVisionLayer,
+}
 _PRODUCTS = (torch.mul, Tensor.mul)
 _SUMS = (torch.add, Tensor.add)
-# With whole numbers as arguments, these keep each number and their order.
-_SHAPES = (Tensor.flatten, Tensor.view, Tensor.reshape, Tensor.squeeze, Tensor.unsqueeze)
 
 
 class _Value(Tensor):
-    """A parameter in any shape, times ``factor`` and plus a constant."""
+    """A parameter, perhaps flattened, times ``factor``."""
 
     seen_by: Elementwise
     of: str  # the parameter's name
@@ -54,96 +66,69 @@ class Elementwise:
 
     Attributes:
         values: its own parameters, to run it with.
-        alone: whether nothing else was done with them in this forward.
-        captures: whether gradients are captured here.
+        alone: whether nothing else was done with each of them.
         uses: the names of parameters, once for each use.
     """
 
     def __init__(self, tape: Tape, module: nn.Module, own: Mapping[str, nn.Parameter]) -> None:
-        self.tape, self.module, self.own = tape, module, own
-        self.alone, self.captures, self._runs = True, False, True
+        self.tape, self.module, self.own, self.alone = tape, module, own, True
         self.uses: list[str] = []
-        self.values: dict[str, Tensor] = {}
-        for name, parameter in own.items():
-            leaf = parameter.detach().requires_grad_()
-            leaf.register_hook(partial(self._refuse, name))
-            self.values[name] = self._value(leaf, name, 1.0)
-
-    def _refuse(self, name: str, grad: Tensor) -> None:
-        """Note a use that was not seen, as in an autograd function of the module's own. Raise if it
-        is too late for that."""
-        self.alone = False
-        if self.captures:
-            raise UnaccountedGradientError(
-                f"A gradient reached {name!r} of {self.tape.describe(self.module)} on a way that "
-                "the engine does not see. Freeze this parameter (requires_grad_(False)), or "
-                "register a clipping rule for the module (hf_dp.clipping.register_rule)."
-            )
+        self.values = {name: self._value(p.detach(), name, 1.0) for name, p in own.items()}
 
     def _value(self, tensor: Tensor, of: str, factor: float) -> Tensor:
         value = tensor.as_subclass(_Value)
         value.seen_by, value.of, value.factor = self, of, factor
         return value
 
-    def end(self, output: Any, known: bool) -> Any:
-        """Return what the forward returned, which is over, without values. Gradients are captured
-        if nothing else was done with the values, and that is ``known`` of the module."""
+    def end(self, output: Any) -> Any:
+        """Return what the forward returned, which is over, without values."""
         found = any(isinstance(each, _Value) for each in pytree.tree_leaves(output))
         self.alone = self.alone and not found and set(self.uses) == set(self.own)
-        self._runs, self.captures = False, self.alone and known
         return pytree.tree_map_only(_Value, _constant, output)
 
     def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Return what a function makes of arguments with a value among them."""
-        if self._runs and not kwargs and args:
-            first, *others = args
-            of_numbers = all(isinstance(each, int) for each in pytree.tree_leaves(others))
-            if function in _SHAPES and isinstance(first, _Value) and of_numbers:
-                return self._value(function(*args), first.of, first.factor)
-            if function in (*_PRODUCTS, *_SUMS) and len(args) == 2:
-                value, x = args if isinstance(first, _Value) else args[::-1]
-                is_product = function in _PRODUCTS
-                if isinstance(x, (int, float)):
-                    factor = value.factor * (x if is_product else 1)
-                    return self._value(function(*args), value.of, factor)
-                if _fits(value, x) and self.tape.seems_by_example(x):
-                    output = function(x, _constant(value))
-                    return self._capture(output, value, x if is_product else None)
-        args, kwargs = pytree.tree_map_only(_Value, _constant, (args, dict(kwargs)))
-        found = function(*args, **kwargs)
-        if self._runs and torch.is_grad_enabled():  # then a gradient may come back through tensors
-            self.alone &= not any(isinstance(each, Tensor) for each in pytree.tree_leaves(found))
+        captured = torch.is_grad_enabled() and not kwargs
+        if captured and len(args) == 1 and function is Tensor.flatten:
+            return self._value(function(*args), args[0].of, args[0].factor)
+        if captured and len(args) == 2 and function in (*_PRODUCTS, *_SUMS):
+            value, x = args if isinstance(args[0], _Value) else args[::-1]
+            is_product = function in _PRODUCTS
+            if isinstance(x, (int, float)) and is_product:
+                return self._value(function(*args), value.of, value.factor * x)
+            if _fits(value, x):
+                output = function(x, _constant(value))
+                return self._capture(output, value, x if is_product else None)
+        plain: Any = pytree.tree_map_only(_Value, _constant, (args, dict(kwargs)))
+        found = function(*plain[0], **plain[1])
+        is_attribute = getattr(function, "__name__", None) == "__get__"
+        self.alone &= is_attribute and not isinstance(found, Tensor)
         return found
 
     def _capture(self, output: Tensor, value: _Value, x: Tensor | None) -> Tensor:
         self.uses.append(value.of)
-        see = partial(self._see, value.of, value.factor, _without_ones(value))
+        see = partial(self._see, value.of, value.factor, len(_without_ones(value)))
         # The output has memory of its own, which autograd does not read.
         return seen_in_backward(output, self.own[value.of], lambda fresh: fresh.data, see, x)
 
     def _see(
-        self,
-        name: str,
-        factor: float,
-        shape: torch.Size,
-        saved: Sequence[Tensor | None],
-        grad: Tensor,
+        self, name: str, factor: float, dims: int, saved: Sequence[Tensor | None], grad: Tensor
     ) -> None:
-        if not self.captures:
+        if not self.alone:
             return
         dtype, (x,) = accumulation_dtype(grad.dtype), saved
         terms = self.tape.by_example(self.module, grad).to(dtype) * factor
         if x is not None:
             terms *= self.tape.by_example(self.module, x)
-        total = sum_of(positions(terms, len(shape)), dtype)
+        total = sum_of(positions(terms, dims), dtype)
         gradients = total.gradients.view(-1, *self.own[name].shape)
         self.tape.capture(self.module, name, Dense(gradients, True, total.of_terms))
 
 
 def _constant(value: Tensor) -> Tensor:
-    return value.detach().as_subclass(Tensor)
+    return value.as_subclass(Tensor)
 
 
 def _without_ones(value: Tensor) -> torch.Size:
@@ -155,11 +140,9 @@ def _without_ones(value: Tensor) -> torch.Size:
 
 
 def _fits(value: Tensor, x: Any) -> bool:
-    """Return whether x has examples in front of the value's shape. A tensor that depends on no
-    weight that trains may be one that all examples share."""
+    """Return whether x has something in front of the value's shape. What depends on no weight that
+    trains may be one tensor for all examples."""
     if not isinstance(x, Tensor) or isinstance(x, _Value) or not x.requires_grad:
-        return False
-    if not torch.is_grad_enabled():
         return False
     shape = _without_ones(value)
     behind = len(shape) < x.dim() >= value.dim() and x.shape[x.dim() - len(shape) :] == shape

@@ -5,9 +5,8 @@ The ``per_example`` strategy treats every module in this way. The module runs as
 has delivered its output gradients, it is run again for each example and differentiated with respect
 to its own parameters only, by ``torch.func``. Its output for an example alone is compared with its
 output in the batch: a module that mixes examples, or a tensor that only appears to have the
-examples in its first dimension, is refused rather than guessed at. Once that was compared for a
-batch, and parameters only multiplied activations or were added to them,
-:mod:`~hf_dp.clipping.elementwise` finds their gradients.
+examples in its first dimension, is refused rather than guessed at. A few classes need not run again
+(:mod:`hf_dp.clipping.elementwise`).
 
 **What all examples share.** Some methods compute something from parameters alone. Their results
 have no example dimension, so the gradient that arrives at a parameter is already a sum over
@@ -39,8 +38,8 @@ from torch.utils import _pytree as pytree
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
 from hf_dp.clipping.draws import DrawnMasks, GivenMasks
-from hf_dp.clipping.elementwise import Elementwise
-from hf_dp.clipping.tape import ELEMENTWISE, Tape, seen_in_backward
+from hf_dp.clipping.elementwise import ELEMENTWISE, Elementwise
+from hf_dp.clipping.tape import Tape, has_own_forward, seen_in_backward
 from hf_dp.errors import UnsupportedModelError
 
 Method = Callable[..., object]  # of a module, which is its first argument
@@ -143,7 +142,6 @@ class FallbackCall:
     function: _Method  # what is run again
     parameters: dict[str, Tensor]  # the module's own, by their names in ``function``
     of_parameters: bool  # whether it is known to read nothing else
-    watched: Elementwise | None  # what else was done with parameters
     spec: pytree.TreeSpec
     # The leaves of (args, kwargs), with _TENSOR for each tensor, which comes back from the graph.
     arguments: list[object]
@@ -211,9 +209,6 @@ class FallbackCall:
         gradients, outputs = _for_each_example(run, mapped, grads, self)
         for position, alone in zip(positions, outputs, strict=True):
             _compare(alone, singles(self.met[position][0]), self)
-        if examples > 1:  # else there was nothing to compare
-            elementwise = self.watched is not None and self.watched.alone
-            tape.learned[self.module] = elementwise and tape.learned.get(self.module, True)
         self.tensors, self.met, self.constants = (), {}, {}
         for name in self.parameters:
             tape.capture(self.module, name.removeprefix("module."), gradients[name])
@@ -262,15 +257,15 @@ def fallback_forward(
         anchor = next(iter(own.values()))
         function = _Method(module, method)
         parameters: dict[str, Tensor] = {f"module.{name}": each for name, each in own.items()}
-        known = ELEMENTWISE.get(module)
-        watched = None if known is False or tape.sharded else Elementwise(tape, module, own)
+        served = type(module) in ELEMENTWISE and not has_own_forward(module) and not shared
+        watched = Elementwise(tape, module, own) if served else None
         values = watched.values if watched else {name: p.detach() for name, p in own.items()}
         given = {f"module.{name}": each for name, each in values.items()}
         with DrawnMasks(anchor.device) as masks:
             output = functional_call(function, given, args, kwargs, tie_weights=False)
     if watched is not None:
-        output = watched.end(output, known is True and not masks.other_draws)
-        if watched.captures:
+        output = watched.end(output)
+        if watched.alone:
             tape.note_forward(module, *watched.uses)
             return output
     tape.note_forward(module, *own)
@@ -282,7 +277,6 @@ def fallback_forward(
         function,
         parameters,
         bool(shared),
-        watched,
         spec,
         [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves],
         (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),

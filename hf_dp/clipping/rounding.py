@@ -26,7 +26,7 @@ this differs between forms, kernels and neighbors. So the slack bounds the weigh
 
 **Products.** Factors of 16 bits are widened first, which is exact, so none of torch's switches for
 products of 16 bits reaches a norm or a sum. :func:`full_precision` turns those off that would
-shorten factors of 32 bits, also of convolutions. A GPU's tensor cores multiply bfloat16 exactly,
+shorten factors of 32 bits. A GPU's tensor cores multiply bfloat16 exactly,
 too, and 14 times as fast. But what they add up they cut off: an H100's sums of positive terms were
 too small by 29 of their 2^-24ths after 1,024 terms and by 500 after 8,192. A large first term makes
 it 225 after 1,024, in a model of these sums that gives the other figures. :func:`unit` allows 64.
@@ -87,7 +87,6 @@ _PRODUCTS: dict[str, Any] = {
     "cuda": torch.backends.cuda.matmul,
     "cpu": torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]
 }
-# Likewise convolutions; cuDNN's round to TF32 unless they are told otherwise.
 _CONVOLUTIONS: tuple[Any, ...] = (
     torch.backends.cudnn.conv,  # type: ignore[attr-defined]
     torch.backends.mkldnn.conv,  # type: ignore[attr-defined]
@@ -107,24 +106,39 @@ def full_precision() -> Iterator[None]:
     """Form norms and sums in true float32 inside, and restore what was set outside. TF32 products
     round to 1e-3, far more than the error that the norms allow for. What forward and backward round
     is another matter: it makes the gradients other ones, and these are bounded."""
-    kept = [(each, each.fp32_precision) for each in (*_PRODUCTS.values(), *_CONVOLUTIONS)]
+    kept = [(each, each.fp32_precision) for each in _PRODUCTS.values()]
     try:
         before = torch.get_float32_matmul_precision()
     except RuntimeError:  # set by torch.backends, of which the older function knows nothing
         before = None
     torch.set_float32_matmul_precision("highest")
-    for convolutions in _CONVOLUTIONS:
-        convolutions.fp32_precision = "ieee"
     try:
         yield
     finally:
         if before is not None:
             torch.set_float32_matmul_precision(before)
-        for each, value in kept:
-            if each.fp32_precision != value:
-                each.fp32_precision = "none"  # what is set for all then holds, as before
-                if each.fp32_precision != value:
-                    each.fp32_precision = value
+        _restore(kept)
+
+
+@contextmanager
+def full_convolutions() -> Iterator[None]:
+    """Run convolutions in true float32 inside, which cuDNN otherwise rounds to TF32. No module may
+    run inside: there, ``torch.backends.cudnn.allow_tf32`` cannot be read."""
+    kept = [(each, each.fp32_precision) for each in _CONVOLUTIONS]
+    for each in _CONVOLUTIONS:
+        each.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        _restore(kept)
+
+
+def _restore(kept: Iterable[tuple[Any, str]]) -> None:
+    for switch, value in kept:
+        if switch.fp32_precision != value:
+            switch.fp32_precision = "none"  # what is set for all then holds, as before
+            if switch.fp32_precision != value:
+                switch.fp32_precision = value
 
 
 @dataclass

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +36,6 @@ def has_own_forward(module: nn.Module) -> bool:
     return own is not None and not (by_engine and getattr(inside, "previous", None) is None)
 
 
-# Modules without a rule, and whether their parameters only multiply activations and are added to
-# them. They are here once their outputs for examples alone were compared with those of a batch.
-ELEMENTWISE: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-
-
 class Noted(NamedTuple):
     """Tells what a forward used, once for each use, and the first dimensions and positions."""
 
@@ -60,9 +54,7 @@ class Tape:
     def __init__(self, names: Mapping[nn.Module, str] | None = None, sharded: bool = False) -> None:
         self.examples: int | None = None  # the batch size that the model's own forward saw
         self.bypassed = False  # while modules run their own forwards
-        # What becomes known (ELEMENTWISE) after this batch, in which a checkpoint repeats forwards.
-        self.learned: dict[nn.Module, bool] = {}
-        # What runs after a backward pass, for each module that runs again and that it reached.
+        # What runs after a backward pass, for each module without a rule that it reached.
         self.after: dict[object, Callable[[], None]] = {}
         self._forwards: list[nn.Parameter | None] = []  # what the forward used, once for each use
         self._batches: set[tuple[int, int]] = set()  # first dimension and positions it worked on
@@ -165,8 +157,6 @@ class Tape:
         self.compiled_forwards = 0
         self._forwards.clear()
         self._batches.clear()
-        ELEMENTWISE.update(self.learned)
-        self.learned.clear()
 
     def expected_examples(self) -> int:
         """Return how many examples this backward pass has; there is none outside the engine's."""
@@ -199,18 +189,10 @@ class Tape:
             "dimension (batch_first=True of torch's layers)."
         )
 
-    def is_flattened(self, count: int, examples: int | None = None) -> bool:
-        """Return whether ``count`` vectors are those of all positions of all examples, by default
-        of this backward pass."""
-        examples = examples or self.expected_examples()
+    def is_flattened(self, count: int) -> bool:
+        """Return whether ``count`` vectors are those of all positions of all examples."""
+        examples = self.expected_examples()
         return count % examples == 0 and (examples, count // examples) in self._batches
-
-    def seems_by_example(self, tensor: Tensor) -> bool:
-        """Return whether :meth:`by_example` will take a tensor of this shape, in a forward."""
-        examples, count = self.examples, tensor.shape[:1].numel()
-        if not examples or tensor.dim() == 0:
-            return False
-        return count == examples or (tensor.dim() == 2 and self.is_flattened(count, examples))
 
     def refuse_parameter(self, module: nn.Module, input: Tensor | None) -> None:
         """Raise for a module applied to a parameter: what it computes belongs to no example.

@@ -17,6 +17,7 @@ from models import (
     Net,
     TinyTied,
     assert_net_exact,
+    assert_refused,
     assert_same_sums,
     batch_for,
     bert,
@@ -82,6 +83,19 @@ def test_convolutions(layer, size, options, strategy, monkeypatch):
     x = torch.randn(3, 4, 13, 11, dtype=torch.float64)
     assert_net_exact(model.double(), x, strategy)
     assert_net_exact(model, x.to(memory_format=torch.channels_last), strategy)
+
+
+@pytest.mark.parametrize(
+    ("layer", "options"),
+    [(nn.Conv2d, {}), (nn.Conv2d, {"groups": 3}), (WeightStandardizedConv2d, {})],
+)
+def test_images_one_by_one_are_refused(layer, options):
+    """As many channels, rows and columns as examples: no shape shows what is what."""
+    parts = {"one": layer(3, 3, 1, padding=0, **options)}
+    compute = lambda net, x: torch.stack([net.one(image) for image in x]).sum((1, 2, 3))  # noqa: E731
+    assert_refused(
+        Net(compute, **parts), torch.randn(3, 3, 3, 3), "has the examples|four dimensions|example"
+    )
 
 
 @pytest.mark.parametrize("groups", [2, 4])

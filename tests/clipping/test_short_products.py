@@ -11,7 +11,7 @@ from models import batch_for, gpt2
 from short_products import WAYS, TensorCores, precision_restored, worst_difference
 
 from hf_dp.clipping import ClippingEngine, clipped_sum, forms, gradients, norms
-from hf_dp.clipping.rounding import full_precision, product_precision
+from hf_dp.clipping.rounding import full_convolutions, full_precision, product_precision
 from hf_dp.losses import per_example_loss
 
 
@@ -108,6 +108,7 @@ def test_what_was_set_is_restored(way):
     assert before[2] == "tf32" and product_precision("cuda") == "tf32"
     with full_precision(), full_precision():
         assert product_precision("cuda") == product_precision("cpu") == "float32"
+    with full_convolutions():
         assert all(each.conv.fp32_precision == "ieee" for each in of_all)
     assert [each.fp32_precision for each in switches] == before
     if way == "torch.backends.fp32_precision":  # and what followed it still does

@@ -43,7 +43,12 @@ from hf_dp.clipping.gradients import (
     positions,
     summed,
 )
-from hf_dp.clipping.rounding import accumulation_dtype, full_precision, matmul_dtype
+from hf_dp.clipping.rounding import (
+    accumulation_dtype,
+    full_convolutions,
+    full_precision,
+    matmul_dtype,
+)
 from hf_dp.clipping.rules.rule import RULES, Found, Kept, Use, owns_weight, register_rule
 from hf_dp.clipping.tape import Context, Tape
 from hf_dp.errors import UnsupportedModelError
@@ -107,6 +112,17 @@ def _is_plain(module: nn.Conv2d) -> bool:
     return zeros and owns_weight(module)
 
 
+def _images(use: Use, x: Tensor) -> Tensor:
+    """Return x (b, channels, height, width); raise for one image without a first dimension."""
+    if x.dim() == 4:
+        return x
+    raise UnsupportedModelError(
+        f"{use.tape.describe(use.module)} got an input of shape {tuple(x.shape)}, whose first "
+        "dimension is not that of the examples. Give it four dimensions, or freeze the module "
+        "(requires_grad_(False))."
+    )
+
+
 def _padded(module: Any, x: Tensor) -> Tensor:
     down, right = module.padding
     return F.pad(x, (right, right, down, down)) if down or right else x
@@ -151,7 +167,7 @@ def _of_groups(module: Any, x: Tensor, grad: Tensor) -> Dense:
         used = slice(first * step, (first + rows.shape[3] - 1) * step + extent)
         kernels = rows.flatten(0, 2)[:, None]  # (b out, 1, rows, columns)
         options = {"stride": module.dilation, "dilation": module.stride}
-        with full_precision():
+        with full_convolutions():
             part = F.conv2d(pixels[:, :, used], kernels, groups=pixels.shape[1], **options)
         parts.append(part[..., : kernel[0], : kernel[1]])
     total = torch.stack(parts).sum(0).transpose(0, 1)  # (b out, in / groups, kh, kw)
@@ -161,7 +177,8 @@ def _of_groups(module: Any, x: Tensor, grad: Tensor) -> Dense:
 @register_rule(nn.Conv2d, serves=_is_plain, flattens=False, is_fresh=True)
 def _conv2d(use: Use, kept: Sequence[Tensor], grad: Tensor) -> Found:
     of_weight = _of_patches if use.module.groups == 1 else _of_groups
-    return {"weight": of_weight(use.module, kept[0], grad), "bias": _of_conv_bias(grad)}
+    x = _images(use, kept[0])
+    return {"weight": of_weight(use.module, x, grad), "bias": _of_conv_bias(grad)}
 
 
 def _run_standardized(use: Use, x: Tensor) -> tuple[Tensor, Kept]:
@@ -189,7 +206,7 @@ def _standardized_conv2d(use: Use, kept: Sequence[Tensor], grad: Tensor) -> Foun
     variance, mean = torch.var_mean(weight, 1, correction=0, keepdim=True)
     scale = torch.rsqrt(variance + module.eps)
     w_hat = (weight - mean) * scale
-    products = _of_patches(module, kept[0], grad.to(dtype) * scale[..., None])
+    products = _of_patches(module, _images(use, kept[0]), grad.to(dtype) * scale[..., None])
     both = torch.stack([torch.ones_like(w_hat), w_hat], 2) / w_hat.shape[1]
     with full_precision():
         total = torch.bmm(products.left.mT, products.right)
