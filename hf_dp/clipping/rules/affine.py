@@ -107,7 +107,7 @@ class _Product(torch.autograd.Function):
 
 
 def _is_plain(module: nn.Conv2d) -> bool:
-    """Return whether the rule covers this module: it pads with so many zeros on each side."""
+    """Return whether the rule covers this module: it pads with zeros, whose number is given."""
     zeros = module.padding_mode == "zeros" and not isinstance(module.padding, str)
     return zeros and owns_weight(module)
 
