@@ -1,5 +1,5 @@
-"""Modules that compute much, and whose own parameters only multiply activations or are added to
-them: IA3, and the blocks of BEiT and ConvNeXt with their LayerScale.
+"""Gradients of parameters that only multiply activations or are added to them, in modules that
+compute much else: IA3, and the blocks of BEiT and ConvNeXt with their LayerScale.
 
 :mod:`hf_dp.clipping.fallback` would compute all of such a module again for each example. Here it
 runs with values that notice what is done to them. Where a value v meets activations x
@@ -7,8 +7,9 @@ runs with values that notice what is done to them. Where a value v meets activat
 of ``g x``, or of g, with g the output gradient of that operation. After any other use the module is
 left to the fallback.
 
-This holds for the classes in ``ELEMENTWISE`` only, whose forwards keep the order of the examples
-from their input to that operation. Another class might sort or transpose before it.
+Only the classes in ``ELEMENTWISE`` are served. Their forwards keep the order of the examples from
+their input to that operation; another class might sort or transpose before it. FSDP2 gives modules
+other classes, so it is not served.
 """
 
 from __future__ import annotations
@@ -90,10 +91,10 @@ class Elementwise:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Return what a function makes of arguments with a value among them."""
-        captured = torch.is_grad_enabled() and not kwargs
-        if captured and len(args) == 1 and function is Tensor.flatten:
+        differentiated = torch.is_grad_enabled() and not kwargs
+        if differentiated and len(args) == 1 and function is Tensor.flatten:
             return self._value(function(*args), args[0].of, args[0].factor)
-        if captured and len(args) == 2 and function in (*_PRODUCTS, *_SUMS):
+        if differentiated and len(args) == 2 and function in (*_PRODUCTS, *_SUMS):
             value, x = args if isinstance(args[0], _Value) else args[::-1]
             is_product = function in _PRODUCTS
             if isinstance(x, (int, float)) and is_product:
@@ -103,6 +104,7 @@ class Elementwise:
                 return self._capture(output, value, x if is_product else None)
         plain: Any = pytree.tree_map_only(_Value, _constant, (args, dict(kwargs)))
         found = function(*plain[0], **plain[1])
+        # An attribute such as a type or a shape is no use; a transpose is one.
         is_attribute = getattr(function, "__name__", None) == "__get__"
         self.alone &= is_attribute and not isinstance(found, Tensor)
         return found

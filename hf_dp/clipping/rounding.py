@@ -26,10 +26,10 @@ this differs between forms, kernels and neighbors. So the slack bounds the weigh
 
 **Products.** Factors of 16 bits are widened first, which is exact, so none of torch's switches for
 products of 16 bits reaches a norm or a sum. :func:`full_precision` turns those off that would
-shorten factors of 32 bits. A GPU's tensor cores multiply bfloat16 exactly,
-too, and 14 times as fast. But what they add up they cut off: an H100's sums of positive terms were
-too small by 29 of their 2^-24ths after 1,024 terms and by 500 after 8,192. A large first term makes
-it 225 after 1,024, in a model of these sums that gives the other figures. :func:`unit` allows 64.
+shorten factors of 32 bits. A GPU's tensor cores multiply bfloat16 exactly, too, and 14 times as
+fast. But what they add up they cut off: an H100's sums of positive terms were too small by 29 of
+their 2^-24ths after 1,024 terms and by 500 after 8,192. A large first term makes it 225 after
+1,024, in a model of these sums that gives the other figures. :func:`unit` allows 64.
 
 **Norms from Gram matrices.** For ``G = sum_t left_t right_t^T``,
 ``|G|^2 = sum_{s,t} (left_s . left_t)(right_s . right_t)`` (Li et al., section 4, eq. 2), so the sum

@@ -74,8 +74,8 @@ def test_tied_embedding_and_head(padding_idx, length):
     ids=["plain", "standardized", "depthwise", "groups"],
 )
 def test_convolutions(layer, size, options, strategy, monkeypatch):
-    """With the channels of an image after each other in memory, and with those of a pixel."""
-    monkeypatch.setattr(affine, "_TERMS", 24)  # groups of a few rows of an image after each other
+    """Memory holds an image channel by channel, or pixel by pixel."""
+    monkeypatch.setattr(affine, "_TERMS", 24)  # so that a few rows at a time are added up
     torch.manual_seed(0)
     options = {"padding": 0} | options
     layers = {"one": layer(4, 8, size, bias=True, **options), "two": nn.Conv2d(8, 2, 1)}
@@ -90,17 +90,15 @@ def test_convolutions(layer, size, options, strategy, monkeypatch):
     [(nn.Conv2d, {}), (nn.Conv2d, {"groups": 3}), (WeightStandardizedConv2d, {})],
 )
 def test_images_one_by_one_are_refused(layer, options):
-    """As many channels, rows and columns as examples: no shape shows what is what."""
+    """Channels, rows and columns are as many as the examples, so that no shape tells them apart."""
     parts = {"one": layer(3, 3, 1, padding=0, **options)}
     compute = lambda net, x: torch.stack([net.one(image) for image in x]).sum((1, 2, 3))  # noqa: E731
-    assert_refused(
-        Net(compute, **parts), torch.randn(3, 3, 3, 3), "has the examples|four dimensions|example"
-    )
+    assert_refused(Net(compute, **parts), torch.randn(3, 3, 3, 3), "four dimensions")
 
 
 @pytest.mark.parametrize("groups", [2, 4])
 def test_rounding_of_a_convolution_in_groups_is_within_its_slack(groups):
-    """Over constant terms, where what is added one by one drifts: 23 times the slack if all are."""
+    """Sums of equal terms drift the most: by 23 times the slack, if all are added one by one."""
     layer = nn.Conv2d(4, 4, 3, padding=1, stride=(1, 2), groups=groups)
     x, grad = torch.full((2, 4, 112, 112), 0.1), torch.full((2, 4, 112, 56), 0.7)
     found, exact = (affine._of_groups(layer, x.to(t), grad.to(t)) for t in (x.dtype, torch.float64))

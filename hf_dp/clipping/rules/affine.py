@@ -107,7 +107,7 @@ class _Product(torch.autograd.Function):
 
 
 def _is_plain(module: nn.Conv2d) -> bool:
-    """Return whether the rule covers this module: it pads with zeros, whose number is given."""
+    """Return whether the rule covers this module, which pads with a given number of zeros."""
     zeros = module.padding_mode == "zeros" and not isinstance(module.padding, str)
     return zeros and owns_weight(module)
 
@@ -144,7 +144,8 @@ def _of_conv_bias(grad: Tensor) -> Unformed:
     return summed(grad.flatten(2).mT, accumulation_dtype(grad.dtype))
 
 
-_TERMS = 256  # that a convolution adds one by one: over constant ones it is off by 16 eps
+# How many terms a convolution adds one by one. Where they are all equal, it is off by 16 eps.
+_TERMS = 256
 
 
 def _of_groups(module: Any, x: Tensor, grad: Tensor) -> Dense:
