@@ -59,14 +59,17 @@ RANGE = Range(
 # Below this rate a fixed grid is too coarse, and SLACK may be larger than epsilon.
 SMALL_RATE = 1e-5
 
-# Below this delta the plain composition is not an upper bound: FFT rounding makes it too small by
-# 2e-3 at 1e-9 and by 0.014 at 1e-10. There, tilted distributions are composed, three times as slow.
-TILTED_BELOW = 1e-8
+# FFT rounding makes epsilon of the plain composition too small. The error grows with 1 / delta and
+# with steps. At noise 0.3 it is 0.0092 at delta 1e-8, 9.0e-4 at 1e-7 and 1.1e-4 at 1e-6 after 1e6
+# steps at rate 1e-5, and 1.8e-3, 2.3e-4 and 3.4e-5 after 1e5 at rate 3e-5. So below this delta
+# tilted distributions are composed, three times as slow, and above it SLACK is 9 times the error.
+TILTED_BELOW = 1e-6
 
 # Truncated samples, visible samples, groups and replace-one have heavier tails, where FFT rounding
 # takes more: at noise 0.3, rate 1e-5 and delta 1e-8 the result is 0.003 too small after 1e5 steps
-# and 0.015 after 9e5 (against a tilted FFT of the same pair); 2.2e-4 at delta 1e-7 and 1e5 steps.
-# RDP cannot replace it for truncated samples, groups and replace-one.
+# and 0.015 after 9e5 (against a tilted FFT of the same pair); at most 5.2e-4 at delta 1e-7 and 1e5
+# steps. RDP cannot replace it for truncated samples, groups and replace-one, and the tilted
+# composition cannot begin with it.
 HEAVY_TAILS = dataclasses.replace(
     RANGE,
     min_sample_rate=SMALL_RATE,
@@ -99,9 +102,8 @@ CLOSED_FORM = dataclasses.replace(
 # values have no use.
 MAX_EPSILON = 500.0
 
-# Twice the largest measured error: FFT rounding makes the grid's result too small by at most 4.3e-4
-# at delta 1e-8 and 1e5 steps (noise 0.3, rate 1e-5), and by 4.7e-4 at delta 1e-8 and 1e6 steps
-# (against prv-accountant's estimate).
+# About twice the largest error of FFT rounding that was measured: 5.2e-4, for visible samples at
+# noise 0.3, rate 1e-5, delta 1e-7 and 1e5 steps.
 SLACK = 1e-3
 
 COARSE, FINE = 1e-4, 1e-5
@@ -156,9 +158,10 @@ def epsilon(composition: Composition, delta: float, relation: str = "zero_out") 
         return Epsilon(0.0, "bound")
     if small_rate:
         return Epsilon(tilted.of_small_rates(poisson, delta, about), "bound")
-    value = _grid_epsilon(composition, delta, COARSE, relation, about)
+    start = None if heavy or delta >= TILTED_BELOW else about
+    value = _grid_epsilon(composition, delta, COARSE, relation, start)
     if value < FINE_BELOW and _fine_grid_gain(composition, order) > WORTHWHILE_GAIN:
-        value = min(value, _grid_epsilon(composition, delta, FINE, relation, about))
+        value = min(value, _grid_epsilon(composition, delta, FINE, relation, start))
     if allocations and math.isinf(value):
         raise ALLOCATED.error("more noise, or more steps per allocation, than were given")
     return Epsilon(min(value + SLACK, about if bounded else math.inf), "bound")
@@ -205,13 +208,14 @@ def _fine_grid_gain(composition: Composition, order: float) -> float:
 
 
 def _grid_epsilon(
-    composition: Composition, delta: float, interval: float, relation: str, about: float
+    composition: Composition, delta: float, interval: float, relation: str, start: float | None
 ) -> float:
-    """Return epsilon on one grid, or, at a small delta, infinity if it is not below ``about``."""
+    """Return epsilon on one grid; by tilted distributions, or infinity, if it is to be sought below
+    ``start`` (for Poisson-sampled and plain Gaussians alone)."""
     secret = _secret(composition)
-    if delta < TILTED_BELOW:  # only Poisson-sampled and plain Gaussians; HEAVY_TAILS has refused
+    if start is not None:
         once = [(_one_step(each.with_steps(1), interval, relation), each.steps) for each in secret]
-        return tilted.of_distributions(once, delta, about)
+        return tilted.of_distributions(once, delta, start)
     parts = [_self_composed(event, interval, relation) for event in secret]
     scale = 2 if relation == "replace_one" else 1  # vectors are another's, not nothing
     parts += [

@@ -85,6 +85,7 @@ class ViewDraws(Sampler[list[Rows]]):
 def refuse_views(
     count: int,
     examples: Examples,
+    rows: int,
     losses: Callable[[Batch], Tensor],
     model: nn.Module,
     options: BatchOptions,
@@ -93,7 +94,8 @@ def refuse_views(
     reading of a row differs from another one, nor do the losses of one reading in training, with
     dropout. UnsupportedModelError for views of a sharded model that a physical batch may cut apart.
 
-    Rows are read; what is found is said on the local console alone.
+    Some of the first ``rows`` are read, which were looked over: any other may be one that cannot be
+    trained on. What is found is said on the local console alone.
     """
     size, cut = options.physical_batch_size, options.max_tokens is not None
     if is_sharded(model) and (cut or count > size):
@@ -104,9 +106,9 @@ def refuse_views(
             "max_tokens_per_physical_batch; or train with DDP."
         )
     here = Processes.here()  # all look, and go on alike: where one fails, the others hear of it
-    if any(here.from_each(lambda: _readings_differ(examples))):
+    if any(here.from_each(lambda: _readings_differ(examples, rows))):
         return
-    if any(here.from_each(lambda: _losses_differ(examples, losses, model))):
+    if any(here.from_each(lambda: _losses_differ(examples, rows, losses, model))):
         return
     raise invalid(
         ARGUMENT,
@@ -119,8 +121,8 @@ def refuse_views(
     )
 
 
-def _readings_differ(examples: Examples) -> bool:
-    places = _spread(len(examples), _PAIRS)
+def _readings_differ(examples: Examples, rows: int) -> bool:
+    places = _spread(rows, _PAIRS)
     for first in range(0, _PAIRS, _AT_ONCE):
         some = places[first : first + _AT_ONCE]
         found = examples.__getitems__([*some, *some])
@@ -129,13 +131,15 @@ def _readings_differ(examples: Examples) -> bool:
     return False
 
 
-def _losses_differ(examples: Examples, losses: Callable[[Batch], Tensor], model: nn.Module) -> bool:
+def _losses_differ(
+    examples: Examples, rows: int, losses: Callable[[Batch], Tensor], model: nn.Module
+) -> bool:
     training = model.training
     try:
         model.train()
         with torch.no_grad(), examples.randomness.streams():
             # As many forwards in each process: those of a sharded model meet in each.
-            tried = [examples[place] for place in _spread(len(examples), _FORWARDS)]
+            tried = [examples[place] for place in _spread(rows, _FORWARDS)]
             found = [(losses(example), losses(example)) for example in tried]
     finally:
         model.train(training)
@@ -143,7 +147,7 @@ def _losses_differ(examples: Examples, losses: Callable[[Batch], Tensor], model:
 
 
 def _spread(rows: int, count: int) -> list[int]:
-    """Return ``count`` places of rows, from all over the data set, some twice where it is small."""
+    """Return ``count`` places among so many rows, some twice where they are few."""
     return [place * max(1, rows // count) % rows for place in range(count)]
 
 

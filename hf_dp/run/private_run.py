@@ -151,6 +151,7 @@ class PrivateRun:
         self.add_to_losses: Callable[[PerExampleLoss, nn.Module, Batch], Tensor] | None = None
         self.has_own_loss = compute_per_example_loss is not None
         self._drawn_in: Precision | None = None
+        self._cut_into = 1
         self._of_model: PerExampleLoss = compute_per_example_loss or per_example_loss
         self.forward_context = forward_context
         self.columns: Callable[[], tuple[Rows, Collator]] = self._all_columns
@@ -446,6 +447,7 @@ class PrivateRun:
         """
         data = self.training_data()  # which also sees in what precision the loss computes
         self._drawn_in = self.precision()
+        self._cut_into = data.options.physical_batch_size
         short = self._drawn_in.is_short
         if short:
             data.check_padded(self.model, self.losses)
@@ -552,8 +554,9 @@ class PrivateRun:
         if views > 1 and not mechanism.views_are_completions:
             # It reads rows in training mode. A layer that keeps something of its first batch was
             # refused above, on synthetic examples.
-            examples = self.training_data().examples
-            refuse_views(views, examples, self.losses, self.model, self.options.batches)
+            data = self.training_data()
+            rows, batches = data.looked_over.rows, self.options.batches
+            refuse_views(views, data.examples, rows, self.losses, self.model, batches)
 
     def feed(
         self,
@@ -569,7 +572,8 @@ class PrivateRun:
         that all make as many: those that are missing run on synthetic examples, which add nothing.
         """
         self._drawn_for = batches.step if isinstance(batches, OfStep) else None
-        size = self.options.batches.physical_batch_size
+        # A size that was set since then holds from the next loader on.
+        size = max(self._cut_into, self.options.batches.physical_batch_size)
         if self.engine_check.alone and size > 1:
             raise UnsupportedArgumentError(
                 "Expected `per_device_train_batch_size` (in a loop of your own, "

@@ -14,7 +14,7 @@ import users
 from data_paths import bert
 from silence import Coupled
 
-from hf_dp.batches import loader, when_drawn
+from hf_dp.batches import loader, views, when_drawn
 from hf_dp.batches.loader import Masked, PhysicalBatches
 from hf_dp.batches.when_drawn import FirstRows
 from hf_dp.errors import DataError, InvalidArgumentError, UnsupportedArgumentError
@@ -100,6 +100,20 @@ def with_and_without(folder, size, **options):
     for left_out in (*({place} for place in EACH), {*EACH}):
         others = clipped(made, [place for place in range(ROWS) if place not in left_out])
         yield list(zip(everyone, others, strict=True))
+
+
+def test_views_are_compared_on_rows_that_were_looked_over(tmp_path, monkeypatch):
+    """Whether a run begins may not depend on a row that nobody looked at."""
+    made = trainer(tmp_path, EACH, views_per_example=2)
+    for module in made.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.1
+    made.run.check_engine()
+    for name in ("_readings_differ", "_losses_differ"):  # planted: rows from all over the data set
+        planted = getattr(views, name)
+        monkeypatch.setattr(views, name, lambda e, rows, *a, of=planted: of(e, len(e), *a))
+    with pytest.raises((DataError, IndexError)):
+        made.run.check_engine()
 
 
 @pytest.mark.parametrize(("size", "rtol"), [(1, 0), (16, 1e-9)])

@@ -13,12 +13,12 @@ import torch
 from coordinates import Square
 from silence import Coupled
 from torch import Tensor
-from transformers import default_data_collator
+from transformers import TrainerCallback, default_data_collator
 from users import flat
 from watch import watch
 
 from hf_dp.batches import loader
-from hf_dp.clipping import forms
+from hf_dp.clipping import ClippingEngine, forms
 from hf_dp.plans.rounding import rounding_margin
 from hf_dp.run.gate import Release
 from hf_dp.trainer.trainer import DPTrainer
@@ -147,6 +147,27 @@ def regrouped(folder, patch, without: int) -> int:
 @pytest.mark.parametrize("without", [0, 33, 59])
 def test_leaving_out_a_row_regroups_no_more_than_a_batch(without, tmp_path, monkeypatch):
     assert regrouped(tmp_path, monkeypatch, without) <= 4
+
+
+def test_a_smaller_batch_size_does_not_hold_for_batches_that_were_cut_before(tmp_path, monkeypatch):
+    """What one example less can regroup is a matter of the size that cut them."""
+
+    class Smaller(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            args.per_device_train_batch_size = 2
+
+    backward, seen = ClippingEngine.backward, []
+
+    def watched(engine, losses, *args, **kwargs):
+        seen.append((len(losses), engine.regrouped))
+        return backward(engine, losses, *args, **kwargs)
+
+    monkeypatch.setattr(ClippingEngine, "backward", watched)
+    given = {"callbacks": [Smaller()], "train_dataset": tiny.dataset(40), "eval_dataset": None}
+    options = {"expected_batch_size": 40, "max_steps": 3, "save_strategy": "no"}
+    tiny.trainer(tmp_path, given=given, per_device_train_batch_size=16, **options).train()
+    assert max(size for size, _ in seen) > 2
+    assert {moved for _, moved in seen[-3:]} == {16}
 
 
 def test_planted_full_batches_regroup_most(tmp_path, monkeypatch):
