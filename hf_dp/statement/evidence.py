@@ -195,6 +195,10 @@ def read(path_or_dir: str | os.PathLike[str]) -> Evidence:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
+        if not path.parent.exists():
+            raise LedgerError(
+                f"The folder {path.parent} does not exist. Name that of a run."
+            ) from error
         raise LedgerError(
             f"{path.name} is missing from {path.parent}. Name the folder of a run. If this is it: "
             f"{RESTORE}"
