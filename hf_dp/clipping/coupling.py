@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
@@ -9,7 +13,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from hf_dp.clipping.sharding import managed_modules, module_of
-from hf_dp.errors import UnsupportedModelError
+from hf_dp.errors import DataError, UnsupportedModelError
+
+Hook = Callable[[nn.Module, tuple[object, ...], dict[str, Any]], None]
 
 
 def refuse_coupling(model: nn.Module) -> None:
@@ -51,6 +57,34 @@ def refuse_coupling(model: nn.Module) -> None:
         parts = getattr(config, "sub_configs", None) or {}
         for one in (config, *(getattr(config, name, None) for name in parts)):
             _refuse_config(one)
+
+
+def batch_check(module: nn.Module) -> Hook | None:
+    """Return what raises for a batch of rows that a module would take apart wrongly, as a hook
+    before its forward. None for a module that takes each row by itself."""
+    return _refuse_other_separators if any(_is_a(module, name) for name in _BY_SEPARATORS) else None
+
+
+# They look up all separators of a batch and give each row three, in order.
+_BY_SEPARATORS = ("LongformerForQuestionAnswering", "LongformerForMultipleChoice")
+
+
+def _refuse_other_separators(
+    module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
+) -> None:
+    bound = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs)
+    given: dict[str, Any] = bound.arguments
+    ids, separator = given.get("input_ids"), getattr(module.config, "sep_token_id", None)
+    if ids is None or given.get("global_attention_mask") is not None:
+        return
+    found = (ids == separator).sum(-1).flatten()
+    if bool((found != 3).any()):
+        raise DataError(
+            f"A row of `input_ids` has the separator ({separator}) {int(found[found != 3][0])} "
+            f"times, where {type(module).__name__} expects 3 in each row: another number moves "
+            "where its neighbor's question ends. Let the tokenizer join question and text "
+            "(add_special_tokens=True), or give each row a `global_attention_mask`."
+        )
 
 
 def _is_a(module: nn.Module, class_name: str) -> bool:

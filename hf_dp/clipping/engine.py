@@ -19,7 +19,7 @@ from hf_dp import _validate
 from hf_dp.clipping import sharding
 from hf_dp.clipping.clipped_sum import ClippedSum, LargeUnit, Watch, book_keeping, two_pass
 from hf_dp.clipping.compiled import Compiled, not_compiled
-from hf_dp.clipping.coupling import refuse_coupling
+from hf_dp.clipping.coupling import batch_check, refuse_coupling
 from hf_dp.clipping.fallback import Method, fallback_forward, find_shared_method, own_parameters
 from hf_dp.clipping.forms import RunningSums
 from hf_dp.clipping.rounding import SMALLEST_CLIPPING_NORM, zero_sum
@@ -143,6 +143,9 @@ class ClippingEngine:
             handle = self.model.register_forward_pre_hook(self._note_inputs, with_kwargs=True)
             self._restore.append(handle.remove)
             for module in modules.values():
+                if (check := batch_check(module)) is not None:
+                    hook = module.register_forward_pre_hook(check, with_kwargs=True)
+                    self._restore.append(hook.remove)
                 own = own_parameters(module)
                 if own and not isinstance(module, (nn.ParameterDict, nn.ParameterList)):
                     self._install(module, own)

@@ -10,11 +10,12 @@ from typing import Any
 import models
 import pytest
 import torch
+import transformers
 from models import ARCHITECTURES, Net, assert_net_exact, batch_for, clip_losses, norm_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import BlenderbotConfig, BlenderbotForCausalLM
+from transformers import BlenderbotConfig, BlenderbotForCausalLM, LongformerConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_dp.batches.padding import Padding
@@ -42,6 +43,54 @@ C = 0.01
 def contribution(model: nn.Module, x: Tensor, strategy: str = "book_keeping") -> float:
     """``|sum| / C`` of what these examples add."""
     return norm_of(clip_losses(model, lambda: model(x), C, strategy=strategy)[1]) / C
+
+
+# -- what a Longformer looks up in all rows at once ---
+
+SEPARATOR = 2
+
+
+def longformer(name: str) -> Any:
+    torch.manual_seed(0)
+    config = LongformerConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
+        max_position_embeddings=32, sep_token_id=SEPARATOR, eos_token_id=SEPARATOR, attention_window=4,
+    )  # fmt: skip
+    model = getattr(transformers, f"LongformerFor{name}")(config).train()
+    for parameter in model.longformer.parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+def separated(*rows: list[int]) -> Tensor:
+    """Token ids (b, 10) with separators at these places of each row."""
+    ids = torch.full((len(rows), 10), 5)
+    for row, places in zip(ids, rows, strict=True):
+        row[places] = SEPARATOR
+    return ids
+
+
+@pytest.mark.parametrize("name", ["QuestionAnswering", "MultipleChoice"])
+def test_rows_that_move_the_question_of_their_neighbors_are_refused(name):
+    """Transformers asks for three separators a row on average."""
+    model = longformer(name)
+
+    def norms(*rows: list[int], **given: Tensor) -> Tensor:
+        ids = separated(*rows)
+        labels = {"start_positions": torch.ones(2).long(), "end_positions": torch.ones(2).long()}
+        if name == "MultipleChoice":
+            ids, labels = torch.stack([ids, separated([1, 2, 3], [4, 5, 6])], 1), {}
+            labels = {"labels": torch.zeros(2).long()}
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **labels, **given}
+        return clip_losses(model, lambda: per_example_loss(model, batch), C)[0]
+
+    assert norms([2, 3, 9], [1, 4, 9]).shape == (2,)
+    for rows in ([2, 3, 5, 9], [1, 9]), ([1, 9], [2, 3, 5, 9]):
+        with pytest.raises(DataError, match=r"separator \(2\) [24] times, .*expects 3 in each"):
+            norms(*rows)
+        shape = (2, 2, 10) if name == "MultipleChoice" else (2, 10)
+        norms(*rows, global_attention_mask=torch.zeros(shape).long())  # nothing is looked up
+    assert not model._forward_pre_hooks
 
 
 # -- random numbers in forwards that run again ---
@@ -209,6 +258,43 @@ def test_rows_chosen_by_value_are_refused_where_as_many_would_fit_every_example(
     said = "first dimension is not the number of examples|for an example alone"
     with pytest.raises(UnsupportedModelError, match=said):
         contribution(*chosen(*counts), strategy)
+
+
+def head_at_labels(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Mean cross-entropy of each example over its labels; NaN without one. Only labeled vectors
+    reach the head."""
+    where = batch["labels"] != -100
+    mask = batch["attention_mask"]
+    vectors = model.bert(batch["input_ids"], attention_mask=mask).last_hidden_state[where]
+    losses = F.cross_entropy(model.cls(vectors), batch["labels"][where], reduction="none")
+    sums = torch.zeros(len(where), dtype=losses.dtype).index_add(0, where.nonzero()[:, 0], losses)
+    return sums / where.sum(1)
+
+
+def head_everywhere(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The same, of a head that sees all vectors."""
+    labels = batch["labels"]
+    logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return losses.view(labels.shape).sum(1) / (labels != -100).sum(1)
+
+
+def test_a_loss_that_gives_its_head_only_labeled_vectors_is_refused():
+    """With one label each, there are as many such vectors as examples. On rows with 2, 0 and 1, one
+    row moved the sum by 1.6 C."""
+    model = models.bert_masked_lm()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("cls.predictions.transform" in name)
+    batch = batch_for(model, (7, 12, 4))
+    labels = torch.full_like(batch["input_ids"], -100)
+    labels[:, 1] = batch["input_ids"][:, 1]
+    batch = {n: batch[n] for n in ("input_ids", "attention_mask")} | {"labels": labels}
+    alone = [
+        {n: x[i : i + 1, :length] for n, x in batch.items()} for i, length in enumerate((7, 12, 4))
+    ]
+    with pytest.raises(UnsupportedModelError, match="first dimension is not the number of examp"):
+        self_check(model, head_at_labels, batch, alone)
+    self_check(model, head_everywhere, batch, alone)  # NaN for a row without a label is none
 
 
 def test_the_length_of_an_evaluation_is_not_one_of_the_training_forward():
