@@ -21,8 +21,8 @@ Any other method like these is refused because of the shape of its gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
 from hf_dp.clipping.draws import DrawnMasks, GivenMasks
@@ -62,10 +63,21 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def _is_whole(module: nn.Module) -> bool:
     """Return whether a module reads its parts' weights itself: torch's attention, PEFT's LoRA of a
-    parameter, and layers that convolve before a state space (Mamba)."""
-    return isinstance(module, (nn.MultiheadAttention, ParamWrapper)) or isinstance(
-        module._modules.get("conv1d"), nn.Conv1d
+    parameter, and layers with a short causal convolution (Mamba, LFM2)."""
+    if isinstance(module, (nn.MultiheadAttention, ParamWrapper)):
+        return True
+    return any(
+        isinstance(part, nn.Conv1d)
+        and (name == "conv1d" or (_is_short_causal(part) and part.weight.requires_grad))
+        for name, part in module._modules.items()
     )
+
+
+def _is_short_causal(part: nn.Conv1d) -> bool:
+    """Return whether a convolution of each channel is padded so that none sees what follows.
+    Kernels for these take the weight, so the forward of the part is not called."""
+    is_causal = part.padding == (part.kernel_size[0] - 1,)
+    return is_causal and part.groups == part.in_channels == part.out_channels > 1
 
 
 _BIAS_METHODS = {"compute_bias", "compute_position_bias"}
@@ -130,7 +142,22 @@ class _Method(nn.Module):
         self.module, self.method = module, method
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        return self.method(self.module, *args, **kwargs)
+        with _kept_for_backward(self.module):
+            return self.method(self.module, *args, **kwargs)
+
+
+@contextmanager
+def _kept_for_backward(module: nn.Module) -> Iterator[None]:
+    """Let a layer under gradient checkpointing keep what its backward needs. Backward would run it
+    again when it has its own parameters back, which are others than it is given here."""
+    if not isinstance(module, GradientCheckpointingLayer):
+        yield
+        return
+    before, module.gradient_checkpointing = module.gradient_checkpointing, False
+    try:
+        yield
+    finally:
+        module.gradient_checkpointing = before
 
 
 @dataclass(eq=False)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import models
+import peft
 import pytest
 import torch
 import transformers as hf
@@ -382,17 +383,35 @@ MIXERS = {
         linear_value_head_dim=4, linear_num_key_heads=2, linear_num_value_heads=4, use_cache=False,
         layer_types=["linear_attention", "full_attention"],
     ),
+    "lfm2": models.builder(
+        hf.Lfm2ForCausalLM, hf.Lfm2Config, **models.DECODER, layer_types=["conv", "full_attention"], conv_bias=True,
+        use_cache=False,
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MIXERS)
-def test_layers_that_convolve_before_a_state_space(name, monkeypatch):
+def test_layers_with_a_short_convolution(name, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "float", lambda x: x)  # float64 remains
     architecture = Architecture(MIXERS[name], "causal_lm", float32_inside=True)
     model = architecture.build()
     for lengths in (PADDED, (4, 1, 3, 2)):
         strategies = STRATEGIES if lengths == PADDED else STRATEGIES[:1]
         assert_exact(architecture, model, architecture.examples(model, lengths), *strategies)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_lora_beside_a_short_convolution(frozen):
+    """With the convolution frozen, nothing needs to run again."""
+    architecture = Architecture(MIXERS["lfm2"], "causal_lm", float32_inside=True)
+    config = peft.LoraConfig(r=2, target_modules=["in_proj", "out_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(architecture.build(), config)
+    for name, parameter in model.named_parameters():
+        if "conv.conv." in name:
+            parameter.requires_grad_(not frozen)
+    whole = [each for each in model.modules() if fallback._is_whole(each)]
+    assert bool(whole) == (not frozen)
+    assert_exact(architecture, model, architecture.examples(model, PADDED), "book_keeping")
 
 
 def encoder(dropout: float = 0.0, mask: Any = None, batch_first: bool = True) -> Any:

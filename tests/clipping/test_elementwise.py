@@ -1,6 +1,7 @@
 """Classes whose parameters only multiply activations or are added to them: gradients equal a loop
 over single examples, nothing runs again, and any other use is left to the fallback."""
 
+from functools import partial
 from typing import Any
 
 import peft
@@ -11,16 +12,19 @@ from models import (
     ARCHITECTURES,
     Architecture,
     Net,
+    assert_equal,
     assert_exact,
     assert_net_exact,
     assert_same_sums,
     builder,
     clip_losses,
     loop,
+    loop_over_losses,
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_dp.clipping import ClippingEngine, elementwise, fallback
 from hf_dp.clipping.engine import STRATEGIES
@@ -216,6 +220,56 @@ def test_models_with_learned_scales(name, monkeypatch):
         architecture, model, architecture.examples(model, (1, 1, 1)), "book_keeping", "two_pass"
     )
     assert name in {type(each).__name__ for each in model.modules()} - again
+
+
+class Mixed(GradientCheckpointingLayer):
+    """Multiplies by a matrix of its own, so that it runs again for each example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.inner = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(F.dropout(self.inner(x) @ self.own, 0.5, self.training))
+
+
+def checkpointed(kind: str) -> tuple[nn.Module, Any, list[nn.Module]]:
+    """A model in training, its losses, and its layers that own parameters."""
+    torch.manual_seed(0)
+    if kind == "Mixed":
+        layers = [Mixed(), Mixed()]
+        net = Net(
+            lambda net, x: net.two(net.one(x)).square().mean((1, 2)), one=layers[0], two=layers[1]
+        )
+        x = torch.randn(4, LENGTH, WIDTH, dtype=torch.float64)
+        return net.double().train(), lambda: net(x), layers
+    model_class, config_class, options = REAL[kind]
+    model = builder(model_class, config_class, **options, num_labels=3)(dropout=0.5)
+    images, labels = torch.randn(4, 3, 8, 8, dtype=torch.float64), torch.arange(4) % 3
+
+    def losses() -> Tensor:
+        return F.cross_entropy(model(pixel_values=images).logits, labels, reduction="none")
+
+    return model, losses, [each for each in model.modules() if type(each).__name__ == kind]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", ["BeitLayer", "Data2VecVisionLayer", "Mixed"])
+def test_layers_under_gradient_checkpointing(kind, strategy):
+    """Transformers checkpoints in the layer's own forward."""
+    model, losses, layers = checkpointed(kind)
+
+    def drawn() -> Tensor:
+        torch.manual_seed(3)
+        return losses()
+
+    expected = loop_over_losses(model, drawn())
+    for layer in layers:
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+    norms, sums = clip_losses(model, drawn, expected.clipping_norm, strategy=strategy)
+    assert_equal(norms, sums, expected)
+    assert layers and all(layer.gradient_checkpointing for layer in layers)
 
 
 @pytest.mark.parametrize("name", ["BeitLayer", "Data2VecVisionLayer", "ConvNextLayer"])
