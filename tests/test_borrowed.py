@@ -35,6 +35,7 @@ OVERRIDDEN = {
     "Trainer._get_grad_norm": "self model grad_norm",
     "Trainer._get_output_dir": "self trial",
     "Trainer._load_best_model": "self",
+    "Trainer._init_training_state": "self max_steps num_update_steps_per_epoch num_train_epochs resume_from_checkpoint trial",
     "Trainer._load_from_checkpoint": "self resume_from_checkpoint model",
     "Trainer._load_optimizer_and_scheduler": "self checkpoint",
     "Trainer._prepare_for_training": "self max_steps train_dataloader resume_from_checkpoint",

@@ -126,11 +126,13 @@ def _epsilon(accountant: str, composition: Composition, delta: float, relation: 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one accountant says; where it has no epsilon, ``note`` says why."""
+    """What one accountant says; where it has no epsilon, ``note`` says why, and where that is an
+    error's text ``short`` says so in a few words."""
 
     accountant: str
     epsilon: Epsilon | None
     note: str = ""
+    short: str = ""
 
 
 def compare(
@@ -151,8 +153,10 @@ def compare(
     for name in accountants:
         try:
             value = epsilon(events, delta, name, relation)
-        except (AccountingRangeError, UnsupportedEventError) as error:
-            answers.append(Answer(name, None, str(error)))
+        except AccountingRangeError as error:
+            answers.append(Answer(name, None, str(error), "outside its range"))
+        except UnsupportedEventError as error:
+            answers.append(Answer(name, None, str(error), "cannot describe what ran"))
         else:
             if value.kind == "not established":
                 answers.append(Answer(name, None, PAPERS_FIGURE.format(value.rounded_up())))

@@ -149,7 +149,7 @@ def _refuse_unnoised(details: CardDetails, released: tuple[str, ...]) -> None:
 def _accountant_row(row: Answer, statement: PrivacyStatement) -> tuple[str, str, str]:
     found = row.epsilon
     if found is None:
-        return markdown(row.accountant), "-", markdown(row.note)
+        return markdown(row.accountant), "-", markdown(row.short or row.note)
     kind = _KINDS.get(found.kind, "")
     if statement.proven and row.accountant == statement.accountant:
         kind += ": **the epsilon of this card**"

@@ -26,7 +26,7 @@ from hf_dp.cards.card import privacy_head, render_card, render_head
 from hf_dp.cards.details import KEY, CardDetails, front_matter
 from hf_dp.errors import HfDpError, LedgerError
 from hf_dp.run.ledger_file import LEDGER, read_own
-from hf_dp.run.witnesses import head_in, refuse_foreign, weights_files
+from hf_dp.run.witnesses import head_in, last_with_weights, refuse_foreign, weights_files
 from hf_dp.statement.durable import Beside, digest_of_file, digest_of_text, replace_file
 from hf_dp.statement.evidence import FILE_NAME, Evidence, disagreements, read
 from hf_dp.statement.statement import PrivacyStatement
@@ -181,7 +181,9 @@ def _of_other_weights(evidence: Evidence, folder: Path) -> Iterator[Check]:
         ]
     yield from _unlisted(evidence, set(found) - set(file_digests(folder)))
     if not weights_files(folder) and not any(n.endswith(".safetensors") for n in evidence.files):
-        yield Check("weights", NOT_CHECKED, "no weights are here, and none are listed")
+        last = last_with_weights(folder)
+        other = "" if last is None else f"; weights are in {last}"
+        yield Check("weights", NOT_CHECKED, f"no weights are here, and none are listed{other}")
 
 
 def _of_the_schedule(evidence: Evidence, statement: PrivacyStatement) -> Iterator[Check]:

@@ -52,7 +52,9 @@ class SuggestOptions:
         None, "Numbers that train. Unset means those of the recipe's model."
     )
     output: str | None = argument(
-        None, "With --config: a new file for the recipe with these settings."
+        None,
+        "With --config: a new file for the recipe with these settings and an output folder "
+        "of its own.",
     )
     json: bool = argument(False, "One JSON object on stdout.")
 
@@ -93,6 +95,8 @@ def main(argv: Sequence[str]) -> int:
         replaced = {**recipe, **found.settings, "target_epsilon": found.plan.target_epsilon}
         # max_steps decides; a number of epochs beside it would only mislead.
         replaced |= {"num_train_epochs": None, "noise_multiplier": None}
+        if folder := recipe.get("output_dir"):  # that of the recipe may hold its run
+            replaced["output_dir"] = f"{str(folder).rstrip('/')}_suggested"
         kept = {key: value for key, value in replaced.items() if value is not None}
         text = yaml.safe_dump(kept, sort_keys=False)
         Path(options.output).write_text(text, encoding="utf-8")
@@ -193,8 +197,9 @@ def _label_words(recipe: dict[str, Any]) -> list[Choice]:
     texts = 1 if isinstance(columns, str) else len(columns)
     try:
         infilling = propose(tokenizer, names, texts, causal, recipe.get("label_column", "label"))
-    except DataError:  # the names are no words; a head needs none
-        return []
+    except DataError as error:
+        why = f"left out, so that a new head is trained: {error}".rstrip(".")
+        return [Choice("infilling", None, why)]
     reason = (
         "asking for a word that the base knows, here from the class names, needs no new weights; "
         "check with `hf-dp eval --zero-shot` what it knows, and try other words (Li et al., "

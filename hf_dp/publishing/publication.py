@@ -17,7 +17,7 @@ from hf_dp.errors import LedgerError, PublishError
 from hf_dp.publishing.allowed import refuse_others, sort_files, why_goes
 from hf_dp.publishing.scan import Scan
 from hf_dp.run.ledger_file import LEDGER
-from hf_dp.run.witnesses import head_in, weights_files
+from hf_dp.run.witnesses import head_in, last_with_weights, weights_files
 from hf_dp.statement.evidence import FILE_NAME, Evidence, read
 from hf_dp.statement.wording import NOT_PRIVATE, STATUSES, delta_text
 
@@ -75,9 +75,11 @@ class Publication:
         goes, stays = sort_files(folder)
         files = _contents(folder, goes)
         if not any(isinstance(each, Path) and name != _MASKS for name, each in files.items()):
+            last = last_with_weights(folder)
             scan.refusals.append(
-                f"{folder} holds no model.safetensors and no adapter_model.safetensors. Name the "
-                "folder into which the model was saved."
+                f"{folder} holds no model.safetensors and no adapter_model.safetensors. "
+                + ("" if last is None else f"Weights are in {last}. ")
+                + "Name the folder into which the model was saved."
             )
         for name, content in files.items():
             if isinstance(content, Path):

@@ -266,10 +266,11 @@ class TrainingData:
         """Warn on the local console when the rows look like chunks of longer documents."""
         if self.looked_over.look_like_chunks:
             logger.warning(
-                "Nearly all rows have the same number of tokens, as chunks of longer documents "
-                "do. If they are chunks, one chunk is protected, and a document of k chunks is "
-                "protected k-fold weaker. Set rows_are_chunks=True, so that the card says so; or "
-                "let each row be a whole document. If they are not chunks, ignore this."
+                "If the rows are not chunks of longer documents, ignore this. Nearly all of them "
+                "have the same number of tokens, as chunks do. If they are chunks, one chunk is "
+                "protected, and a document of k chunks is protected k-fold weaker. Set "
+                "rows_are_chunks=True, so that the card says so; or let each row be a whole "
+                "document."
             )
 
     def batches(self, one_shape: bool = False) -> PhysicalBatches:

@@ -149,6 +149,11 @@ NOT_WEIGHTS = ("selection_masks.safetensors",)
 HEAD_KEY = "hf_dp_ledger_head"  # in the metadata
 
 
+def last_with_weights(folder: Path) -> Path | None:
+    """Return the last checkpoint in a run's folder that holds weights, or None."""
+    return next((each for each in checkpoints(folder) if weights_files(each)), None)
+
+
 def weights_files(folder: Path) -> list[Path]:
     """List the safetensors files with weights in a folder: a model, its shards or an adapter, which
     PEFT puts into a folder of its name if it has one; and those of a module in a numbered folder,

@@ -86,7 +86,7 @@ def line(row: Answer) -> str:
     """Return a result as one line of a terminal."""
     found = row.epsilon
     if found is None:
-        return f"{row.accountant:<8} -        {row.note}"
+        return f"{row.accountant:<8} -        {row.short or row.note}"
     epsilon = epsilon_text(found.value)
     return f"{row.accountant:<8} {epsilon:<8} {found.kind}{point_estimate(found)}"
 

@@ -66,13 +66,13 @@ class SourceArguments(ABC):
     )
 
     @property
-    def public_name(self) -> str:
-        """Return the training data's name for the card."""
+    def public_name(self) -> str | None:
+        """Return the training data's name for the card; None where nobody named it."""
         if self.dataset_name == "demo":
             return self.demo_name
         if self.dataset_name:
             return "/".join(filter(None, [self.dataset_name, self.dataset_config]))
-        return self.data_name or "private"
+        return self.data_name
 
     @abstractmethod
     def demo(self) -> DatasetDict:

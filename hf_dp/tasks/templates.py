@@ -182,6 +182,9 @@ GLUE: dict[str, Infilling] = {
 }
 
 
+_OTHER = "Choose another word, or remove `infilling`: a classification head is trained instead."
+
+
 def label_word_ids(
     tokenizer: PreTrainedTokenizerBase, infilling: Infilling, class_names: Sequence[str]
 ) -> list[list[int]]:
@@ -208,10 +211,10 @@ def label_word_ids(
     pairs = [(one, other) for one in ids for other in ids if one is not other]
     if any(one == other for one, other in pairs):
         expected = "to have words that this tokenizer reads as different tokens"
-        raise invalid("label_words", dict(words), expected, "Choose another word.")
+        raise invalid("label_words", dict(words), expected, _OTHER)
     if any(one == other[: len(one)] for one, other in pairs):
         expected = "to have no word that another one begins with, and is therefore always likelier"
-        raise invalid("label_words", dict(words), expected, "Choose another word.")
+        raise invalid("label_words", dict(words), expected, _OTHER)
     return ids
 
 
@@ -235,7 +238,7 @@ def _word_tokens(
     if grown or (len(ids) > 1 and not several) or not ids or tokenizer.unk_token_id in ids:
         tokens = tokenizer.convert_ids_to_tokens(ids)
         expected = f"to be one token where the word is missing, where it is {tokens}"
-        advice = "Choose another word."
+        advice = _OTHER
         if place == len(pieces) - 1:
             advice += (
                 " Or, with a decoder, set several_tokens: true, which reads each text once for "
@@ -262,7 +265,9 @@ def propose(
     """
     known = [each for each in GLUE.values() if set(each.label_words) == set(class_names)]
     if known and not causal and known[0].template.texts == texts:
-        return known[0]
+        with suppress(InvalidArgumentError):  # the words may be none of this tokenizer's
+            label_word_ids(tokenizer, known[0], class_names)
+            return known[0]
     feelings = {"negative", "positive"} <= {name.lower() for name in class_names}
     kind = "Sentiment" if feelings else column.replace("_", " ").capitalize()
     template = Template(

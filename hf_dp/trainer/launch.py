@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import resources
 from typing import Any
 
 import torch
@@ -72,14 +73,13 @@ def launch_problems(args: Any) -> Problems:
     # What `accelerate launch --cpu` sets for several processes, of which it starts only one.
     meant = {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ
     if meant and _is_on("ACCELERATE_USE_CPU"):
-        found["num_processes"] = invalid(
-            "--num_processes",
-            "one process",
-            "to start as many processes as it names, in private modes",
-            "`accelerate launch --cpu` starts one process whatever `--num_processes` says. Use "
+        file = resources.files("hf_dp").joinpath("cli/accelerate/cpu_2_processes.yaml")
+        found["num_processes"] = UnsupportedArgumentError(
+            "`accelerate launch --cpu --num_processes N` started one process. Expected N of them, "
+            "in private modes. Use "
+            f"`accelerate launch --config_file {file}`, "
             "`torchrun --nproc_per_node 2` or `hf-dp train --num_processes 2`, with use_cpu=True "
-            "where there is a GPU; for one process, unset MASTER_ADDR.",
-            UnsupportedArgumentError,
+            "where there is a GPU; for one process, unset MASTER_ADDR."
         )
     if args.n_gpu > 1:
         found.unsupported(

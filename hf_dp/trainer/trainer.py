@@ -8,6 +8,7 @@ privacy. Trainer's loop, schedulers, callbacks, evaluation and saving stay as th
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
@@ -199,6 +200,11 @@ class DPTrainer(Publishing):
             SIGINT, when the current step is finished and saved.
         """
         self._refuse_changed_arguments()
+        # The argument of that name is text, and so is what a recipe or a command line sets.
+        written = {"true": True, "false": None}
+        resume_from_checkpoint = written.get(
+            str(resume_from_checkpoint).lower(), resume_from_checkpoint
+        )
         stock = partial(super().train, trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
         return self.training.train(resume_from_checkpoint, stock)
 
@@ -219,6 +225,22 @@ class DPTrainer(Publishing):
         inputs = super()._prepare_inputs(inputs)
         own_loss = type(self).compute_per_example_loss is not DPTrainer.compute_per_example_loss
         return inputs if own_loss else with_labels_read(self.model, inputs)
+
+    def _init_training_state(self, max_steps: int, *others: Any) -> tuple[int, int]:
+        """Begin, or go on, with shares of a run as the numbers of steps that a checkpoint has:
+        transformers compares them, and would warn of a run that is as it was."""
+        shares = {
+            name: share
+            for name in ("logging_steps", "eval_steps", "save_steps")
+            if 0 < (share := getattr(self.args, name) or 0) < 1
+        }
+        for name, share in shares.items():
+            setattr(self.args, name, math.ceil(max_steps * share))
+        try:
+            return super()._init_training_state(max_steps, *others)
+        finally:
+            for name, share in shares.items():
+                setattr(self.args, name, share)
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None

@@ -210,6 +210,12 @@ def test_an_accountant_out_of_range_is_replaced_and_that_is_said() -> None:
     assert (statement.accountant, statement.epsilon) == ("rdp", rows["rdp"].epsilon.value)
     assert "rdp" in statement.accountant_note
     assert "pld" in statement.accountant_note
+    # Why the one asked for says nothing is said whole, of the others in a few words.
+    assert rows["pld"].note in statement.accountant_note
+    card = render_card(statement, CardDetails())
+    assert "| prv | - | outside its range |" in card and "| pld | - | outside its range |" in card
+    assert "prv      -        outside its range" in str(statement)
+    assert f"{statement}{card}".count("is known to be right for") == 2
 
 
 def test_without_any_bound_nothing_is_claimed() -> None:

@@ -62,7 +62,10 @@ def test_train_writes_scores_texts_and_a_card_and_others_write_the_same(task):
     written = [json.loads(line) for line in (out / "generations.jsonl").read_text().splitlines()]
     assert len(written) == len({row["prompt"] for row in written})
     assert written[0]["references"][0] == tiny_text.tables()["validation"][0]["human_reference"]
-    assert "bleu" in (out / "README.md").read_text().lower()
+    card = (out / "README.md").read_text()
+    assert "bleu" in card.lower()
+    # A prompt ends with what stood between prompt and target in training.
+    assert f'print(model("A prompt" + {AutoTokenizer.from_pretrained(out).eos_token!r}))' in card
     assert task.saved()["statement"]["status"] == "proven"
 
     found = json.loads(task.run("eval", "--json").strip().splitlines()[-1])

@@ -269,6 +269,20 @@ def test_a_base_without_a_language_models_head_gets_no_label_words(base, tmp_pat
         assert ("infilling" in yaml.safe_load(said)) is proposed
 
 
+def test_words_that_the_tokenizer_does_not_have_are_not_suggested(base, tmp_path, capsys):
+    """The reason is a comment, and the new recipe does not name the folder of the old one."""
+    made = Recipe(tmp_path, capsys, class_names=["great", "xyzzy"], target_epsilon=3)
+    new = tmp_path / "new.yaml"
+    said = made.run(
+        "suggest", "--num-examples", "5000", "--output", str(new), model_name_or_path=str(base)
+    )
+    assert "# Left out, so that a new head is trained: No word of" in said
+    for found in (yaml.safe_load(said), written := yaml.safe_load(new.read_text())):
+        assert found.get("infilling") is None and "learning_rate" in found
+    assert "infilling" not in written
+    assert written["output_dir"] == f"{made.out}_suggested"
+
+
 @pytest.mark.slow
 def test_a_sweep_over_label_words_beside_their_zero_shot_accuracy(recipe):
     """Figure 8 of Li et al. in small: a point for each choice of words; the zero-shot accuracy is

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +48,10 @@ def test_train_prints_accuracy_epsilons_and_last_the_folder(task):
         assert accountant in text
     files = {path.name for path in task.out.iterdir()}
     assert {"README.md", "privacy.json", "model.safetensors", "config.json"} <= files
-    assert str(task.folder) not in (task.out / "README.md").read_text()
+    card = (task.out / "README.md").read_text()
+    assert str(task.folder) not in card
+    assert "# Text classification, trained with differential privacy" in card  # on data unnamed
+    assert "datasets:" not in card
     assert task.saved("config.json")["id2label"] == {"0": "negative", "1": "positive"}
 
 
@@ -56,6 +60,29 @@ def test_the_command_line_wins_and_hyphens_are_accepted(task):
     task.run("train", "--max-steps", "2", "--expected_batch_size=10")
     plan = task.saved()["plan"]
     assert (plan["steps"], plan["expected_batch_size"]) == (2, 10)
+
+
+@pytest.mark.parametrize("mode", ["dp_sgd", "non_private"])
+def test_a_run_goes_on_by_the_words_that_its_help_has(task, mode, caplog, monkeypatch):
+    compared: list[str] = []
+    monkeypatch.setattr("transformers.trainer_utils.logger.warning_once", compared.append)
+    noise = None if mode == "non_private" else 1.0
+    task.change(target_epsilon=None, noise_multiplier=noise, save_strategy="steps")
+    if noise is None:
+        task.change(privacy_mode=mode, expected_batch_size=None, accountant=None)
+    task.run()
+    shutil.rmtree(task.out / "checkpoint-3")
+    task.run("train", "--resume_from_checkpoint", "True")
+    assert noise is None or "Continuing from checkpoint-2" in caplog.text
+    task.run(resume_from_checkpoint=True)  # in the recipe, after the end
+    assert noise is None or task.saved()["statement"]["steps"] == 4
+    differing = "do not match"
+    assert not [each for each in compared if differing in each]  # a tenth of the run is what it was
+    task.run("train", "--save_steps", "2", resume_from_checkpoint="true")
+    (said,) = [each for each in compared if differing in each]
+    assert "save_steps: 2 (from args) != 1" in said and "logging_steps" not in said
+    if noise is not None:
+        task.refused("'nowhere' is not a folder", resume_from_checkpoint="nowhere")
 
 
 @pytest.mark.parametrize(

@@ -294,6 +294,13 @@ def test_a_tokenizer_without_a_chat_has_no_chat_template():
         infilling.for_base(plain, causal=True)
 
 
+def test_words_of_the_paper_are_proposed_where_the_tokenizer_has_them(monkeypatch):
+    unknown = Infilling(Template("<S1> It was [MASK] ."), {"great": "xyzzy", "terrible": "bad"})
+    monkeypatch.setitem(GLUE, "ours", unknown)
+    found = propose(bert(), ["great", "terrible"], 1, False)
+    assert found.label_words == {"great": "great", "terrible": "terrible"}
+
+
 def test_proposed_words_are_made_of_the_class_names():
     tokenizer = decoder()
     found = propose(tokenizer, ["terrible", "very_long"], 1, True, "film_kind")
@@ -312,6 +319,8 @@ def test_proposed_words_are_made_of_the_class_names():
     assert masked.template.text == "<S1> <S2> Kind: [MASK] ."
     with pytest.raises(DataError, match=r"class names \['xyzzy'\] is one token"):
         propose(bert(), ["great", "xyzzy"], 1, False)
+    with pytest.raises(InvalidArgumentError, match="remove `infilling`: a classification head is"):
+        label_word_ids(bert(), Infilling(masked.template, {"a": "xyzzy", "b": "bad"}), ["a", "b"])
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -354,11 +355,17 @@ def test_without_privacy_transformers_rules(output_dir):
 def test_accelerate_launch_that_starts_one_process_instead_of_two_is_refused(
     output_dir, monkeypatch
 ):
+    message = (
+        r"^`accelerate launch --cpu --num_processes N` started one process\. .*"
+        r"`accelerate launch --config_file (\S+)`, `torchrun"
+    )
     launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "ACCELERATE_USE_CPU": "True"}
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UnsupportedArgumentError, match=r"--num_processes.*Use `torchrun"):
+    with pytest.raises(UnsupportedArgumentError, match=message) as refused:
         make(output_dir)
+    file = re.match(message, str(refused.value))[1]
+    assert "num_processes: 2" in Path(file).read_text()
 
 
 def test_what_the_process_and_later_changes_make_wrong_is_refused(output_dir, monkeypatch):

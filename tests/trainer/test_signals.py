@@ -11,7 +11,9 @@ from processes import outcomes
 from transformers import TrainerCallback
 from warm import run_program
 
+from hf_dp.cards.verify import verify
 from hf_dp.features.signals import TrainingStopped
+from hf_dp.publishing.publication import Publication
 from hf_dp.run.witnesses import checkpoints, read_run
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -60,6 +62,8 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(tmp_path, signum
     assert stopped.value.code == 128 + signum
     (checkpoint,) = checkpoints(tmp_path)
     assert checkpoint.name == "checkpoint-2"
+    assert f"weights are in {checkpoint}" in str(verify(tmp_path))
+    assert f"Weights are in {checkpoint}." in str(Publication.of(tmp_path).refusals)
     assert read_run(tmp_path).ledger.steps() == 2
     again = tiny.resumed(tiny.trainer(tmp_path))
     assert (again.state.global_step, again.ledger.steps()) == (4, 4)

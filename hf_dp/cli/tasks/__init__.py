@@ -309,11 +309,11 @@ def describe_sources(trainer: DPTrainer, model_args: StartArguments, data: Sourc
     """Note, for the card, the training data and the base; and, in the configuration of what is
     trained without privacy, its data, for the cards of private runs that start from it."""
     base = None if model_args.from_scratch else model_args.model_name_or_path
-    trainer.card.update(dataset=data.public_name, base_model=base)
-    if not trainer.args.is_private and (data.dataset_name or data.data_name):
+    trainer.card.update(dataset=(named := data.public_name), base_model=base)
+    if not trainer.args.is_private and named:
         config = trainer.model.config
         seen = getattr(config, "pretraining_sources", None) or []
-        config.pretraining_sources = list(dict.fromkeys([*seen, data.public_name]))
+        config.pretraining_sources = list(dict.fromkeys([*seen, named]))
 
 
 def metric_lines(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from hf_dp.cli import tasks
 from hf_dp.errors import ConfigError, DataError
 from hf_dp.tasks.classification import one_or_all
-from hf_dp.tasks.generation.arguments import DecodingArguments, TextArguments
+from hf_dp.tasks.generation.arguments import TABLE, DecodingArguments, TextArguments
 from hf_dp.tasks.models import TextModelArguments, check_positions
 from hf_dp.tasks.sources import load_evaluation, load_train
 
@@ -46,10 +46,11 @@ class Writing(tasks.PrivateTask):
         from transformers import DataCollatorForSeq2Seq, set_seed
 
         from hf_dp.plans.units import USER
-        from hf_dp.tasks.generation.encoding import encode_training, encoding_of
+        from hf_dp.tasks.generation.encoding import CausalEncoding, encode_training, encoding_of
         from hf_dp.tasks.generation.evaluation import check_prompts, evaluate_texts, evaluation_sets
         from hf_dp.tasks.generation.scores import check_metrics
         from hf_dp.tasks.models import load_language_model
+        from hf_dp.trainer.publishing import usage
         from hf_dp.trainer.trainer import DPTrainer
 
         if args.privacy_mode == "dp_fp":
@@ -101,6 +102,9 @@ class Writing(tasks.PrivateTask):
                 "Set metrics: [] and score the saved checkpoint in one process: hf-dp eval."
             )
         tasks.describe_sources(trainer, model_args, data)
+        if isinstance(encoding, CausalEncoding) and data.data_format not in ("text", TABLE):
+            ended = f'print(model("A prompt" + {encoding.separator!r}))  # all prompts end so'
+            trainer.card.update(usage=f"{usage(trainer.model, 'text-generation')}\n{ended}")
         if data.drop_long_rows:
             rule = f"examples longer than {data.max_length} tokens, before any was counted"
             count = before - len(train_dataset)
