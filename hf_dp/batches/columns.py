@@ -37,7 +37,6 @@ class Columns:
             tokens, all of them attended to, and as many numbers as tokens where they must.
         tokens: (N,), how many a row has.
         has_target: (N,), whether any of its labels counts.
-        has_prompt: (N,), whether tokens that are not to be predicted stand before others.
         extremes: the first row, and those with the fewest and the most numbers in a column.
     """
 
@@ -45,7 +44,6 @@ class Columns:
         self._limits, self._collator = limits, collator
         self._lengths: dict[str, list[np.ndarray]] = {name: [] for name in _OF_TOKENS[:2]}
         self._targets: list[np.ndarray] = []
-        self._prompts: list[np.ndarray] = []
         several = limits.places or limits.marks or limits.of_choices
         known = _is_known(collator) and not several
         self.plain = known and _is_plain(rows) and all(map(self._takes, _tables(rows)))
@@ -57,8 +55,6 @@ class Columns:
         lengths = {name: np.concatenate(parts) for name, parts in self._lengths.items()}
         self.tokens = lengths["input_ids"]
         self.has_target = np.concatenate(self._targets or [self.tokens > 0])
-        self.has_prompt = np.concatenate(self._prompts or [self.tokens < 0])
-        self.has_prompt &= lengths.get("labels", self.tokens) == self.tokens
         ends = [place for each in lengths.values() for place in (each.argmin(), each.argmax())]
         self.extremes = sorted({0, *map(int, ends)})
         of_tokens = {*_OF_TOKENS, *self._limits.as_long_as_tokens} & lengths.keys()
@@ -94,13 +90,9 @@ class Columns:
             counts = values != IGNORED_LABEL
             if "labels" not in self._limits.ignorable and not counts.all():
                 return False
-            of_rows = counts
-            if is_list:
-                starts = lengths.cumsum() - lengths
-                of_rows = np.logical_or.reduceat(counts, starts)
-                last = np.append(~counts[:-1] & counts[1:], False)  # of a prompt
-                last[starts] = last[starts + lengths - 1] = False
-                self._prompts.append(np.logical_or.reduceat(last, starts))
+            of_rows = (
+                np.logical_or.reduceat(counts, lengths.cumsum() - lengths) if is_list else counts
+            )
             self._targets.append(of_rows)
             values = values[counts]
         if name == "attention_mask" and not (values == 1).all():

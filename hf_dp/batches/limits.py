@@ -27,7 +27,6 @@ class Limits:
         as_long_as_tokens: columns with a value for each of the ``input_ids``.
         places: columns that name one of the row's own tokens.
         read_labels: labels in the type in which they are trained on.
-        scattered: whether -100 stands anywhere between a text's labels, and marks no prompt.
         any_mask: whether an attention mask may have holes, begin with 0 or be 0 everywhere.
         marks: how often each row has tokens that stand for images, by id. The model puts what it
             makes of all images of a batch at all these places, in order: with one too few in a
@@ -42,7 +41,6 @@ class Limits:
     as_long_as_tokens: frozenset[str] = frozenset()
     places: tuple[str, ...] = ()
     read_labels: Callable[[Tensor], Tensor] | None = None
-    scattered: bool = False
     any_mask: bool = True
     marks: Mapping[int, int] = field(default_factory=dict)
     of_choices: bool = False
@@ -78,7 +76,6 @@ class Limits:
             if own_loss
             else tuple(n for n in losses.targets_of(model) if n in losses.SPAN),
             read_labels=partial(losses.labels_read, model) if task else None,
-            scattered=losses.known_task(model) in ("masked_lm", "token_classification"),
             any_mask=own_loss or not losses.takes_attention_mask(model),
             marks=dict.fromkeys(losses.placeholders_of(model), 0),
             of_choices=task == losses.CHOICE,

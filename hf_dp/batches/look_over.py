@@ -36,7 +36,7 @@ _FEW = 20  # nothing is concluded from fewer rows
 @dataclass
 class LookedOver:
     """What was found: the layout, how many rows were looked at, the index of that with the most
-    tokens, how many without a prompt have that many, and how many have nothing to predict."""
+    tokens, how many have that many, and how many have nothing to predict."""
 
     layout: Layout
     rows: int
@@ -89,7 +89,7 @@ def look_over(
         length = tokens_of(example)
         if length > most:
             found.longest, most, found.at_full_length = index, length, 0
-        found.at_full_length += length == most and (limits.scattered or not has_prompt(example))
+        found.at_full_length += length == most
     padding.check(found.layout)
     return found
 
@@ -99,8 +99,7 @@ def _of_columns(
 ) -> LookedOver:
     """Return what was found by columns. The layout is that of the shortest and longest rows."""
     tokens = columns.tokens
-    whole = limits.scattered | ~columns.has_prompt
-    most = int(((tokens == tokens.max()) & whole).sum())
+    most = int((tokens == tokens.max()).sum())
     found = LookedOver(Layout(), len(tokens), int(tokens.argmax()), most)
     found.without_target = int((~columns.has_target).sum())
     for example in examples.__getitems__(columns.extremes):
@@ -120,19 +119,6 @@ def has_target(example: Example) -> bool:
     """Return whether none of an example's labels is :data:`IGNORED_LABEL` everywhere."""
     labels = [leaf for name, leaf in leaves(example) if name in LABELS and isinstance(leaf, Tensor)]
     return all(bool((each != losses.IGNORED_LABEL).any()) for each in labels)
-
-
-def has_prompt(example: Example) -> bool:
-    """Return whether tokens that are attended to, but not to be predicted, stand before others that
-    are. (The first one never is.)"""
-    sizes = {name: leaf for name, leaf in leaves(example) if isinstance(leaf, Tensor)}
-    labels, ids = sizes.get("labels"), sizes.get("input_ids")
-    if labels is None or ids is None or labels.shape != ids.shape:
-        return False
-    given = labels == losses.IGNORED_LABEL
-    mask = sizes.get("attention_mask")
-    seen = given if mask is None or mask.shape != ids.shape else given & (mask != 0)
-    return bool((seen[..., 1:-1] & ~given[..., 2:]).any())
 
 
 def tokens_of(example: Example) -> int:

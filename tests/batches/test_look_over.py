@@ -11,7 +11,6 @@ from data_paths import bert, gpt2, t5
 from transformers import (
     BertForMaskedLM,
     BertForTokenClassification,
-    DataCollatorForSeq2Seq,
     DataCollatorForTokenClassification,
     DataCollatorWithPadding,
 )
@@ -227,25 +226,17 @@ def test_planted_look_at_the_first_rows_only_is_seen(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "prompt", "said"),
-    [([8] * 40, 0, True), ([8] * 37 + [3] * 3, 0, True), ([8] * 20 + [5] * 20, 0, False), ([8] * 40, 2, False),
-     ([8] * 40, 1, True)],
-)  # fmt: skip
-@pytest.mark.parametrize(
-    "kind", [DataCollatorForTokenClassification, DataCollatorForSeq2Seq], ids=["rows", "columns"]
+    ("lengths", "said"),
+    [([8] * 40, True), ([8] * 37 + [3] * 3, True), ([8] * 20 + [5] * 20, False)],
 )
-def test_rows_that_look_like_pieces_of_documents(
-    kind, lengths, prompt, said, tmp_path, warnings_of
-):
-    """The label of the first token is never predicted; with that of the next one a prompt begins."""
+def test_rows_that_look_like_pieces_of_documents(lengths, said, tmp_path, warnings_of):
     said_so = warnings_of("run.training_data")
     data = datasets.Dataset.from_dict(
         {"input_ids": [[4 + (i + j) % 15 for j in range(n)] for i, n in enumerate(lengths)],
          "attention_mask": [[1] * n for n in lengths]}
     )  # fmt: skip
-    labels = [[-100] * prompt + ids[prompt:] for ids in data["input_ids"]]
-    collator = kind(tiny.tokenizer())
-    given = {"train_dataset": data.add_column("labels", labels), "eval_dataset": None, "model": gpt2(),
+    collator = DataCollatorForTokenClassification(tiny.tokenizer())
+    given = {"train_dataset": data.add_column("labels", data["input_ids"]), "eval_dataset": None, "model": gpt2(),
              "data_collator": collator}  # fmt: skip
     tiny.trainer(tmp_path, given=given).run.training_data()
     assert any("chunks of longer documents" in text for text in said_so) == said
@@ -253,16 +244,3 @@ def test_rows_that_look_like_pieces_of_documents(
     said_so.clear()
     tiny.trainer(tmp_path, given=given, rows_are_chunks=True).run.training_data()
     assert not said_so
-
-
-def test_padding_and_masked_words_are_no_prompt():
-    tokens, no = torch.arange(6), torch.full((6,), -100)
-    for labels, mask, found in (
-        ([-100, -100, 3, 4, -100, -100], [0, 0, 1, 1, 1, 1], False),  # padded on the left
-        ([1, 2, 3, -100, -100, -100], [1, 1, 1, 0, 0, 0], False),
-        ([-100, -100, 3, 4, 5, -100], [1, 1, 1, 1, 1, 0], True),
-    ):
-        example = {"input_ids": tokens, "labels": torch.tensor(labels), "attention_mask": torch.tensor(mask)}  # fmt: skip
-        assert look_over.has_prompt(example) == found
-    assert not look_over.has_prompt({"input_ids": tokens, "labels": no})
-    assert Limits.of(bert(BertForMaskedLM)).scattered and not Limits.of(gpt2()).scattered
