@@ -298,7 +298,7 @@ def test_planted_verify_without_digests_is_seen(copy, monkeypatch):
     [
         (["verify", "no such folder"], "folder or a repository like 'organization/name'"),
         (["verify", "org/model"], "cannot be fetched from the Hub"),
-        (["card", "no such folder"], "privacy.json is missing"),
+        (["card", "no such folder"], "folder no such folder does not exist"),
         (["card", ".", "--repository", "a b"], "to be a repository id"),
         (["card", ".", "--license", "mine"], "privacy.json is missing"),
     ],
