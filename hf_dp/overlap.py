@@ -35,10 +35,10 @@ Columns = dict[str, list[Value]]
 # A column with this share of distinct values tells rows apart. At most 2 (1 - 0.95) of its rows
 # have a twin in it, and so, by chance, at most a tenth of held-out rows.
 MOST_DISTINCT, LARGEST_SHARE = 0.95, 0.1
-_IDS = re.compile(r"(^|_)(id|idx|index|guid|uid)$", re.IGNORECASE)
-# Of numbers; a text under such a name (a job's position) is content.
-_PLACES = re.compile(
-    r"(^|_)(masks?$|type_ids$|word_ids$|(position|offset)(s?$|s?_))", re.IGNORECASE
+_BESIDE_CONTENT = re.compile(
+    r"masks?$|type_ids$|(?<!com)(?<!dis)(?<!ex)(?<!pro)position|offset"
+    r"|(^|_)(id|idx|index|guid|uid|word_ids)$",
+    re.IGNORECASE,
 )
 _LABELS = re.compile(r"(^|_)(labels?|label_ids)$", re.IGNORECASE)
 _NUMBER, _NUMBERS, _TEXT, _PICTURE, UNSTEADY = range(5)  # kinds of columns
@@ -182,14 +182,8 @@ def _content(*sets: DataSet) -> dict[str, int]:
     """Return what all data sets have of content and of labels of more than one number."""
     found = [columns_of(part) for each in sets for part in parts_of(each)]
     names = [name for name in found[0] if all(name in each for each in found)]
-    kinds = {name: max(each[name] for each in found) for name in names}
-    return {name: kind for name, kind in kinds.items() if not _is_beside_content(name, kind)}
-
-
-def _is_beside_content(name: str, kind: int) -> bool:
-    """Return whether a column says nothing of its own: ids, masks, places, and single labels."""
-    is_place = kind not in (_TEXT, _PICTURE) and _PLACES.search(name)
-    return bool(_IDS.search(name) or is_place or (kind == _NUMBER and _LABELS.search(name)))
+    kinds = {n: max(each[n] for each in found) for n in names if not _BESIDE_CONTENT.search(n)}
+    return {name: kind for name, kind in kinds.items() if kind or not _LABELS.search(name)}
 
 
 def digests(dataset: DataSet, columns: Mapping[str, int], key: bytes) -> dict[str, np.ndarray]:

@@ -63,23 +63,15 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def _is_whole(module: nn.Module) -> bool:
     """Return whether a module reads its parts' weights itself: torch's attention, PEFT's LoRA of a
-    parameter, and layers with a short causal convolution (Mamba, LFM2)."""
+    parameter, and layers with a short convolution (Mamba, LFM2), unless LFM2's is frozen."""
     if isinstance(module, (nn.MultiheadAttention, ParamWrapper)):
         return True
-    return any(
-        isinstance(part, nn.Conv1d)
-        and (name == "conv1d" or (_is_short_causal(part) and part.weight.requires_grad))
-        for name, part in module._modules.items()
-    )
+    if type(module).__name__ in _SHORT_CONVOLUTIONS:
+        return module.get_parameter("conv.weight").requires_grad
+    return isinstance(module._modules.get("conv1d"), nn.Conv1d)
 
 
-def _is_short_causal(part: nn.Conv1d) -> bool:
-    """Return whether a convolution of each channel is padded so that none sees what follows.
-    Kernels for these take the weight, so the forward of the part is not called."""
-    is_causal = part.padding == (part.kernel_size[0] - 1,)
-    return is_causal and part.groups == part.in_channels == part.out_channels > 1
-
-
+_SHORT_CONVOLUTIONS = ("Lfm2ShortConv", "Lfm2MoeShortConv")
 _BIAS_METHODS = {"compute_bias", "compute_position_bias"}
 _BIAS_TABLE = "relative_attention_bias"
 _EXPANDED_BY_PEFT = {PeftType.PROMPT_TUNING, PeftType.P_TUNING}

@@ -33,11 +33,6 @@ _APART = (
     "then speaks of that run and its own users, and no epsilon is known for both together."
 )
 
-_ELSEWHERE = (
-    "Leave it out only if it saw none of these rows: other_training='other_rows' says so. If it is "
-    "in output_dir, choose another output_dir."
-)
-
 
 def earlier_evidence(
     paths: Iterable[str],
@@ -47,11 +42,7 @@ def earlier_evidence(
     units: UnitTable | None = None,
 ) -> list[Evidence]:
     """Return what is recorded of the runs in these folders, or raise InvalidArgumentError for one
-    on more rows, or with another unit, relation or users: no bound is known for both.
-
-    Rows that came since then are in fewer releases than are counted. Of more rows then than now,
-    several may have been joined into one, which all their releases would have seen.
-    """
+    on other rows, or with another unit, relation or users: no bound is known for both."""
     found = []
     for path in paths:
         evidence = _whole_run(path)
@@ -59,22 +50,18 @@ def earlier_evidence(
         for name, theirs, ours in (
             ("privacy_unit", plan.privacy_unit, privacy_unit),
             ("neighboring_relation", plan.neighboring_relation, neighboring_relation),
+            ("num_examples", plan.num_examples, num_examples),
         ):
             if theirs != ours:
                 raise invalid(
                     "earlier_runs",
                     path,
                     f"to be a run with {name}={ours!r}, not {theirs!r}",
-                    f"{NO_BOUND} {_ELSEWHERE}",
+                    f"{NO_BOUND} To go on with new rows, train on these alone, with "
+                    "other_training='other_rows' in place of earlier_runs; or on all rows, from "
+                    "the public base. (Canaries count as rows: audit_canaries of both runs must "
+                    "be the same.) If it is in output_dir, choose another output_dir.",
                 )
-        if plan.num_examples > num_examples:
-            raise invalid(
-                "earlier_runs",
-                path,
-                f"to be a run on at most {num_examples:,} rows, as now, not {plan.num_examples:,}",
-                "One row now may be several rows of that run. Pass all its rows, and any new ones "
-                f"(canaries count as rows). {_ELSEWHERE}",
-            )
         if plan.users is not None:
             _refuse_other_users(path, plan.users.column, evidence.run_id, units)
         found.append(evidence)

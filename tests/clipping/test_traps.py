@@ -279,6 +279,14 @@ def head_everywhere(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return losses.view(labels.shape).sum(1) / (labels != -100).sum(1)
 
 
+def the_one_logit(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The loss of a head that sees all vectors, at the one label that each row has."""
+    row, at = (batch["labels"] != -100).nonzero(as_tuple=True)
+    logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    each = torch.arange(len(logits))
+    return F.cross_entropy(logits[each, at], batch["labels"][row, at], reduction="none")
+
+
 def test_a_loss_that_gives_its_head_only_labeled_vectors_is_refused():
     """With one label each, there are as many such vectors as examples. On rows with 2, 0 and 1, one
     row moved the sum by 1.6 C."""
@@ -295,6 +303,7 @@ def test_a_loss_that_gives_its_head_only_labeled_vectors_is_refused():
     with pytest.raises(UnsupportedModelError, match="first dimension is not the number of examp"):
         self_check(model, head_at_labels, batch, alone)
     self_check(model, head_everywhere, batch, alone)  # NaN for a row without a label is none
+    self_check(model, the_one_logit, batch, alone)  # nor is an error for one
 
 
 def test_the_length_of_an_evaluation_is_not_one_of_the_training_forward():
