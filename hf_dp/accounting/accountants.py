@@ -126,8 +126,8 @@ def _epsilon(accountant: str, composition: Composition, delta: float, relation: 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one accountant says; where it has no epsilon, ``note`` says why, and where that is an
-    error's text ``short`` says so in a few words."""
+    """What one accountant says. Where it has no epsilon, ``note`` says why. Where the note is an
+    error's text, ``short`` has a few words for it."""
 
     accountant: str
     epsilon: Epsilon | None

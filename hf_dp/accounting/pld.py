@@ -210,8 +210,8 @@ def _fine_grid_gain(composition: Composition, order: float) -> float:
 def _grid_epsilon(
     composition: Composition, delta: float, interval: float, relation: str, start: float | None
 ) -> float:
-    """Return epsilon on one grid; by tilted distributions, or infinity, if it is to be sought below
-    ``start`` (for Poisson-sampled and plain Gaussians alone)."""
+    """Return epsilon on one grid. With ``start``, for Poisson-sampled and plain Gaussians alone, it
+    composes tilted distributions, and returns infinity if epsilon is not below ``start``."""
     secret = _secret(composition)
     if start is not None:
         once = [(_one_step(each.with_steps(1), interval, relation), each.steps) for each in secret]

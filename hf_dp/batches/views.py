@@ -94,8 +94,8 @@ def refuse_views(
     reading of a row differs from another one, nor do the losses of one reading in training, with
     dropout. UnsupportedModelError for views of a sharded model that a physical batch may cut apart.
 
-    Some of the first ``rows`` are read, which were looked over: any other may be one that cannot be
-    trained on. What is found is said on the local console alone.
+    Only some of the first ``rows`` are read, which were looked over. Any other row may be one that
+    cannot be trained on. What is found is said on the local console alone.
     """
     size, cut = options.physical_batch_size, options.max_tokens is not None
     if is_sharded(model) and (cut or count > size):

@@ -60,8 +60,8 @@ def refuse_coupling(model: nn.Module) -> None:
 
 
 def batch_check(module: nn.Module) -> Hook | None:
-    """Return what raises for a batch of rows that a module would take apart wrongly, as a hook
-    before its forward. None for a module that takes each row by itself."""
+    """Return a hook before a module's forward that raises DataError for a row that would move its
+    neighbors' results. None for a class whose rows need no such look."""
     return _refuse_other_separators if any(_is_a(module, name) for name in _BY_SEPARATORS) else None
 
 

@@ -140,8 +140,8 @@ class _Method(nn.Module):
 
 @contextmanager
 def _kept_for_backward(module: nn.Module) -> Iterator[None]:
-    """Let a layer under gradient checkpointing keep what its backward needs. Backward would run it
-    again when it has its own parameters back, which are others than it is given here."""
+    """Let a layer under gradient checkpointing keep what its backward needs. A second run in
+    backward would read the module's own parameters, not those that it is given here."""
     if not isinstance(module, GradientCheckpointingLayer):
         yield
         return

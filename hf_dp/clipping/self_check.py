@@ -239,7 +239,7 @@ def _arrangements(padded: Batch, count: int) -> Iterator[tuple[Batch, list[int]]
 
 def _refuse_selected(engine: ClippingEngine, losses: Callable[[], Tensor]) -> None:
     """Raise UnsupportedModelError where a layer works on vectors that the engine cannot split by
-    example. What else fails, or is NaN, does not count: a loss may need a label in each row."""
+    example. Other errors and NaN are passed over here: a loss may need a label in each row."""
     try:
         with engine:
             found = losses()
@@ -255,7 +255,7 @@ def _without_one_label(padded: Batch, count: int) -> Batch | None:
     has no neighbor.
 
     A loss may give a layer only the vectors at labels, and there may happen to be as many as
-    examples, or a multiple. With one less there are not, so the engine refuses to split them.
+    examples, or a multiple. With one fewer there are not, so the engine refuses to split them.
     """
     tensors = padded if isinstance(padded, Mapping) and count > 1 else {}
     for name, labels in tensors.items():

@@ -57,10 +57,11 @@ def earlier_evidence(
                     "earlier_runs",
                     path,
                     f"to be a run with {name}={ours!r}, not {theirs!r}",
-                    f"{NO_BOUND} To go on with new rows, train on these alone, with "
-                    "other_training='other_rows' in place of earlier_runs; or on all rows, from "
-                    "the public base. (Canaries count as rows: audit_canaries of both runs must "
-                    "be the same.) If it is in output_dir, choose another output_dir.",
+                    f"{NO_BOUND} Leave it out only if it saw none of these rows: then it costs "
+                    "them nothing. To go on with new rows, train on these alone, with "
+                    "other_training='other_rows' in its place, or on all rows, from the public "
+                    "base. (Canaries count as rows: audit_canaries of both runs must be the "
+                    "same.) If it is in output_dir, choose another output_dir.",
                 )
         if plan.users is not None:
             _refuse_other_users(path, plan.users.column, evidence.run_id, units)

@@ -572,7 +572,7 @@ class PrivateRun:
         that all make as many: those that are missing run on synthetic examples, which add nothing.
         """
         self._drawn_for = batches.step if isinstance(batches, OfStep) else None
-        # A size that was set since then holds from the next loader on.
+        # What a loader cuts keeps its size; a new one holds from the next loader on.
         size = max(self._cut_into, self.options.batches.physical_batch_size)
         if self.engine_check.alone and size > 1:
             raise UnsupportedArgumentError(

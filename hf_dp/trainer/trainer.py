@@ -200,7 +200,7 @@ class DPTrainer(Publishing):
             SIGINT, when the current step is finished and saved.
         """
         self._refuse_changed_arguments()
-        # The argument of that name is text, and so is what a recipe or a command line sets.
+        # TrainingArguments declare it as text, so True in a recipe or a command arrives as "True".
         written = {"true": True, "false": None}
         resume_from_checkpoint = written.get(
             str(resume_from_checkpoint).lower(), resume_from_checkpoint
@@ -227,8 +227,8 @@ class DPTrainer(Publishing):
         return inputs if own_loss else with_labels_read(self.model, inputs)
 
     def _init_training_state(self, max_steps: int, *others: Any) -> tuple[int, int]:
-        """Begin, or go on, with shares of a run as the numbers of steps that a checkpoint has:
-        transformers compares them, and would warn of a run that is as it was."""
+        """Begin or resume with shares of a run (``logging_steps=0.1``) as numbers of steps.
+        Checkpoints hold numbers, so transformers would warn that an unchanged run differs."""
         shares = {
             name: share
             for name in ("logging_steps", "eval_steps", "save_steps")

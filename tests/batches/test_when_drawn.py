@@ -103,7 +103,7 @@ def with_and_without(folder, size, **options):
 
 
 def test_views_are_compared_on_rows_that_were_looked_over(tmp_path, monkeypatch):
-    """Whether a run begins may not depend on a row that nobody looked at."""
+    """A row that nobody looked at does not decide whether a run begins."""
     made = trainer(tmp_path, EACH, views_per_example=2)
     for module in made.model.modules():
         if isinstance(module, torch.nn.Dropout):

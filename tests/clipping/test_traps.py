@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from models import ARCHITECTURES, Net, assert_net_exact, batch_for, clip_losses, norm_of
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -70,10 +71,13 @@ def separated(*rows: list[int]) -> Tensor:
     return ids
 
 
+@pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("name", ["QuestionAnswering", "MultipleChoice"])
-def test_rows_that_move_the_question_of_their_neighbors_are_refused(name):
+def test_rows_that_move_the_question_of_their_neighbors_are_refused(name, lora):
     """Transformers asks for three separators a row on average."""
-    model = longformer(name)
+    model = plain = longformer(name)
+    if lora:
+        model = get_peft_model(plain, LoraConfig(r=2, target_modules=["qa_outputs", "classifier"]))
 
     def norms(*rows: list[int], **given: Tensor) -> Tensor:
         ids = separated(*rows)
@@ -90,7 +94,7 @@ def test_rows_that_move_the_question_of_their_neighbors_are_refused(name):
             norms(*rows)
         shape = (2, 2, 10) if name == "MultipleChoice" else (2, 10)
         norms(*rows, global_attention_mask=torch.zeros(shape).long())  # nothing is looked up
-    assert not model._forward_pre_hooks
+    assert not plain._forward_pre_hooks
 
 
 # -- random numbers in forwards that run again ---

@@ -150,7 +150,7 @@ def test_leaving_out_a_row_regroups_no_more_than_a_batch(without, tmp_path, monk
 
 
 def test_a_smaller_batch_size_does_not_hold_for_batches_that_were_cut_before(tmp_path, monkeypatch):
-    """What one example less can regroup is a matter of the size that cut them."""
+    """The size that cut the batches bounds how many examples one can regroup."""
 
     class Smaller(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
