@@ -60,30 +60,24 @@ def refuse_coupling(model: nn.Module) -> None:
 
 
 def batch_check(module: nn.Module) -> Hook | None:
-    """Return a hook before a module's forward that raises DataError for a row that would move its
-    neighbors' results. None for a class whose rows need no such look."""
-    return _refuse_other_separators if any(_is_a(module, name) for name in _BY_SEPARATORS) else None
+    """Return a hook before a module's forward that raises DataError for a batch whose rows would
+    move each other's results, by its columns alone. None for a class that needs no such look."""
+    return _refuse_lookup if any(_is_a(module, name) for name in _BY_SEPARATORS) else None
 
 
-# They look up all separators of a batch and give each row three, in order.
+# They look up all separators of a batch and give each row three, in order, so a row with four moves
+# its neighbor's question.
 _BY_SEPARATORS = ("LongformerForQuestionAnswering", "LongformerForMultipleChoice")
 
 
-def _refuse_other_separators(
-    module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
-) -> None:
+def _refuse_lookup(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
     bound = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs)
-    given: dict[str, Any] = bound.arguments
-    ids, separator = given.get("input_ids"), getattr(module.config, "sep_token_id", None)
-    if ids is None or given.get("global_attention_mask") is not None:
-        return
-    found = (ids == separator).sum(-1).flatten()
-    if bool((found != 3).any()):
+    if bound.arguments.get("global_attention_mask") is None:
         raise DataError(
-            f"A row of `input_ids` has the separator ({separator}) {int(found[found != 3][0])} "
-            f"times, where {type(module).__name__} expects 3 in each row: another number moves "
-            "where its neighbor's question ends. Let the tokenizer join question and text "
-            "(add_special_tokens=True), or give each row a `global_attention_mask`."
+            f"Without a column `global_attention_mask`, {type(module).__name__} looks up the "
+            "separators of all rows at once, so one row can move where its neighbor's question "
+            "ends. Give each row a `global_attention_mask` as long as its `input_ids`: 1 for "
+            "tokens that attend to all others (the question's, say), 0 for the rest."
         )
 
 
