@@ -59,17 +59,15 @@ RANGE = Range(
 # Below this rate a fixed grid is too coarse, and SLACK may be larger than epsilon.
 SMALL_RATE = 1e-5
 
-# FFT rounding makes epsilon of the plain composition too small. The error grows with 1 / delta and
-# with steps. At noise 0.3 it is 0.0092 at delta 1e-8, 9.0e-4 at 1e-7 and 1.1e-4 at 1e-6 after 1e6
-# steps at rate 1e-5, and 1.8e-3, 2.3e-4 and 3.4e-5 after 1e5 at rate 3e-5. So below this delta
-# tilted distributions are composed, three times as slow, and above it SLACK is 9 times the error.
+# FFT rounding may make epsilon of the plain composition too small. The error grows with 1 / delta
+# and with steps. At noise 0.3 and rate 1e-5, after 1e6 steps, the plain result and that of tilted
+# distributions differ by 1.3e-3 at delta 1e-8, by 1.4e-4 at 1e-7, and by less than 1e-6 at 1e-6. So
+# below this delta tilted distributions are composed, three times as slow.
 TILTED_BELOW = 1e-6
 
 # Truncated samples, visible samples, groups and replace-one have heavier tails, where FFT rounding
-# takes more: at noise 0.3, rate 1e-5 and delta 1e-8 the result is 0.003 too small after 1e5 steps
-# and 0.015 after 9e5 (against a tilted FFT of the same pair); at most 7.4e-4 at delta 1e-7 and 1e5
-# steps. RDP cannot replace it for truncated samples, groups and replace-one, and the tilted
-# composition cannot begin with it.
+# takes more, and a tilted composition takes up to a minute. RDP cannot replace it for truncated
+# samples, groups and replace-one, and the tilted composition cannot begin with it.
 HEAVY_TAILS = dataclasses.replace(
     RANGE,
     min_sample_rate=SMALL_RATE,
@@ -102,10 +100,11 @@ CLOSED_FORM = dataclasses.replace(
 # values have no use.
 MAX_EPSILON = 500.0
 
-# More than the largest error of FFT rounding that was measured: 7.4e-4, for visible samples at
-# noise 0.3, rate 1e-4, delta 1e-7 and 1e5 steps, where epsilon is 195 (against a tilted FFT, whose
-# epsilon is up to 1.6e-4 too large there). At epsilons below 30 it was at most 2.9e-5 (visible,
-# truncated and allocated samples, rows of users and replace-one, at deltas from 1e-7 to 9e-7).
+# More than the largest error of FFT rounding that was measured at deltas from 1e-7: 2.2e-4, for one
+# visible sample at noise 0.3 and rate 1e-5 beside 1e5 Poisson-sampled steps of replace-one (against
+# a composition in 80 bits), and for 1e5 visible samples at rate 1e-4, where epsilon is 195 (against
+# a tilted FFT, whose epsilon is up to 1.6e-4 too large there). At epsilons below 30 it was at most
+# 2.9e-5 otherwise (truncated and allocated samples, rows of users, replace-one).
 SLACK = 1e-3
 
 COARSE, FINE = 1e-4, 1e-5

@@ -41,7 +41,7 @@ from scipy.optimize import minimize_scalar
 from scipy.special import ndtr, ndtri
 
 from hf_dp.accounting.events import PoissonSampledGaussian
-from hf_dp.accounting.grid import directions, on_grid
+from hf_dp.accounting.grid import directions, log_power, on_grid
 
 _TAIL = 1e-16  # of the tilted composition, beyond each end of the grid
 _ROUNDING = 1e-5  # of delta
@@ -170,7 +170,7 @@ def _composed(parts: list[tuple[Loss, int]], tilt: float) -> tuple[int, np.ndarr
     length = fft.next_fast_len(max(high - low + 1, *(len(loss.losses) for loss, _ in parts)))
     unit = 8 * math.log2(length) * float(np.finfo(float).eps)
     first, moved = 0, 2.0
-    logs, angles, sizes = (np.zeros(length // 2 + 1) for _ in range(3))
+    logs, sizes = np.zeros(length // 2 + 1, complex), np.zeros(length // 2 + 1)
     for loss, times in parts:
         others = np.zeros(length)
         others[: len(loss.losses)] = loss.tilted(tilt)
@@ -178,16 +178,11 @@ def _composed(parts: list[tuple[Loss, int]], tilt: float) -> tuple[int, np.ndarr
         others[most] = 0.0
         rest = float(others.sum())
         z = fft.rfft(np.roll(others, -most)) - rest
-        size = np.abs(1 + z)
-        near = np.abs(z) < 0.5
-        square = np.where(near, 2 * z.real + z.real**2 + z.imag**2, 0.0)  # of the size, less 1
-        with np.errstate(divide="ignore"):
-            logs += times * np.where(near, np.log1p(square) / 2, np.log(size))
-        angles += times * np.arctan2(z.imag, 1 + z.real)
-        sizes += (times - 1) * np.log(np.minimum(size + unit, 1.0))
+        logs += log_power(z, times)
+        sizes += (times - 1) * np.log(np.minimum(np.abs(1 + z) + unit, 1.0))
         first += times * (loss.lowest + most)
         moved += times * rest
-    composed = fft.irfft(np.exp(logs) * np.exp(1j * angles), length)
+    composed = fft.irfft(np.exp(logs), length)
     error = unit * moved * float(np.exp(sizes).mean())
     return low, np.roll(composed, first - low)[: high - low + 1], error
 

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
@@ -43,6 +44,13 @@ def refuse_coupling(model: nn.Module) -> None:
                 "batch until it is full, so one example crowds out another's tokens. Choose a "
                 "model without expert capacity."
             )
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            where = f"`{name}`" if name else "The model"
+            raise UnsupportedModelError(
+                f"{where} is a {type(module).__name__}, which saves a state of its own "
+                "(get_extra_state), and hf_dp cannot see whether it is computed from examples. "
+                "Replace the module, or keep what it holds in buffers."
+            )
         # LLM.int8 multiplies features that are large in *any* example of the batch in 16 bits.
         threshold = getattr(getattr(module, "state", None), "threshold", 0.0)
         if _is_a(module, "Linear8bitLt") and threshold > 0:
@@ -57,6 +65,33 @@ def refuse_coupling(model: nn.Module) -> None:
         parts = getattr(config, "sub_configs", None) or {}
         for one in (config, *(getattr(config, name, None) for name in parts)):
             _refuse_config(one)
+
+
+class Buffers:
+    """The buffers of a model, which are given back the values that they have now.
+
+    The self-check refuses a forward that changes one. But a forward may do so for some examples
+    alone (a maximum that is rarely exceeded), and what it stores would be saved without noise, and
+    would move the gradients of later examples. A change is seen by the buffer's version, without
+    waiting for a device.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._owned = [(m._buffers, dict(m._buffers)) for m in model.modules() if m._buffers]
+        tensors = {id(b): b for _, own in self._owned for b in own.values() if b is not None}
+        self._kept = [(each, each.clone(), each._version) for each in tensors.values()]
+
+    def restore(self) -> None:
+        """Give back tensors and values, to be called when no graph needs what is there."""
+        for now, own in self._owned:
+            if now.keys() != own.keys() or any(now[name] is not own[name] for name in own):
+                now.clear()
+                now.update(own)
+        with torch.no_grad():
+            for place, (buffer, value, version) in enumerate(self._kept):
+                if buffer._version != version:
+                    buffer.copy_(value)
+                    self._kept[place] = (buffer, value, buffer._version)
 
 
 def batch_check(module: nn.Module) -> Hook | None:

@@ -19,7 +19,7 @@ from hf_dp import _validate
 from hf_dp.clipping import sharding
 from hf_dp.clipping.clipped_sum import ClippedSum, LargeUnit, Watch, book_keeping, two_pass
 from hf_dp.clipping.compiled import Compiled, not_compiled
-from hf_dp.clipping.coupling import batch_check, refuse_coupling
+from hf_dp.clipping.coupling import Buffers, batch_check, refuse_coupling
 from hf_dp.clipping.fallback import Method, fallback_forward, find_shared_method, own_parameters
 from hf_dp.clipping.forms import RunningSums
 from hf_dp.clipping.rounding import SMALLEST_CLIPPING_NORM, zero_sum
@@ -105,6 +105,7 @@ class ClippingEngine:
         self._sums = RunningSums()
         self._model_bytes = 0  # of weights and gradients
         self._sharded = self._folds = False
+        self._buffers = Buffers(nn.Module())  # of nothing yet
         self._shards = sharding.ShardedSums(())
         self._spoiled = False
         self._large: LargeUnit | None = None
@@ -142,6 +143,8 @@ class ClippingEngine:
         try:
             handle = self.model.register_forward_pre_hook(self._note_inputs, with_kwargs=True)
             self._restore.append(handle.remove)
+            self._buffers = Buffers(self.model)
+            self._restore.append(self._buffers.restore)
             for module in modules.values():
                 if (check := batch_check(module)) is not None:
                     hook = module.register_forward_pre_hook(check, with_kwargs=True)
@@ -273,7 +276,7 @@ class ClippingEngine:
                 "processes wait for this one. Pass losses of synthetic examples with counted=False."
             )
         if not self._sharded and counted is False:  # nothing here waits for this process
-            self._tape.forget_forward()
+            self._forget_forward()
             return losses.detach()[:0]
         if len(losses) == 0:
             return losses.detach()
@@ -297,11 +300,15 @@ class ClippingEngine:
             self._spoiled = self._spoiled or clipped.adding or self._large is not None
             raise
         finally:
-            self._tape.forget_forward()
+            self._forget_forward()
         norms = norms.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
         if isinstance(counted, Tensor):
             return norms[counted]
         return norms if counted else norms[:0]
+
+    def _forget_forward(self) -> None:
+        self._tape.forget_forward()
+        self._buffers.restore()
 
     def _clipped_sum(self, counted: bool | Tensor, rows_per_unit: int) -> ClippedSum:
         """Return what one physical batch adds to the running sums."""

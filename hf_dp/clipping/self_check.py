@@ -34,6 +34,7 @@ from hf_dp.errors import HfDpError, SelfCheckError, UnsupportedModelError
 # For 16-bit forwards, whose products have three digits.
 AUTOCAST_TOLERANCE = 5e-2
 _LOSS_TOLERANCE = 0.25  # there, of a loss in two batch shapes
+_REPEATED = 1e-6  # of a loss that is computed twice by the same operations
 _MOVE = 0.01  # about as much as an initial weight
 _IGNORED = -100  # the label of a position that is not predicted
 
@@ -134,6 +135,8 @@ def self_check(
                     _compare_one(engine, partial(loss, model, batch), len(order))
             if (fewer := _without_one_label(padded, len(alone))) is not None:
                 _refuse_selected(engine, partial(loss, model, fewer))
+            with torch.no_grad():
+                _refuse_memory(singles[0].loss, float(loss(model, alone[0])[0]), rtol)
         with engine:  # and once with dropout on, as in training
             engine.backward(loss(model, padded))
         if compiled is not None:
@@ -365,6 +368,19 @@ def _compare_losses(losses: Tensor, losses_alone: Sequence[float], rtol: float) 
             )
 
 
+def _refuse_memory(first: float, again: float, rtol: float) -> None:
+    """Raise SelfCheckError where the loss of one example changed after those of others: a slow mean
+    hardly moves in this check, and by any amount for a row that is far from all others."""
+    rtol = rtol if rtol >= AUTOCAST_TOLERANCE else min(rtol, _REPEATED)
+    if not abs(again - first) <= rtol * max(abs(first), 1.0):
+        raise SelfCheckError(
+            f"The loss of a synthetic example is {first:.9g} at first but {again:.9g} after those "
+            "of others: model or loss keep something of earlier examples, a running mean perhaps, "
+            "so a row would move the gradients of later ones. Compute the loss from its own "
+            "example and the weights alone."
+        )
+
+
 def _compare_norms(norms: Tensor, expected: Sequence[_Expected], rtol: float) -> None:
     largest = max(example.norm for example in expected)
     for measured, example in zip(norms.tolist(), expected, strict=True):
@@ -421,9 +437,10 @@ def _refuse_fixed_draws(
         )
 
 
-def _versions(model: nn.Module) -> dict[str, int]:
-    """Return a number for each parameter that another one replaces where a value changes. PEFT's
-    LoRA of a parameter registers it again in each forward, which counts as a change of version."""
+def _values(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return two numbers for each parameter: a change of its values changes one of them, also by
+    ``.data``, which leaves the version, or by another parameter in its place. (PEFT's LoRA of a
+    parameter registers it again in each forward, which counts as a change of version.)"""
     again = {
         parameter
         for module in model.modules()
@@ -431,7 +448,10 @@ def _versions(model: nn.Module) -> dict[str, int]:
         for parameter in module.get_base_layer().parameters()
     }
     return {
-        name: int(torch.hash_tensor(held(p.detach())).item()) if p in again else p._version
+        name: (
+            0 if p in again else p._version,
+            int(torch.hash_tensor(held(p.detach())).item()) if held(p).numel() else 0,
+        )
         for name, p in model.named_parameters()
     }
 
@@ -440,15 +460,16 @@ class _State:
     """The buffers and parameters of a model, as they are when this is made."""
 
     def __init__(self, model: nn.Module):
-        self._model, self._versions = model, _versions(model)
+        self._model, self._values = model, _values(model)
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
     def refuse_changes(self) -> None:
-        """Raise SelfCheckError where a forward has changed one."""
-        buffers, now = dict(self._model.named_buffers()), _versions(self._model)
+        """Raise SelfCheckError where a forward has changed one, made one or removed one."""
+        buffers, values = dict(self._model.named_buffers()), _values(self._model)
+        changed = [*(buffers.keys() ^ self._buffers.keys())]
         kept = buffers.keys() & self._buffers.keys()
-        changed = [each for each in kept if not torch.equal(buffers[each], self._buffers[each])]
-        changed += [name for name, version in now.items() if version != self._versions[name]]
+        changed += [each for each in kept if not torch.equal(buffers[each], self._buffers[each])]
+        changed += [name for name, each in self._values.items() if values.get(name) != each]
         if changed:
             raise SelfCheckError(
                 f"A training forward changed the buffer or parameter {changed[0]!r}: it stores "

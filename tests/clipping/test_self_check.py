@@ -153,6 +153,66 @@ def test_a_buffer_that_a_forward_changes_is_refused():
         check(model)
 
 
+def _write_none(module, mean):
+    module.mean = mean if module.mean is None else 0.9 * module.mean + 0.1 * mean
+
+
+def _register_late(module, mean):
+    if not hasattr(module, "mean"):
+        module.register_buffer("mean", mean)
+
+
+def _write_data(module, mean):
+    module.mean.data.mul_(0.9).add_(0.1 * mean)
+
+
+def _put_another(module, mean):
+    module.mean = nn.Parameter(0.9 * module.mean.detach() + 0.1 * mean, requires_grad=False)
+
+
+def frozen():
+    return nn.Parameter(torch.zeros(()), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("before", "write"),
+    [
+        (lambda model: model.register_buffer("mean", None), _write_none),
+        (lambda model: None, _register_late),
+        (lambda model: model.register_buffer("mean", torch.zeros(())), _write_data),
+        (lambda model: model.register_parameter("mean", frozen()), _write_data),
+        (lambda model: model.register_parameter("mean", frozen()), _put_another),
+    ],
+    ids=["empty buffer", "late buffer", "data of buffer", "data of frozen", "another frozen"],
+)
+def test_a_running_mean_is_refused_however_it_is_kept(before, write):
+    """Each would be saved without noise. Neither a name that was there nor a version shows it."""
+    model = bert()
+    before(model)
+
+    def note(module, args, kwargs):
+        write(module, kwargs["input_ids"].double().mean())
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    with pytest.raises(SelfCheckError, match="changed the buffer or parameter 'mean'"):
+        check(model)
+
+
+@pytest.mark.parametrize("decay", [0.9999, 0.99999])
+def test_a_loss_that_slowly_follows_earlier_examples_is_refused(decay):
+    """Losses alone and together agree to 1e-3, and a far row of a step moves the next by 18 C."""
+    scale = 1.0
+
+    def scaled(model, inputs):
+        nonlocal scale
+        own = per_example_loss(model, inputs)
+        scale = decay * scale + (1 - decay) * float(own.detach().mean())
+        return own / scale
+
+    with pytest.raises(SelfCheckError, match="at first but .* keep something of earlier examples"):
+        check(bert(dtype=torch.float32), scaled)
+
+
 def test_lora_of_experts_passes_and_weights_written_in_a_forward_are_refused():
     """PEFT registers these parameters again in each forward, which is no change."""
     config = LoraConfig(r=2, task_type="CAUSAL_LM", target_parameters=["experts.down_proj"])

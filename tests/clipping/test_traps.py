@@ -11,7 +11,15 @@ import models
 import pytest
 import torch
 import transformers
-from models import ARCHITECTURES, Net, assert_net_exact, batch_for, clip_losses, norm_of
+from models import (
+    ARCHITECTURES,
+    Net,
+    assert_net_exact,
+    assert_not_entered,
+    batch_for,
+    clip_losses,
+    norm_of,
+)
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -94,6 +102,61 @@ def test_rows_that_would_move_the_question_of_their_neighbors_need_a_mask(name, 
         shape = (2, 2, 10) if name == "MultipleChoice" else (2, 10)
         assert norms(*rows, global_attention_mask=torch.zeros(shape).long()).shape == (2,)
     assert not plain._forward_pre_hooks
+
+
+# -- what a forward keeps for some examples alone ---
+
+
+class Observes(nn.Module):
+    """Keeps the largest input if it is above 6, which no synthetic example reaches, and shows it to
+    the examples that come after it; in place, or as another tensor."""
+
+    def __init__(self, in_place: bool):
+        super().__init__()
+        self.in_place, self.last = in_place, nn.Linear(4, 1)
+        self.register_buffer("largest", torch.full((4,), 6.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        largest = torch.maximum(self.largest, x.detach().abs().amax(0))
+        found = self.last(x / self.largest).squeeze(-1)
+        if self.in_place:
+            self.largest.copy_(largest)
+        elif bool((largest > 6).any()):
+            self.largest = largest
+            self.register_buffer("newest", x.detach()[-1])
+        return found
+
+
+@pytest.mark.parametrize("counted", [False, torch.tensor([False])], ids=["none", "by unit"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_what_a_rare_row_leaves_in_a_buffer_ends_with_its_batch(in_place, strategy, counted):
+    """It would be saved as it is, and would move the gradients of all later examples."""
+    torch.manual_seed(0)
+    model, rare, later = Observes(in_place), torch.full((1, 4), 1e4), torch.randn(3, 4)
+    buffer, before = model.largest, dict(model.state_dict())
+    sums = []
+    for batches in ([later], [rare, later]):
+        with ClippingEngine(model, C, strategy=strategy) as engine:
+            for x in batches[:-1]:
+                engine.backward(
+                    model(x), False if strategy == "two_pass" else torch.zeros(1).bool()
+                )
+            engine.backward(model(later))
+            sums.append(engine.collect())
+    assert all(torch.equal(sums[0][name], sums[1][name]) for name in sums[0])
+    with ClippingEngine(model, C, strategy=strategy):
+        model(rare)  # and nothing follows
+    assert model.largest is buffer and model.state_dict().keys() == before.keys()
+    assert torch.equal(model.largest, torch.full((4,), 6.0))
+
+
+def test_modules_that_save_a_state_of_their_own_are_refused():
+    class Keeps(nn.Linear):
+        def get_extra_state(self) -> Tensor:
+            return torch.zeros(1)
+
+    assert_not_entered(nn.Sequential(Keeps(4, 1)), "`0` is a Keeps, which saves a state of its own")
 
 
 # -- random numbers in forwards that run again ---
