@@ -85,7 +85,8 @@ class BudgetArguments(ArgumentGroup):
     def problems(args: Any, found: Problems) -> None:
         """Note a budget that is not given, and an accountant that cannot count it."""
         if args.target_epsilon is None and args.noise_multiplier is None:
-            found.refuse("target_epsilon", "to be given without `noise_multiplier`", "Set one.")
+            why = "Set target_epsilon (1 is strong, 3 moderate, 8 weak) or noise_multiplier."
+            found.refuse("target_epsilon", "to be given without `noise_multiplier`", why)
         estimates, published = args.accountant == "gdp_clt", args.is_published_dp_fp
         if published and not estimates:
             found.refuse("accountant", "to be unset for DP-FP as published", "It has no bound.")

@@ -55,7 +55,7 @@ REFUSALS: list[tuple[str, Any, str, dict[str, Any]]] = [
     ("privacy_mode", "dpsgd", "Did you mean 'dp_sgd'", {}),
     ("privacy_mode", None, "got None", {}),
     ("target_epsilon", 3.0, "to be left at None with noise_multiplier=1.0.*Set one", {}),
-    ("target_epsilon", None, "to be given without `noise_multiplier`.*Set one", EPSILON),
+    ("target_epsilon", None, r"without `noise_multiplier`, got None\. Set target_epsilon \(1 .*8 weak\) or noise_m", EPSILON),
     ("target_epsilon", 0, "to be > 0, got 0", EPSILON),
     ("target_epsilon", -1.0, "to be > 0, got -1.0", EPSILON),
     ("target_epsilon", float("inf"), "to be finite", EPSILON),
