@@ -58,6 +58,12 @@ def check_train_dataset(dataset: object) -> int:
         raise DataError(
             "Private training needs a `train_dataset`, got None. Pass one to DPTrainer."
         )
+    if isinstance(dataset, datasets.DatasetDict | datasets.IterableDatasetDict):
+        split = "train" if "train" in dataset else next(iter(dataset), "train")
+        raise DataError(
+            f"Expected `train_dataset` to be one data set, got a {type(dataset).__name__} with the "
+            f"splits {list(dataset)}. Pass one of them, such as data[{split!r}]."
+        )
     try:
         length = len(dataset)  # type: ignore[arg-type]
     except TypeError:

@@ -2,6 +2,7 @@
 
 import inspect
 
+import datasets
 import pytest
 import tiny
 import torch
@@ -106,6 +107,13 @@ AT_CREATION = {  # what a trainer is made with, or what makes it; the error and 
     "no length": (given(train_dataset=without_length(tiny.dataset())), errors.DataError, "has no length"),
     "one row": (given(train_dataset=tiny.dataset().select([0])), errors.DataError, "at least two rows, got 1"),
     "no rows": (given(train_dataset=tiny.dataset().select([])), errors.DataError, "at least two rows, got 0"),
+    "all splits": (
+        given(train_dataset=datasets.DatasetDict(test=tiny.dataset(), train=tiny.dataset())), errors.DataError,
+        r"`train_dataset` to be one data set, got a DatasetDict with the splits \['test', 'train'\]. Pass .* data\['train'\]",
+    ),
+    "one split under another name": (
+        given(train_dataset=datasets.IterableDatasetDict(all=tiny.dataset())), errors.DataError, r"data\['all'\]",
+    ),
     "batch larger than the data": (
         {"expected_batch_size": 41}, errors.InvalidArgumentError, r"`expected_batch_size` to be at most num_examples \(40\)",
     ),
