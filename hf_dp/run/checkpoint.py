@@ -43,6 +43,17 @@ def checkpoint_of(resume_from_checkpoint: str | bool, folder: Path) -> Path:
         instead = "" if last is None else f" The last one in output_dir is {str(last)!r}."
         raise LedgerError(f"resume_from_checkpoint={str(chosen)!r} is not a folder.{instead}")
     names = {path.name.partition("_")[0].partition(".")[0] for path in chosen.iterdir()}
+    if not {"optimizer", "scheduler"} <= names and not _OURS.fullmatch(chosen.name):
+        inside = list(map(str, checkpoints(chosen)))
+        instead = (
+            "Start a new run from its weights in a new output_dir, and name this folder in "
+            f"`earlier_runs` if there is a {LEDGER}: what it records was spent on the same rows."
+        )
+        raise LedgerError(
+            f"resume_from_checkpoint={str(chosen)!r} is not a checkpoint: it has no state of "
+            "optimizer and schedule. A folder of saved weights has none. "
+            + (f"Pass one of its checkpoints, {inside}." if inside else instead)
+        )
     if not {"optimizer", "scheduler"} <= names:
         raise LedgerError(
             f"The checkpoint {chosen.name!r} has no state of optimizer and schedule (it was saved "

@@ -89,6 +89,20 @@ def test_weights_alone_are_not_resumed_from(tmp_path):
         saving(tmp_path).train(resume_from_checkpoint=True)
 
 
+def test_a_folder_of_saved_weights_is_no_checkpoint(run, tmp_path):
+    weights = tmp_path / "weights"
+    made = saving(weights, save_strategy="no", max_steps=1)
+    made.train()
+    made.save_model()
+    for folder, words in (
+        (weights, "name this folder in `earlier_runs`"),
+        (run, "checkpoint-4', '"),
+    ):
+        with pytest.raises(LedgerError, match=f"is not a checkpoint: .*weights.*{words}") as error:
+            saving(tmp_path / "again").train(resume_from_checkpoint=str(folder))
+        assert str(folder) in str(error.value) and "save_only_model" not in str(error.value)
+
+
 def test_lost_steps_are_counted_and_told(tmp_path, warnings_of):
     said = warnings_of("trainer.checkpointing")
     crashed(tmp_path, 3, **TARGET)
