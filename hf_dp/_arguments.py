@@ -101,7 +101,9 @@ class Need:
     error: type[InvalidArgumentError] = InvalidArgumentError
 
     def note(self, args: DataclassInstance, found: Problems) -> None:
-        """Note the arguments that were set in vain."""
+        """Note the arguments that were set in vain, unless ``other`` is what is wrong."""
+        if self.other in found:
+            return
         theirs = getattr(args, self.other)
         if self.values(theirs) if callable(self.values) else theirs in self.values:
             return

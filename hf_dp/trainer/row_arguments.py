@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_dp._arguments import ArgumentGroup, Need, Problems, argument, is_given
-from hf_dp._validate import invalid, real
+from hf_dp._validate import invalid, one_of, real
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.plans.dp_sgd import DP_SGD
 from hf_dp.plans.units import (
@@ -32,6 +33,7 @@ _OF_USERS = {
     "unit_reduction": "reduction",
     "unit_sampling": "sampling",
 }
+_PATIENTS = "'user' means whole users. Call them patients with privacy_unit_name='patient'."
 
 
 def _column_of_users(name: str, value: object) -> str:
@@ -60,7 +62,7 @@ class UnitArguments(ArgumentGroup):
         "What is protected: example, one row of the training data (a person in k rows is "
         "protected k-fold weaker), or user, all rows of one user (needs privacy_unit_column); "
         "whatever counts examples then counts users.",
-        PRIVACY_UNITS,
+        partial(one_of, choices=PRIVACY_UNITS, next_move=_PATIENTS),
     )
     privacy_unit_column: str | None = argument(
         None,

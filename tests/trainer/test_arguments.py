@@ -71,6 +71,10 @@ REFUSALS: list[tuple[str, Any, str, dict[str, Any]]] = [
     ("neighboring_relation", "add_remove", r"to be one of \['zero_out'\]", {}),
     # users
     ("privacy_unit", "nation", r"to be one of \['example', 'user'\]", {}),
+    (
+        "privacy_unit", "patient", r"got 'patient'\. 'user' means whole users\. .* with privacy_unit_name='patient'\.$",
+        {"privacy_unit_column": "who", "max_rows_per_unit": 4},
+    ),
     ("privacy_unit_column", None, "to be given with privacy_unit='user'", {"privacy_unit": "user"}),
     ("privacy_unit_column", "label", "to be a column other than the label", USERS),
     *[
