@@ -395,13 +395,18 @@ def _require_inputs(model: nn.Module, inputs: Inputs) -> None:
         raise _missing(
             "pixel_values",
             inputs,
-            "Let the data set's transform or the collator return the images, and set "
-            "remove_unused_columns=False: otherwise their column is removed.",
+            "Let the data set's transform or the collator return the images. Their column is kept "
+            "only with remove_unused_columns=False.",
         )
     # Without a mask an example attends to its padding, and how much padding there is depends on its
     # neighbors.
     only_images = "pixel_values" in inputs and not {"input_ids", "inputs_embeds"} & set(inputs)
     if takes_attention_mask(model) and not only_images and "attention_mask" not in inputs:
+        tokens = getattr(base, "main_input_name", None) == "input_ids"
+        if tokens and not {"input_ids", "inputs_embeds"} & set(inputs):
+            tokenize = "data.map(lambda rows: tokenizer(rows['text']), batched=True)"
+            why = f"Tokenize the rows: {tokenize}, with the name of your column."
+            raise _missing("input_ids", inputs, why)
         raise _missing(
             "attention_mask",
             inputs,

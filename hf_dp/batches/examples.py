@@ -34,6 +34,8 @@ _CHUNK = 256
 class Examples(Dataset[Example]):
     """Example i is what the collator makes of row i alone: tensors of shape (1, ...)."""
 
+    removed: list[str] | None = None  # text that no forward takes; None where all columns are kept
+
     def __init__(self, dataset: Rows, collator: Collator, randomness: SecretRandomness):
         self.randomness = randomness
         self.collator, self.dataset = collator, dataset
@@ -105,10 +107,13 @@ class Examples(Dataset[Example]):
         except MemoryError:
             raise
         except Exception as problem:  # a damaged file, a transform that fails
+            of_columns = (
+                " If a transform needs a column that the model's forward does not take, set "
+                "remove_unused_columns=False."
+            )
             raise DataError(
-                f"{self.name(index)} cannot be read ({type(problem).__name__}: "
-                f"{problem}). Repair it, or leave it out. If a transform needs a column that the "
-                "model's forward does not take, set remove_unused_columns=False."
+                f"{self.name(index)} cannot be read ({type(problem).__name__}: {problem}). Repair "
+                f"it, or leave it out.{'' if self.removed is None else of_columns}"
             ) from problem
         # A collator may pop columns or write into lists, which rows of the data set may share.
         return row if self._rows_are_fresh else _copied(row, self.name(index))
@@ -119,6 +124,16 @@ class Examples(Dataset[Example]):
                 example = own(collator([row]))
         except Exception as problem:
             refuse_words_as_label(row, which)
+            failed = f"{which}, collated alone, failed ({type(problem).__name__}: {problem})."
+            texts = [name for name, value in _columns(row).items() if isinstance(value, str)]
+            found = texts or self.removed
+            is_row = isinstance(row, dict) and "input_ids" not in row
+            if found and is_row and _pads_tokens(self.collator):
+                raise DataError(
+                    f"{failed} The rows are not tokenized: they have text in {found}, and no "
+                    f"`input_ids`. Use data.map(lambda rows: tokenizer(rows[{found[0]!r}]), "
+                    "batched=True)."
+                ) from problem
             pictures = [name for name, value in _columns(row).items() if is_picture(value)]
             of_pictures = (
                 f"It cannot take the images in {pictures}: let a transform make `pixel_values` "
@@ -130,13 +145,21 @@ class Examples(Dataset[Example]):
                 if isinstance(row, list)
                 else ""
             )
+            of_columns = (
+                "If it misses a column, set remove_unused_columns=False: otherwise only columns "
+                "that the model's forward takes are kept."
+            )
+            if self.removed is None:
+                of_columns = (
+                    f"If it cannot take the text in {texts}, remove it (dataset.remove_columns("
+                    f"{texts})), or leave remove_unused_columns at True."
+                )
+            if self.removed is None and not texts:
+                of_columns = ""
             raise DataError(
-                f"{which}, collated alone, failed ({type(problem).__name__}: {problem}). The data "
-                "collator is called with a list of one row, so that no row sees another; the "
-                f"library pads. It must work on one. {of_group}"
-                f"{of_pictures if pictures else ''}If it misses "
-                "a column, set remove_unused_columns=False: otherwise only columns that the "
-                "model's forward takes are kept."
+                f"{failed} The data collator is called with a list of one row, so that no row sees "
+                f"another; the library pads. It must work on one. {of_group}"
+                f"{of_pictures if pictures else ''}{of_columns}".rstrip()
             ) from problem
         for name, leaf in leaves(example):
             if not _is_one_example(leaf):
@@ -148,6 +171,19 @@ class Examples(Dataset[Example]):
                     "dimension: train them on text alone.)"
                 )
         return example
+
+
+def _pads_tokens(collator: object) -> bool:
+    """Return whether a collator is one of transformers' that pad what a tokenizer returns."""
+    inner = getattr(collator, "data_collator", collator)  # transformers wraps one to remove columns
+    takes = getattr(getattr(inner, "tokenizer", None), "model_input_names", ())
+    return type(inner).__module__.startswith("transformers.") and "input_ids" in takes
+
+
+def texts_in(dataset: Rows) -> list[str]:
+    """Return the columns of text of a table."""
+    known = dataset.features if isinstance(dataset, datasets.Dataset) else {}
+    return [name for name, kind in known.items() if getattr(kind, "dtype", None) == "string"]
 
 
 def refuse_words_as_label(row: Row, which: str) -> None:

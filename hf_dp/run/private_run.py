@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from hf_dp._validate import invalid
 from hf_dp.accounting import EARLIER, Epsilon, Ledger
-from hf_dp.batches.examples import Collator
+from hf_dp.batches.examples import Collator, texts_in
 from hf_dp.batches.groups import in_groups
 from hf_dp.batches.limits import Limits
 from hf_dp.batches.loader import Masked
@@ -422,6 +422,8 @@ class PrivateRun:
             views,
             first,
         )
+        if dataset is not self.train_dataset or collator is not self.data_collator:
+            data.examples.removed = texts_in(self.train_dataset)
         checks.refuse_rows_in_code(data.examples.reached, self.training_rows())
         data.check(self.model, self.losses, needs_labels=not self.has_own_loss)
         data.warn_of_no_targets()

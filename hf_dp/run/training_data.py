@@ -244,12 +244,13 @@ class TrainingData:
             f"The model's configuration says {takes}: make pixels, (channels, height, width), with "
             "its own image processor in a transform. "
         )
+        of_columns = "If a column is missing, set remove_unused_columns=False. "
         return (
             "Model and loss fail on a synthetic row as large as the largest "
             f"({type(problem).__name__}: {problem}). Its columns have the sizes {sizes}. "
-            f"{of_images if 'pixel_values' in found else ''}If a column is missing, set "
-            f"remove_unused_columns=False. If rows are too long (row {longest} is the longest), "
-            "truncate them."
+            f"{of_images if 'pixel_values' in found else ''}"
+            f"{'' if self.examples.removed is None else of_columns}"
+            f"If rows are too long (row {longest} is the longest), truncate them."
         )
 
     def warn_of_no_targets(self) -> None:

@@ -12,6 +12,7 @@ from transformers import (
     DataCollatorWithFlattening,
     Trainer,
     TrainingArguments,
+    default_data_collator,
 )
 
 from hf_dp import errors
@@ -170,6 +171,20 @@ def second(rows):
     return {"labels": torch.tensor(rows[1]["label"])}
 
 
+def of_text(beside=None):
+    made = datasets.Dataset.from_list(tiny.rows())
+    return made if beside is None else beside.add_column("sentence", made["sentence"])
+
+
+def of_sentences(rows):
+    return tiny.tokenizer()([row["sentence"] for row in rows], return_tensors="pt")
+
+
+KEPT = {"remove_unused_columns": False}
+NOT_TOKENIZED = (
+    r"not tokenized: they have text in \['sentence'\], and no `input_ids`\. "
+    r"Use data\.map\(lambda rows: tokenizer\(rows\['sentence'\]\), batched=True\)\.$"
+)
 AT_TRAINING = {
     "no attention mask": (given(data_collator=without_mask), errors.DataError, "no `attention_mask`"),
     "a frozen parameter that a forward changes": (given(model=with_codebook()), errors.SelfCheckError, "codebook.mean"),
@@ -181,7 +196,27 @@ AT_TRAINING = {
     ),
     "collator that wants two rows": (
         given(data_collator=second), errors.DataError,
-        r"Row 0 of the training set, collated alone, failed \(IndexError.*It must work on one",
+        r"Row 0 of the training set, collated alone, failed \(IndexError.*It must work on one\. .* set remove_unused_columns=False",
+    ),
+    "collator that wants two rows, and all columns": (
+        {**given(data_collator=second), **KEPT}, errors.DataError, r"\(IndexError.*It must work on one\.$",
+    ),
+    "rows of text": (given(train_dataset=of_text()), errors.DataError, NOT_TOKENIZED),
+    "rows of text, with all columns": (
+        {**given(train_dataset=of_text()), **KEPT}, errors.DataError, NOT_TOKENIZED,
+    ),
+    "a list of rows of text": (given(train_dataset=tiny.rows()), errors.DataError, NOT_TOKENIZED),
+    "rows of text with the default collator": (
+        given(train_dataset=of_text(), data_collator=default_data_collator), errors.DataError,
+        r"no `input_ids` \(they have \['labels'\]\)\. Tokenize the rows: data.map",
+    ),
+    "tokens, and text that is kept": (
+        {**given(train_dataset=of_text(tiny.dataset())), **KEPT}, errors.DataError,
+        r"take the text in \['sentence'\], remove it \(dataset.remove_columns\(\['sentence'\]\)\), or leave remove_unused_columns at True\.$",
+    ),
+    "a collator of ones own that misses text": (
+        given(train_dataset=of_text(), data_collator=of_sentences), errors.DataError,
+        r"\(KeyError: 'sentence'\).* set remove_unused_columns=False",
     ),
     "loss that depends on neighbors": ({"cls": BatchMean}, errors.SelfCheckError, "neighbors"),
     "a class without a known loss": (

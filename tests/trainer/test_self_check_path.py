@@ -137,6 +137,8 @@ def test_what_the_made_up_rows_show_is_named(tmp_path):
     message = r"fail on a synthetic row.*KeyError.*'x'.*If a column is missing, set remove"
     with pytest.raises(DataError, match=message):
         of_own(tmp_path, OwnTrainer, data, remove_unused_columns=True).train()
+    with pytest.raises(DataError, match=r"KeyError.*'x'.*the sizes .*\}\. If rows are too long"):
+        of_own(tmp_path, OwnTrainer, data.rename_column("x", "z")).train()
 
 
 def test_a_model_of_ones_own_trains_saves_and_has_a_card(tmp_path):
