@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from hf_dp._dataclasses import default_of
-from hf_dp._validate import integer, invalid, one_of, positive
+from hf_dp._validate import integer, invalid, one_of, positive, refuse_unknown
 from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
 
 if TYPE_CHECKING:
@@ -123,6 +123,11 @@ class ArgumentGroup:
     """The base of a group of arguments; a subclass is a dataclass."""
 
     NEEDS: ClassVar[tuple[Need, ...]] = ()
+
+    def __new__(cls, *args: object, **given: object) -> Self:
+        """Raise UnknownArgumentError for a name that the subclass does not take."""
+        refuse_unknown(cls.__init__, given)
+        return super().__new__(cls)
 
     @staticmethod
     def problems(args: Any, found: Problems) -> None:

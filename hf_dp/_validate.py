@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from hf_dp.errors import InvalidArgumentError
+from hf_dp.errors import InvalidArgumentError, UnknownArgumentError
 
 
 def invalid(
@@ -74,9 +75,32 @@ def one_of(name: str, value: object, choices: Iterable[str], next_move: str = ""
     """Return one of the listed strings; the error lists them and suggests the nearest."""
     known = list(choices)
     if not isinstance(value, str) or value not in known:
-        close = difflib.get_close_matches(str(value), known, n=1)
-        hint = f"Did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(str(value), known)
         raise invalid(
             name, value, f"to be one of {known}", " ".join(filter(None, (hint, next_move)))
         )
     return value
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return a question about the nearest of the known words; empty where none is near."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"Did you mean {close[0]!r}?" if close else ""
+
+
+_WRITTEN_FOR = {
+    "delta": "target_delta",
+    "epsilon": "target_epsilon",
+    "group_by_length": "train_sampling_strategy",  # its name before transformers 5
+}
+
+
+def refuse_unknown(init: Callable[..., None], given: Iterable[str]) -> None:
+    """Raise UnknownArgumentError for the first name that an ``__init__`` does not take."""
+    takes = inspect.getfullargspec(init)
+    known = [*takes.args, *takes.kwonlyargs]
+    for name in given:
+        if takes.varkw is None and name not in known:
+            owner = init.__qualname__.removesuffix(".__init__")
+            hint = did_you_mean(_WRITTEN_FOR.get(name, name), known) or "Remove it."
+            raise UnknownArgumentError(f"Expected an argument of {owner}, got `{name}`. {hint}")

@@ -19,6 +19,10 @@ class UnsupportedArgumentError(InvalidArgumentError):
     """A setting that ``transformers`` allows, but that would break this run's statement."""
 
 
+class UnknownArgumentError(InvalidArgumentError, TypeError):
+    """A name that no argument has; the message suggests the nearest that one has."""
+
+
 class UnsupportedModelError(HfDpError, ValueError):
     """The model couples examples, has a trainable parameter whose per-example gradient is not
     known, or was trained by what the statement would not count."""

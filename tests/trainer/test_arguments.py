@@ -1,6 +1,8 @@
 """``DPTrainingArguments``: defaults, round trips, and every refusal by argument and next move."""
 
+import copy
 import dataclasses
+import inspect
 import os
 import re
 import warnings
@@ -14,9 +16,11 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from hf_dp._arguments import own_fields
 from hf_dp._dataclasses import default_of
-from hf_dp.errors import InvalidArgumentError, UnsupportedArgumentError
+from hf_dp.errors import InvalidArgumentError, UnknownArgumentError, UnsupportedArgumentError
 from hf_dp.trainer.arguments import GROUPS, DPTrainingArguments, OtherDefaults
 from hf_dp.trainer.inherited import REFUSED
+from hf_dp.trainer.seq2seq import DPSeq2SeqTrainingArguments
+from hf_dp.trainer.sft import DPSFTConfig
 
 INHERITED = {field.name for field in dataclasses.fields(TrainingArguments)}
 OWN = [field for field in dataclasses.fields(DPTrainingArguments) if field.name not in INHERITED]
@@ -234,6 +238,36 @@ def test_refused(name, value, message, beside, output_dir, monkeypatch):
     assert name not in REFUSED or type(error.value) is UnsupportedArgumentError
     assert not output_dir.exists()
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "move"),
+    [
+        ("target_epsilom", "Did you mean 'target_epsilon'?"), ("epsilon", "Did you mean 'target_epsilon'?"),
+        ("expected_batchsize", "Did you mean 'expected_batch_size'?"), ("delta", "Did you mean 'target_delta'?"),
+        ("group_by_length", "Did you mean 'train_sampling_strategy'?"), ("zzz", "Remove it."),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", [DPTrainingArguments, DPSeq2SeqTrainingArguments, DPSFTConfig])
+def test_an_argument_that_there_is_not(kind, name, move, output_dir):
+    said = re.escape(f"Expected an argument of {kind.__name__}, got `{name}`. {move}") + "$"
+    for error in (UnknownArgumentError, InvalidArgumentError, TypeError):
+        with pytest.raises(error, match=said):
+            kind(str(output_dir), use_cpu=True, **{name: 3})
+    assert list(inspect.signature(kind).parameters) == [
+        each.name for each in dataclasses.fields(kind) if each.init
+    ]
+
+
+def test_a_class_of_ones_own_takes_what_its_init_takes(output_dir):
+    class Own(DPTrainingArguments):
+        def __init__(self, *args, extra, **others):
+            super().__init__(*args, **others)
+            self.extra = extra
+
+    given = {"use_cpu": True, "noise_multiplier": 1.0, "expected_batch_size": 4}
+    copied = copy.deepcopy(Own(str(output_dir), extra=1, **given))
+    assert (copied.extra, copied.expected_batch_size) == (1, 4)
 
 
 def test_every_refusing_row_is_tested_above():
