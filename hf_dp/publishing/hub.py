@@ -240,12 +240,12 @@ def publish(
 
     Raises: PublishError. Refusals come before anything is sent.
     """
-    hub = Hub(token)
     look_through = functools.partial(
         Publication.of, folder, base_model=base_model, not_private=not_private, tokens=(token,)
     )
     publication = look_through(repository=repository)
     publication.refuse()
+    hub = Hub(token)
     full_name = hub.create(repository, private)
     if full_name != repository:  # which the card is to name
         publication = look_through(repository=full_name)

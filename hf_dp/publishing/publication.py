@@ -55,8 +55,8 @@ class Publication:
         Args: base_model: the id on the Hub of the base, for card and adapter. tokens: secrets to
             look for, besides those that this process knows.
 
-        Raises: PublishError for no folder, a file that cannot be read, or a ``base_model`` that is
-            no id."""
+        Raises: PublishError for no folder, a file that cannot be read, or a ``base_model`` or
+            ``repository`` that is no id."""
         folder = Path(folder)
         if not folder.is_dir():
             raise PublishError(f"Expected a folder of a run to publish, got {str(folder)!r}.")
@@ -64,6 +64,11 @@ class Publication:
             raise PublishError(
                 f"Expected `base_model` to be an id on the Hub, for example "
                 f"'FacebookAI/roberta-base', got {base_model!r}."
+            )
+        if repository is not None and not is_repository(repository):
+            raise PublishError(
+                "Expected `repository` to be the name of a repository on the Hub, for example "
+                f"'you/model', got {repository!r}."
             )
         evidence, refusals = None, []
         try:

@@ -209,6 +209,17 @@ def test_a_bad_name_is_said(hub, full, name):
     assert not hub.repositories
 
 
+def test_what_needs_no_token_is_refused_before_it_is_asked_for(full, monkeypatch):
+    monkeypatch.setattr("hf_dp.publishing.hub.get_token", lambda: None)
+    with pytest.raises(PublishError, match=r"`repository` to be the name of a repository.*'a/b/c'"):
+        publish(full, "a/b/c")
+    with pytest.raises(PublishError, match=r"`base_model` to be an id"):
+        publish(full, NAME, base_model="/some/where")
+    (full / "config.json").unlink()
+    with pytest.raises(PublishError, match=r"config.json was saved with privacy.json but is not"):
+        publish(full, NAME)
+
+
 def test_no_rights_no_token_a_wrong_token_no_network(hub, full, monkeypatch):
     with pytest.raises(PublishError, match=r"(?s)'someone-else/model'.*may not write"):
         publish(full, "someone-else/model")
