@@ -100,11 +100,13 @@ def dry_run(
         names = {"build_trainer": TRAINED_ON, "load_evaluation": EVALUATED_ON}
         rows = names.get(place.rsplit(".", 1)[1])
         monkeypatch.setattr(place, stop if rows is None else partial(stop_with_rows, rows))
-    parse_args = argparse.ArgumentParser.parse_args
 
-    def parse_and_stop(self: argparse.ArgumentParser, args: Sequence[str]) -> None:
-        parse_args(self, args)
-        raise Reached
+    def stopped(parse: Callable[..., object]) -> Callable[..., None]:
+        def parse_and_stop(self: argparse.ArgumentParser, args: Sequence[str]) -> None:
+            parse(self, args)
+            raise Reached
+
+        return parse_and_stop
 
     def reaches(words: list[str]) -> None:
         with pytest.raises(Reached):
@@ -136,7 +138,9 @@ def dry_run(
             reaches(words)
         else:
             with monkeypatch.context() as patched:
-                patched.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+                for name in ("parse_args", "parse_intermixed_args"):
+                    parse = getattr(argparse.ArgumentParser, name)
+                    patched.setattr(argparse.ArgumentParser, name, stopped(parse))
                 reaches(words)
 
     return run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_dp.cli.options import Parser
@@ -19,7 +20,7 @@ Nothing is sent or written. The exit code is 1 when something keeps the folder f
 PUBLISH = """\
 Put a run on the Hub by one commit: weights or adapter, configuration, tokenizer, card and
 privacy.json (see `hf-dp inspect`). The repository then holds exactly that. One that holds anything
-but an earlier state of the same run is refused.
+but an earlier state of the same run is refused. With --to-folder the same files go into a folder.
 
 The token is that of `hf auth login`, or HF_TOKEN. There is no option for it, since options end up
 in histories and process lists.
@@ -42,22 +43,25 @@ def _parser(command: str, description: str, *examples: str) -> Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Publish, and print the commit's address; return 2 (with a line on stderr) when refused."""
+    """Publish, and print the address or next step; return 2 (with a line on stderr) if refused."""
     parser = _parser(
         "publish",
         PUBLISH,
         "outputs/demo you/minilm-sst2-dp --private",
         "outputs/lora you/roberta-sst2-lora-dp --base-model FacebookAI/roberta-base",
+        "outputs/demo --to-folder published/demo",
     )
-    parser.option("repository", "you/model; created if it does not exist", "REPO")
+    parser.option("repository", "you/model; created if it does not exist", "REPO", nargs="?")
+    parser.option("--to-folder", "new or empty, to be filled instead, without the Hub", "FOLDER")
     who = "who may see a repository that is created (default: as your account's settings say)"
     parser.add_argument("--private", action=argparse.BooleanOptionalAction, help=who)
     parser.option("--revision", "created if it does not exist (default: main)", "BRANCH")
     parser.option("--message", "of the commit", "TEXT", default="Publish with hf_dp")
-    args = parser.parse_args(list(argv))
+    args = parser.parse_intermixed_args(list(argv))  # REPO may follow an option
     from hf_dp.publishing.hub import publish
 
-    print(publish(**vars(args)).commit_url)
+    done = publish(**vars(args))
+    print(f"hf-dp verify {done}" if isinstance(done, Path) else done.commit_url)
     return 0
 
 

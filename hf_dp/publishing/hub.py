@@ -52,7 +52,8 @@ class Hub:
     def __init__(self, token: str | None = None):
         self.token = token or get_token()
         if not self.token:
-            raise PublishError(f"There is no token for the Hub. {_LOG_IN}")
+            without = "Or fill a folder: `hf-dp publish DIR --to-folder FOLDER`."
+            raise PublishError(f"There is no token for the Hub. {_LOG_IN} {without}")
         self.api = HfApi(token=self.token, library_name="hf_dp", library_version=__version__)
 
     def _asked(self, what: str, repository: str, ask: Callable[[], T]) -> T:
@@ -218,20 +219,22 @@ def _next_move(error: BaseException) -> str:
 
 def publish(
     folder: str | Path,
-    repository: str,
+    repository: str | None = None,
     *,
+    to_folder: str | Path | None = None,
     private: bool | None = None,
     base_model: str | None = None,
     revision: str | None = None,
     not_private: bool = False,
     token: str | None = None,
     message: str = "Publish with hf_dp",
-) -> CommitInfo:
-    """Publish a run's folder, or one of its checkpoints.
+) -> CommitInfo | Path:
+    """Publish a run's folder, or one of its checkpoints, and return the commit or ``to_folder``.
 
     Args:
         folder: with weights, ``privacy.json`` and what loading needs.
         repository: "you/model"; created if it does not exist.
+        to_folder: new or empty, to be filled instead of a repository, without the Hub.
         private: whether it is created as private; None for what the account's settings say.
         base_model: the id on the Hub of an adapter's base, where it was loaded from a folder.
         revision: a branch; created if it does not exist.
@@ -243,6 +246,13 @@ def publish(
     look_through = functools.partial(
         Publication.of, folder, base_model=base_model, not_private=not_private, tokens=(token,)
     )
+    if to_folder is not None:
+        for_hub = {"repository": repository, "private": private, "revision": revision}
+        if given := {name: value for name, value in for_hub.items() if value is not None}:
+            raise PublishError(f"Expected `to_folder` without these, got {given}. Leave them out.")
+        return look_through().write(Path(to_folder))
+    if repository is None:
+        raise PublishError("Expected `repository` ('you/model') or `to_folder`, got neither.")
     publication = look_through(repository=repository)
     publication.refuse()
     hub = Hub(token)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,6 +158,29 @@ class Publication:
                     "when nothing writes into the folder."
                 )
         return operations
+
+    def write(self, folder: Path) -> Path:
+        """Fill a new or empty folder with the files of a commit, and return it.
+
+        Raises: PublishError as :meth:`additions`, and for a folder that holds anything, lies in
+            that of the run, or cannot be written."""
+        try:
+            inside = self.folder.resolve() in folder.resolve().parents
+            if inside or (folder.exists() and any(folder.iterdir())):
+                raise PublishError(
+                    f"Expected `to_folder` to be a new or empty folder outside of {self.folder}, "
+                    f"got {str(folder)!r}. Name another one."
+                )
+            for each in self.additions():
+                path = folder / each.path_in_repo
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with each.as_file() as content, path.open("xb") as file:
+                    shutil.copyfileobj(content, file)
+        except OSError as error:
+            raise PublishError(
+                f"Writing into {str(folder)!r} failed ({error}). Publish into another folder."
+            ) from error
+        return folder
 
 
 def _contents(folder: Path, names: Iterable[str]) -> dict[str, bytes | Path]:

@@ -6,6 +6,7 @@ import pytest
 from loopback_hub import BASE, TOKEN, USER
 
 from hf_dp.cli.main import main
+from hf_dp.publishing.publication import Publication
 
 NAME = f"{USER}/model"
 
@@ -36,6 +37,45 @@ def test_publish(hub, lora, capsys, spelling):
     assert hub.repositories[NAME].private
     config = json.loads(hub.files(NAME)["adapter_config.json"])
     assert config["base_model_name_or_path"] == BASE
+
+
+def test_the_repository_may_follow_the_options(hub, full, capsys):
+    assert main(["publish", str(full), "--private", NAME]) == 0
+    assert hub.repositories[NAME].private
+
+
+@pytest.mark.parametrize("spelling", ["--to-folder", "--to_folder"])
+def test_publish_into_a_folder_writes_what_inspect_lists_without_the_hub(
+    lora, tmp_path, capsys, monkeypatch, spelling
+):
+    monkeypatch.setattr("hf_dp.publishing.hub.Hub", None)
+    (lora / "additional_chat_templates").mkdir()
+    (lora / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}")
+    there = tmp_path / "new" / "there"
+    assert main(["publish", str(lora), spelling, str(there), "--base-model", BASE]) == 0
+    assert capsys.readouterr().out == f"hf-dp verify {there}\n"
+    main(["inspect", str(lora), "--base-model", BASE, "--json"])
+    goes = json.loads(capsys.readouterr().out)["goes"]
+    written = {path.relative_to(there).as_posix(): path for path in there.rglob("*.*")}
+    assert written.keys() == goes.keys() and "additional_chat_templates/tool.jinja" in goes
+    for name, content in Publication.of(lora, base_model=BASE).files.items():
+        found = content if isinstance(content, bytes) else content.read_bytes()
+        assert written[name].read_bytes() == found, name
+    assert main(["verify", str(there)]) == 0
+
+
+def test_publish_is_told_one_place(full, capsys):
+    for words, why in (
+        ([], "Expected `repository` ('you/model') or `to_folder`, got neither"),
+        (
+            [NAME, "--to-folder", "x"],
+            f"Expected `to_folder` without these, got {{'repository': '{NAME}'}}",
+        ),
+        (["--no-private", "--to-folder", "x"], "without these, got {'private': False}"),
+        (["--revision", "b", "--to-folder", "x"], "without these, got {'revision': 'b'}"),
+    ):
+        assert main(["publish", str(full), *words]) == 2
+        assert why in capsys.readouterr().err
 
 
 def test_publish_refuses_in_one_line_without_the_token(hub, lora, capsys):

@@ -14,6 +14,7 @@ from hf_dp.accounting import LedgerEntry
 from hf_dp.cards.verify import verify
 from hf_dp.cli.main import main
 from hf_dp.errors import PublishError, UnsupportedModelError
+from hf_dp.publishing.hub import publish
 from hf_dp.publishing.publication import Publication
 from hf_dp.run.ledger_file import read_own, write_line
 from hf_dp.run.witnesses import put_head
@@ -128,12 +129,39 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_what_does_not_belong_together_is_refused(full, kind):
+def test_what_does_not_belong_together_is_refused(full, kind, tmp_path):
     change, why = CHANGES[kind]
     change(full)
     for not_private in (False, True):
         with pytest.raises(PublishError, match=why):
             Publication.of(full, not_private=not_private).refuse()
+        with pytest.raises(PublishError, match=why):
+            publish(full, to_folder=tmp_path / "there", not_private=not_private)
+    assert not (tmp_path / "there").exists()
+
+
+@pytest.mark.parametrize("where", ["not empty", "full/inside", "full", "file"])
+def test_a_folder_that_is_not_new_is_refused(full, tmp_path, where):
+    (tmp_path / "not empty").mkdir()
+    (tmp_path / "not empty" / "notes.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    why = "Writing into" if where == "file" else "`to_folder` to be a new or empty folder outside"
+    with pytest.raises(PublishError, match=f"{why}.*/{where}'.*another"):
+        publish(full, to_folder=tmp_path / where)
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+
+
+def test_an_empty_folder_is_filled_by_the_list_of_a_commit(full, tmp_path):
+    there = tmp_path / "there"
+    there.mkdir()
+    found = Publication.of(full)
+    object.__setattr__(found, "files", {**found.files, "trainer_state.json": b"{}"})
+    with pytest.raises(PublishError, match="'trainer_state.json' was about to be uploaded"):
+        found.write(there)
+    assert not any(there.iterdir())
+    assert publish(full, to_folder=str(there)) == there
+    assert {path.name for path in there.iterdir()} == set(Publication.of(full).files)
 
 
 def test_all_refusals_are_said_at_once(lora):
@@ -194,6 +222,8 @@ def test_weights_that_change_under_a_publication_are_not_sent(full):
     weights.write_bytes(weights.read_bytes()[:-4] + b"evil")
     with pytest.raises(PublishError, match="model.safetensors changed while it was published"):
         found.additions()
+    with pytest.raises(PublishError, match="model.safetensors changed while it was published"):
+        found.write(full.parent / "there")
 
 
 def test_what_goes_verifies_with_its_own_configuration(trained, tmp_path):
