@@ -33,6 +33,7 @@ from hf_dp.statement.facts import EVALUATION_ON_TRAINING_ROWS, UNNOISED, seen_in
 from hf_dp.statement.statement import PrivacyStatement, observed
 
 _PARTS = {SUM: "sums of gradients", VECTORS: "released vectors", LOSS: "sums of losses"}
+_UNNAMED = "not named, so nobody can load the adapter"
 _KINDS = {"bound": "upper bound", "estimate": "estimate, not a guarantee"}
 
 
@@ -51,7 +52,7 @@ def render_card(
     base_weights = training.pop(BASE_WEIGHTS, None)
     settings = "; ".join(f"{name} {value}" for name, value in _rows(training))
     about = {
-        "Base model": details.base_model,
+        "Base model": details.base_model or (_UNNAMED if details.library_name == "peft" else None),
         "Weights of the base": base_weights,
         "Pretraining data, as far as listed": details.pretraining_sources or None,
         "Training data": details.dataset,
@@ -127,6 +128,8 @@ def _usage(details: CardDetails) -> str | None:
     """Return the lines that load the model, or None; a fence in a name would end the code block."""
     if details.usage is None or "```" in details.usage:
         return None
+    if details.library_name == "peft" and not details.base_model:
+        return f"# The base of this adapter is {_UNNAMED}."
     text = details.usage.replace(REPOSITORY, details.repository or "path/to/this/folder")
     return text.replace(BASE_MODEL, details.hub_base or "BASE_MODEL")
 

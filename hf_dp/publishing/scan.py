@@ -38,6 +38,10 @@ _ORIGIN = frozenset(
 # Vocabularies hold any word there is, "/usr" and the names of machines among them.
 _VOCABULARY = "tokenizer.json vocab.json added_tokens.json entity_vocab.json emoji.json".split()
 _NAME_IT = "Name the base on the Hub: --base-model ID, or trainer.describe(base_model=ID)."
+_SAVE_IT = (
+    f"{_NAME_IT} If nobody saved it: before training, save it by save_pretrained and load it from "
+    "there. Or, after training, save trainer.model.merge_and_unload() into another folder."
+)
 # What the metadata of weights may hold beside the head. Other entries are refused: the digest of a
 # file covers them, so they cannot be taken out here.
 _METADATA = {"format": ("pt", "tf", "flax", "np", "mlx")}
@@ -129,7 +133,10 @@ class Scan:
         if self.base_model is not None and base != self.base_model:
             values[_BASE] = self.base_model
             self.changes.append(f"{name}: {_BASE} is now {self.base_model!r}")
-        elif isinstance(base, str) and base and is_local(base):
+        elif not base:
+            what = "no name of the adapter's base, so nobody can load the adapter"
+            self._refuse(f"{name}: {_BASE}", what, _SAVE_IT)
+        elif isinstance(base, str) and is_local(base):
             values[_BASE] = None  # refused once, not again as a local path
             what = f"{base!r}, no name on the Hub: a local path, which nobody else could load"
             self._refuse(f"{name}: {_BASE}", what, _NAME_IT)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tiny
 from loopback_hub import BASE
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from hf_dp import save_run
@@ -63,6 +64,25 @@ def test_an_adapter_names_its_base_on_the_hub_or_is_refused(lora, base):
     assert base_in(found.files["adapter_config.json"]) == BASE and len(found.changes) == 1
     with pytest.raises(PublishError, match=r"`base_model` to be an id.*'/some/where'"):
         Publication.of(lora, base_model="/some/where")
+
+
+def test_an_adapter_whose_base_has_no_name_says_so_and_its_merged_model_goes(tmp_path):
+    lora = LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")
+    trainer = tiny.trainer(tmp_path / "run", given={"peft_config": lora}, max_steps=1)
+    tiny.trained(trainer).save_model()
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert "| Base model | not named, so nobody can load the adapter |" in card
+    assert "# The base of this adapter is not named" in card and "from_pretrained" not in card
+    with pytest.raises(PublishError, match=r"adapter_config.json: .* so nobody can load"):
+        Publication.of(tmp_path / "run").refuse()
+    found = Publication.of(tmp_path / "run", base_model=BASE)
+    card = as_bytes(found.files["README.md"]).decode()
+    assert found.refusals == () and f"from_pretrained('{BASE}'" in card and "not named" not in card
+    trainer.model = trainer.model.merge_and_unload()  # what the refusal says
+    trainer.save_model(str(tmp_path / "merged"))
+    found = Publication.of(tmp_path / "merged")
+    assert found.refusals == () and "pipeline(" in as_bytes(found.files["README.md"]).decode()
+    assert set(found.files) == CARD_AND_TOKENIZER | {"model.safetensors", "config.json"}
 
 
 def test_the_list_is_frozen_and_what_was_looked_at_is_what_leaves(full):

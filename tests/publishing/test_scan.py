@@ -144,9 +144,12 @@ def test_a_base_on_the_hub_stays_and_its_file_is_byte_for_byte_the_same():
 
 
 @pytest.mark.parametrize("base", [None, ""])
-def test_an_adapter_without_a_base_is_given_one(base):
+def test_an_adapter_whose_base_has_no_name_is_given_one_or_refused(base):
     _, contents = looked_at("adapter_config.json", {"base_model_name_or_path": base})
-    assert contents.refusals == []
+    (refusal,) = contents.refusals
+    assert "no name of the adapter's base, so nobody can load" in refusal and "\n" not in refusal
+    for move in ("--base-model ID", "save_pretrained", "merge_and_unload"):
+        assert move in refusal
     assert looked_at("adapter_config.json", {"base_model_name_or_path": base}, "a/b")[1].changes
 
 
