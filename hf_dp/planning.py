@@ -223,15 +223,13 @@ def _batch_and_steps(count: int, epochs: float | None) -> tuple[int, int, str, s
         f"noise of a small batch drowns its gradient ({LI}, figure 3)"
     )
     why_steps = f"as many as on SST-2 ({LI}, appendices H and L)"
-    if epochs is None:
-        why_steps += f"; {needed:.3g} epochs"
-    elif epochs < needed:
+    if epochs is not None and epochs < needed:
         # The number of examples that pass, B x steps, is fixed. Both shrink by the same factor.
         share = math.sqrt(epochs / needed)
         wanted, steps = wanted * share, max(1, round(STEPS * share))
         why += f". {epochs:g} epochs are fewer than the best {needed:.3g}: batch and steps shrink"
-        why_steps = f"{epochs:g} epochs at this batch size"
-    else:
+        why_steps = f"about {epochs:g} epochs at this batch size"
+    elif epochs is not None:
         wanted = min(wanted * epochs / needed, count)
         why = (
             f"{min(epochs, STEPS * wanted / count):.4g} epochs in {STEPS} steps: at a fixed number "

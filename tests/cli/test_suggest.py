@@ -1,6 +1,7 @@
 """``hf-dp suggest`` as a user calls it."""
 
 import json
+import re
 
 import pytest
 import tiny
@@ -33,6 +34,14 @@ def test_what_is_printed_is_yaml_with_a_reason_above_each_setting(printed):
     for block in out.strip().split("\n\n")[1:]:
         assert block.startswith("# ") and not block.splitlines()[-1].startswith("#")
     assert max(map(len, out.splitlines())) <= 100
+
+
+def test_the_epochs_of_a_run_are_one_number(printed):
+    """The batch is rounded, so those of the rules are others: 24.8, and asked for were 2."""
+    words = ["suggest", "--num-examples", "1300", "--target-epsilon", "8"]
+    assert re.findall("[^ ]+ [^ ]+ epochs", printed(*words)) == ["rate), 24.7 epochs"]
+    assert "1.98 epochs" in (out := printed(*words, "--num_train_epochs", "2"))
+    assert "About 2 epochs at this batch size" in out
 
 
 def test_json(printed):
