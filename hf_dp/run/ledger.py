@@ -41,9 +41,9 @@ _ARGUMENTS = {
     "loss": "`noised_loss_bound`, `noised_loss_budget_ratio`",
     "clipping_quantile": "",
     "router_balance": "",
-    "noise_multiplier": "",
     "delta": "`target_delta`",
     "draw": "`sampling`, `max_logical_batch_size`, `unit_sampling`",
+    "noise_multiplier": "",  # with a target it is derived from all others, and from the steps
 }
 
 
@@ -352,9 +352,17 @@ def _refuse_another_plan(then: PrivacyPlan, now: PrivacyPlan) -> None:
     # What the user sets comes before what is derived from it.
     for name in [*_ARGUMENTS, *sorted((old | new).keys() - {*_ARGUMENTS, "mechanism", "steps"})]:
         if old.get(name) != new.get(name):
-            argument = _ARGUMENTS.get(name, "")
+            argument, why = _ARGUMENTS.get(name, ""), ""
+            derived = name == "noise_multiplier" and then.target_epsilon is not None
+            if derived and then.steps != now.steps:
+                name, argument = "steps", "`max_steps`, `num_train_epochs`"
+                why = (
+                    f" The noise was chosen for {then.steps} steps, so the whole target_epsilon "
+                    "belongs to them. To stop earlier, keep the number of steps, and stop by a "
+                    "callback or Ctrl-C. You can resume then."
+                )
             raise LedgerError(
                 f"Cannot resume: `{name}`{argument and f' ({argument})'} is {new.get(name)!r} but "
-                f"the run was started with {old.get(name)!r}. Resume with the same arguments and "
-                "data, or start a new run in a new output_dir."
+                f"the run was started with {old.get(name)!r}.{why} Resume with the same arguments "
+                "and data, or start a new run in a new output_dir."
             )

@@ -172,6 +172,24 @@ def test_resume_with_another_plan_is_refused(finished, changed, match):
         tiny.resumed(tiny.trainer(finished, **changed))
 
 
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"max_steps": 5}, "`steps` .`max_steps`, `num_train_epochs`. is 5 but .* 4. The noise .* 4 steps.*Ctrl-C"),
+        ({"max_steps": -1, "num_train_epochs": 2}, "`steps` .* is 10 but .* started with 4"),
+        ({"max_steps": 5, "target_delta": 1e-3}, "`delta` .`target_delta`. is 0.001 but"),
+        ({"accountant": "pld"}, "`noise_multiplier` is"),
+        ({"max_steps": 5, "target_epsilon": 5.0}, "`target_epsilon` is 5.0 but .* 4.0"),
+    ],
+    ids=["steps", "epochs", "delta", "accountant", "target"],
+)  # fmt: skip
+def test_the_steps_that_a_targets_noise_was_chosen_for_stay(tmp_path, changed, match):
+    target = {"target_epsilon": 4.0, "accountant": "rdp", **SAVING}
+    tiny.trained(tiny.trainer(tmp_path, **target))
+    with pytest.raises(LedgerError, match=match):
+        tiny.resumed(tiny.trainer(tmp_path, **{**target, **changed}))
+
+
 @pytest.mark.parametrize("mode", ["dp_sgd", "non_private"])
 def test_weights_are_never_saved_beside_another_runs_statement(run, tmp_path, mode):
     weights = run / "checkpoint-4" / "model.safetensors"
