@@ -36,11 +36,13 @@ class TrainingStopped(SystemExit):
 @register
 class Signals(Feature):
     """Ends all processes of a run after the step in which a signal reaches one, with a checkpoint.
-    Before the first step a signal does what it always does: there is nothing to save."""
+    Before the first step a signal does what it always does: there is nothing to save. A stop by a
+    callback is saved, too, unless save_strategy is "no"."""
 
     _signum: int | None = None  # the first signal that arrived in this process
     _stopping = False
     _process = 0
+    _saved: int | None = None  # the last step that is in a checkpoint
 
     def begin(self, seen: Seen) -> None:
         self._processes = seen.processes
@@ -76,7 +78,8 @@ class Signals(Feature):
         raise TrainingStopped(signum)
 
     def on_train_begin(self, args: object, state: State, control: Control, **kw: object) -> None:
-        self._signum, self._stopping, self._process = None, False, os.getpid()
+        self._signum = self._saved = None
+        self._stopping, self._process = False, os.getpid()
         if threading.current_thread() is threading.main_thread() and not self._before:
             self._before = {each: signal.signal(each, self._arrived) for each in SIGNALS}
 
@@ -91,6 +94,7 @@ class Signals(Feature):
             control.should_save = control.should_training_stop = True
 
     def on_save(self, args: object, state: State, control: Control, **kw: object) -> None:
+        self._saved = state.global_step
         if self._stops():
             control.should_training_stop = True
             # Trainer would load the best model, and with save_total_limit=1 delete the checkpoint
@@ -100,6 +104,9 @@ class Signals(Feature):
     def on_epoch_end(self, args: object, state: State, control: Control, **kw: object) -> None:
         if self._stopping:
             control.should_evaluate = control.should_save = False  # not a second time
+        elif control.should_training_stop and state.global_step < state.max_steps:
+            saves = self.args.save_strategy != "no" and self._saved != state.global_step
+            control.should_save |= saves
 
     def _stops(self) -> bool:
         self._stopping = self._stopping or bool(self._processes.largest(self._signum is not None))

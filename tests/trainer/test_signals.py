@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import tiny
 from processes import outcomes
-from transformers import TrainerCallback
+from transformers import AutoModelForSequenceClassification, EarlyStoppingCallback, TrainerCallback
 from warm import run_program
+from watch import watch
 
+from hf_dp import DPTrainer
 from hf_dp.cards.verify import verify
 from hf_dp.features.signals import TrainingStopped
 from hf_dp.publishing.publication import Publication
@@ -99,6 +101,67 @@ def test_a_run_that_cannot_be_continued_is_not_told_to(tmp_path, caplog):
         trainer.train()
     (said,) = [each for each in caplog.messages if "stopped after step" in each]
     assert "save_only_model cannot be continued" in said and "resume_from" not in said
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step: int, place: str = "on_step_end"):
+        self.step = step
+        setattr(self, place, self.stop)
+
+    def stop(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            control.should_training_stop = True
+
+
+def stopped_at(folder, *stop, **options):
+    """A run that a callback stops, and the names of its checkpoints."""
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, **options}
+    trainer = tiny.trained(stopped_by(folder, StopAt(*stop), **options))
+    return trainer, [path.name for path in checkpoints(folder)]
+
+
+def test_a_stop_by_a_callback_loses_no_step(tmp_path):
+    _, names = stopped_at(tmp_path, 3)
+    assert names == ["checkpoint-3", "checkpoint-2"]
+    again = tiny.resumed(tiny.trainer(tmp_path, max_steps=6))
+    assert (again.state.global_step, again.ledger.steps()) == (6, 6)
+
+
+@pytest.mark.parametrize(
+    ("stop", "options", "kept", "saves"),
+    [
+        ((4,), {}, [4, 2], 2),
+        ((6,), {}, [6, 4], 3),
+        ((1,), {"save_strategy": "epoch"}, [1], 1),
+        ((2, "on_step_begin"), {}, [3, 2], 2),
+        ((3,), {"save_strategy": "no"}, [], 0),
+        ((3,), {"save_total_limit": 1}, [3], 2),
+    ],
+)
+def test_a_stop_by_a_callback_is_saved_once_and_as_asked(
+    tmp_path, monkeypatch, stop, options, kept, saves
+):
+    seen = watch(monkeypatch, DPTrainer, "_save_checkpoint")
+    assert stopped_at(tmp_path, *stop, **options)[1] == [f"checkpoint-{step}" for step in kept]
+    assert len(seen) == saves
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(1, [2]), (2, [3, 2])])
+def test_early_stopping_keeps_the_best_checkpoint_and_loads_it(tmp_path, limit, kept):
+    """It stops after the evaluation of step 3, where nothing would be saved."""
+    scores = iter([0.5, 0.9, 0.1])
+    options = {
+        "save_strategy": "steps", "save_steps": 2, "save_total_limit": limit, "max_steps": 6,
+        "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True,
+        "metric_for_best_model": "accuracy",
+    }  # fmt: skip
+    given = {"compute_metrics": lambda _: {"accuracy": next(scores)}}
+    trainer = stopped_by(tmp_path, EarlyStoppingCallback(1), given=given, **options)
+    assert tiny.trained(trainer).ledger.steps() == trainer.state.global_step == 3
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    assert [path.name for path in checkpoints(tmp_path)] == [f"checkpoint-{step}" for step in kept]
+    best = AutoModelForSequenceClassification.from_pretrained(tmp_path / "checkpoint-2")
+    assert tiny.moved(tiny.weights(trainer.model), best) == set()
 
 
 def test_a_second_signal_stops_at_once(tmp_path):
