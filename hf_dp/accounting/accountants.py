@@ -279,8 +279,8 @@ def calibrate_noise_multiplier(
         raise CalibrationError(
             f"target_epsilon {goal.target:.6g} is not met even at noise multiplier {largest}, the "
             f"most that accountant {goal.name!r} covers (epsilon "
-            f"{goal.target * math.exp(most):.6g}). Raise `target_epsilon`, or lower `steps` or "
-            "`sample_rate`."
+            f"{goal.target * math.exp(most):.6g}). Raise `target_epsilon`, take fewer steps or "
+            "epochs, or draw fewer examples in a step."
         )
     found = _smallest(gap, _start(goal, rate, count), smallest, largest)
     if found is None:

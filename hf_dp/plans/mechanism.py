@@ -19,7 +19,7 @@ from hf_dp._dataclasses import Named, register
 from hf_dp.accounting import BOUNDS, RELEASE, SELECTION, TRAINING, Event, calibrate_noise_multiplier
 from hf_dp.accounting.accountants import MakeEvent
 from hf_dp.accounting.knows import NO_BOUND
-from hf_dp.errors import CalibrationError, ConfigError, UnsupportedArgumentError
+from hf_dp.errors import ConfigError, UnsupportedArgumentError
 from hf_dp.plans.draws import Draw, Poisson, Schedule
 from hf_dp.plans.units import BY_ROW, BY_USER, EXAMPLE, ZERO_OUT, Users
 
@@ -264,13 +264,15 @@ class MechanismPlan(Named, ABC):
 
         Raises: CalibrationError, AccountingRangeError.
         """
-        rate, steps = self.draw.sample_rate(schedule), schedule.steps
-        given = schedule.delta, rate, steps, schedule.accountant, prior_events, event
-        try:
-            return calibrate_noise_multiplier(target_epsilon, *given)
-        except CalibrationError as problem:  # by the names that a plan is asked for
-            ours = "`max_steps`, `num_train_epochs` or `expected_batch_size`"
-            raise CalibrationError(str(problem).replace("`steps` or `sample_rate`", ours)) from None
+        return calibrate_noise_multiplier(
+            target_epsilon,
+            schedule.delta,
+            self.draw.sample_rate(schedule),
+            schedule.steps,
+            schedule.accountant,
+            prior_events,
+            event,
+        )
 
     def require_noise(self) -> None:
         """Raise InvalidArgumentError where noise is missing that only a target could decide."""
