@@ -16,7 +16,7 @@ from typing import Any
 from hf_dp._validate import integer, invalid, one_of, positive
 from hf_dp.accounting import Event, PoissonSampledGaussian, UserRowsGaussian, epsilon
 from hf_dp.accounting.accountants import Answer, compare
-from hf_dp.accounting.composition import doubt_of_delta
+from hf_dp.accounting.composition import LARGE_DELTA
 from hf_dp.errors import AccountingRangeError, HfDpError, UnsupportedEventError
 from hf_dp.plans.bands import noise_of_sum, square_root_column
 from hf_dp.plans.privacy import PrivacyPlan
@@ -289,13 +289,11 @@ _LARGE = 7
 def doubts(
     plan: PrivacyPlan, *, parameters: int, learning_rate: float, optimizer: str
 ) -> Iterator[str]:
-    """Yield why a run may learn little, or protect little, each with a next move.
+    """Yield why a run may learn little, or protect less than it could, each with a next move.
 
     Args: parameters: how many numbers train. optimizer: the name of its class, in small letters.
     """
-    if doubt := doubt_of_delta(plan.delta):
-        yield doubt
-    elif plan.delta > (1 + 1e-9) / (2 * plan.num_examples):
+    if (1 + 1e-9) / (2 * plan.num_examples) < plan.delta < LARGE_DELTA:
         yield (
             f"target_delta is {plan.delta:.3g}, above 1/(2N) = {1 / (2 * plan.num_examples):.3g}. "
             "It is roughly the chance that the guarantee fails. Leave it unset for 1/(2N)."

@@ -23,7 +23,8 @@ from hf_dp.errors import AccountingRangeError, InvalidArgumentError, Unsupported
 _E = TypeVar("_E", bound=Event)
 
 Kind = Literal["bound", "estimate", "not established"]
-LARGEST_DELTA = 1e-3
+# A delta from which warnings and cards say something of it: 1 in 10,000.
+LARGE_DELTA = 1e-4
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
@@ -40,14 +41,17 @@ def round_up(value: float, digits: int = 3) -> float:
     )
 
 
-def doubt_of_delta(delta: float) -> str:
-    """Return why a delta is too large to protect anybody, with a next move; empty if it is not."""
-    if delta <= LARGEST_DELTA:
+def doubt_of_delta(delta: float, of_plan: str = "") -> str:
+    """Return why a delta is large, with a next move; empty if it is not.
+
+    Args: of_plan: :attr:`hf_dp.plans.privacy.PrivacyPlan.of_delta`.
+    """
+    if delta < LARGE_DELTA:
         return ""
     return (
-        f"delta is {delta:.3g}, above {LARGEST_DELTA:g}: with about that probability the guarantee "
-        "fails altogether. Set a delta (target_delta) far below 1 / the number of rows, such as "
-        "1e-5."
+        f"delta is {delta:.3g}{of_plan}. It is roughly the chance that the guarantee fails "
+        f"altogether. Far less than {LARGE_DELTA:g} is customary. For a new run set "
+        "target_delta=1e-5."
     )
 
 

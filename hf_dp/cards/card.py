@@ -16,6 +16,7 @@ from jinja2 import Environment, StrictUndefined, Template
 
 from hf_dp.accounting import LOSS, SUM, VECTORS
 from hf_dp.accounting.accountants import Answer
+from hf_dp.accounting.composition import LARGE_DELTA
 from hf_dp.cards.details import (
     BASE_MODEL,
     BASE_WEIGHTS,
@@ -231,8 +232,6 @@ def _template(name: str) -> Template:
 # -- the guarantee for a reader who knows no differential privacy ---
 
 FALSE_ALARMS = 0.01  # of 100 rows that were not used, one is taken for used
-# A delta from which a card says something of it: 1 in 10,000.
-LARGE_DELTA = 1e-4
 
 
 def most_found(epsilon: float, delta: float, false_alarms: float = FALSE_ALARMS) -> float:

@@ -169,8 +169,8 @@ def json_row(answer: Answer) -> dict[str, str | float | None]:
     return row if answer.epsilon.estimate is None else row | {"estimate": answer.epsilon.estimate}
 
 
-def table(answers: Iterable[Answer], delta: float) -> str:
-    """Return a line for each accountant under a heading, and a warning of a large delta."""
+def table(answers: Iterable[Answer], delta: float, of_plan: str = "") -> str:
+    """Return a line for each accountant under a heading, and :func:`doubt_of_delta`."""
     lines = [f"{'accountant':<11}{'kind':<10}epsilon at delta {delta:g}"]
     for answer in answers:
         found = answer.epsilon
@@ -179,6 +179,6 @@ def table(answers: Iterable[Answer], delta: float) -> str:
             continue
         point = "" if found.estimate is None else f"  (point estimate {found.estimate:.3f})"
         lines.append(f"{answer.accountant:<11}{found.kind:<10}{found.rounded_up(3):.3f}{point}")
-    if doubt := doubt_of_delta(delta):
+    if doubt := doubt_of_delta(delta, of_plan):
         lines.append(f"Warning: {doubt}")
     return "\n".join(lines)

@@ -216,7 +216,7 @@ def plan_text(found: Forecast) -> str:
     """Return a plan to read, with the table of its accountants."""
     plan, lines = found.plan, list(_lines(found))
     if plan.mechanism.established:
-        return "\n".join([*lines, "", table(found.answers, plan.delta)])
+        return "\n".join([*lines, "", table(found.answers, plan.delta, plan.of_delta)])
     lines.append(f"{plan.words.name}: {NO_GUARANTEE}.")
     lines += [f"{answer.accountant}: {answer.note}" for answer in found.answers]
     for event in plan.events():

@@ -213,6 +213,7 @@ def _label_words(recipe: dict[str, Any]) -> list[Choice]:
 def _text(found: Suggestion, ahead: Forecast, recipe: dict[str, Any]) -> str:
     """Return the suggestion as YAML: what it means in comments, then each setting below its
     reason."""
+    from hf_dp.accounting.composition import doubt_of_delta
     from hf_dp.planning import doubts
 
     plan = found.plan
@@ -223,6 +224,7 @@ def _text(found: Suggestion, ahead: Forecast, recipe: dict[str, Any]) -> str:
         f"effective {plan.noise_multiplier / plan.sample_rate:.4g} (/ sample rate), "
         f"{ahead.epochs:.3g} epochs."
     ]
+    lines += filter(None, [doubt_of_delta(plan.delta, plan.of_delta)])
     if found.parameters is not None:
         rate = found.settings["learning_rate"]
         lines += doubts(plan, parameters=found.parameters, learning_rate=rate, optimizer="adamw")

@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from hf_dp._dataclasses import default_of
 from hf_dp.accounting import TRAINING
+from hf_dp.accounting.composition import doubt_of_delta
 from hf_dp.clipping.sharding import held
 from hf_dp.distributed.processes import Processes
 from hf_dp.errors import LedgerError, UnaccountedGradientError
@@ -149,8 +150,13 @@ class NoisedNumbers(Feature):
 
 @register
 class Outlook(Feature):
-    """Warns, before the first step of a new run, why it will learn little; and of training data
-    that the base model was pretrained on."""
+    """Warns of a large delta; before the first step of a new run, why it will learn little; and of
+    training data that the base model was pretrained on."""
+
+    def begin(self, seen: Seen) -> None:
+        doubt = doubt_of_delta(seen.plan.delta, seen.plan.of_delta)
+        if doubt and seen.processes.is_main:
+            logger.warning(doubt)
 
     def start(self, seen: Seen) -> None:
         dataset = seen.card.get("dataset")

@@ -12,6 +12,7 @@ from typing import Any, Self
 from hf_dp import _validate
 from hf_dp._dataclasses import plain, read
 from hf_dp.accounting import ACCOUNTANTS, RELEASE, SELECTION, SUM, TRAINING, Event, LedgerEntry
+from hf_dp.accounting.composition import LARGE_DELTA
 from hf_dp.plans import units
 from hf_dp.plans.dp_sgd import DpSgdPlan
 from hf_dp.plans.draws import Schedule
@@ -47,7 +48,9 @@ class PrivacyPlan(Schedule):
         _validate.integer("steps", self.steps, 1)
         if _validate.in_unit_interval("target_delta", self.delta) >= 1 / self.num_examples:
             expected = f"to be < 1/num_examples ({1 / self.num_examples:.3g})"
-            why = "At 1/N publishing one random row would count as private. Leave it unset."
+            why = "At 1/N publishing one random row would count as private."
+            large = 1 / (2 * self.num_examples) >= LARGE_DELTA
+            why += " Set target_delta=1e-5." if large else " Leave it unset for 1/(2N)."
             raise _validate.invalid("target_delta", self.delta, expected, why)
         _validate.one_of("accountant", self.accountant, ACCOUNTANTS)
         _validate.one_of("privacy_unit", self.privacy_unit, units.PRIVACY_UNITS)
@@ -102,6 +105,14 @@ class PrivacyPlan(Schedule):
         """The code of what is protected; one of :data:`hf_dp.plans.units.UNITS`."""
         protects_users = self.users is not None and self.mechanism.unit == units.EXAMPLE
         return units.USER if protects_users else self.mechanism.unit
+
+    @property
+    def of_delta(self) -> str:
+        """Where delta comes from, as said behind it."""
+        if self.delta != 1 / (2 * self.num_examples):
+            return ", as chosen"
+        what = "rows" if self.users is None else "users"
+        return f", by default 1/(2 x {self.num_examples:,} {what})"
 
     @property
     def sample_rate(self) -> float:

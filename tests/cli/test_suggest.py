@@ -42,6 +42,7 @@ def test_the_epochs_of_a_run_are_one_number(printed):
     assert re.findall("[^ ]+ [^ ]+ epochs", printed(*words)) == ["rate), 24.7 epochs"]
     assert "1.98 epochs" in (out := printed(*words, "--num_train_epochs", "2"))
     assert "About 2 epochs at this batch size" in out
+    assert "by default 1/(2 x 1,300 rows)" in " ".join(out.replace("#", "").split())
 
 
 def test_json(printed):

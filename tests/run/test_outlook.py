@@ -1,8 +1,8 @@
 """Warnings before the first step: of settings known to fail, and of none known to work."""
 
+import dataclasses
 import logging
 import re
-from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -11,13 +11,18 @@ import torch
 from dp_accounting.pld import privacy_loss_distribution as google_pld
 from pages import ROOT
 from scipy.stats import binom
+from statements import statement_of
 from torch.utils.data import ConcatDataset, Subset
 
 from hf_dp import planning
+from hf_dp.accounting.composition import doubt_of_delta
+from hf_dp.cards.card import in_short
 from hf_dp.cli.account import table
+from hf_dp.cli.plan import plan_text
 from hf_dp.overlap import TrainingRows
-from hf_dp.planning import LEAST_SIGNAL, doubts, most_signal, of_repeated_rows
+from hf_dp.planning import LEAST_SIGNAL, doubts, forecast, most_signal, of_repeated_rows
 from hf_dp.plans.privacy import PrivacyPlan
+from hf_dp.plans.units import Users
 from hf_dp.statement.evidence import read
 
 EXACT = planning._epsilon
@@ -73,17 +78,46 @@ def test_a_large_delta():
     assert "above 1/(2N) = 7.42e-06" in found
 
 
-@pytest.mark.parametrize(("delta", "warned"), [(1e-3, False), (1.01e-3, True), (2e-3, True)])
-def test_a_delta_that_protects_nobody(delta, warned):
-    """Where it is the default of few rows, too, and for DP-FP."""
+@pytest.mark.parametrize(("delta", "warned"), [(9.9e-5, False), (1e-4, True), (2e-3, True)])
+def test_a_large_delta_has_one_threshold_and_one_advice(delta, warned):
+    """In warnings, `hf-dp account`, `hf-dp plan` and cards; and the advice can be followed."""
     made = plan(num_examples=400, expected_batch_size=40, target_delta=delta)
-    assert any("above 0.001" in each for each in said(made, parameters=100)) == warned
-    assert ("above 0.001" in table([], delta)) == warned  # `hf-dp account` and `hf-dp plan`
-    default = plan(num_examples=400, expected_batch_size=40)
-    assert any("delta is 0.00125, above 0.001" in each for each in said(default, parameters=100))
-    mechanism = SimpleNamespace(noises_gradients_alone=False)
-    forward = SimpleNamespace(delta=delta, num_examples=400, mechanism=mechanism)
-    assert any("above 0.001" in each for each in said(forward)) == warned
+    doubt = doubt_of_delta(made.delta, made.of_delta)
+    assert ("set target_delta=1e-5" in doubt) == warned == bool(doubt)
+    assert ("target_delta=1e-5" in table([], delta)) == warned
+    assert ("target_delta=1e-5" in plan_text(forecast(made))) == warned
+    stated = dataclasses.replace(statement_of(), plan=made)
+    assert ("A large delta" in "\n".join(in_short(stated))) == warned
+    # Not beside the advice to leave it unset.
+    assert not any("1/(2N)" in each for each in said(made, parameters=100))
+    advised = dataclasses.replace(made, delta=1e-5)
+    assert doubt_of_delta(advised.delta) == "" == "".join(said(advised, parameters=100))
+
+
+def test_a_large_delta_is_named_as_the_default_or_as_chosen():
+    rows = plan(num_examples=1300, expected_batch_size=40)
+    assert "0.000385, by default 1/(2 x 1,300 rows)." in doubt_of_delta(rows.delta, rows.of_delta)
+    assert "by default 1/(2 x 1,300 rows)" in plan_text(forecast(rows))
+    users = plan(
+        num_examples=1300,
+        expected_batch_size=40,
+        privacy_unit="user",
+        users=Users("writer", max_rows=4),
+    )
+    assert ", by default 1/(2 x 1,300 users)" == users.of_delta
+    assert (
+        plan(target_delta=1e-4, num_examples=1300, expected_batch_size=40).of_delta == ", as chosen"
+    )
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_the_trainer_says_so_of_delta_when_it_is_made(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "hf_dp"):
+        made = tiny.trainer(tmp_path)
+        (told,) = [each for each in caplog.messages if each.startswith("delta is")]
+        assert told.startswith("delta is 0.0125, by default 1/(2 x 40 rows). It is roughly")
+        made.train()
+        assert sum(each.startswith("delta is") for each in caplog.messages) == 1
 
 
 @pytest.mark.usefixtures("unchecked")
