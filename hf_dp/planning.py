@@ -14,11 +14,20 @@ from functools import cache
 from typing import Any
 
 from hf_dp._validate import integer, invalid, one_of, positive
-from hf_dp.accounting import Event, PoissonSampledGaussian, UserRowsGaussian, epsilon
-from hf_dp.accounting.accountants import Answer, compare
+from hf_dp.accounting import (
+    Event,
+    PoissonSampledGaussian,
+    PublishedForwardNoise,
+    RecordRelease,
+    SampledRecordRelease,
+    UserRowsGaussian,
+    epsilon,
+)
+from hf_dp.accounting.accountants import Answer, compare, table
 from hf_dp.accounting.composition import LARGE_DELTA
 from hf_dp.errors import AccountingRangeError, HfDpError, UnsupportedEventError
 from hf_dp.plans.bands import noise_of_sum, square_root_column
+from hf_dp.plans.draws import POISSON
 from hf_dp.plans.privacy import PrivacyPlan
 from hf_dp.plans.units import MAX_ROWS
 
@@ -27,6 +36,7 @@ from hf_dp.plans.units import MAX_ROWS
 LEAST_SIGNAL = 0.35
 _MOST_VALUES = 100  # of a sweep
 
+NO_GUARANTEE = "it has NO differential privacy guarantee, no epsilon is known for it"
 LI = "Li et al. 2022"
 # SST-2 in Li et al. 2022, appendix H: B = 1024 of N = 67,349 for 3 epochs.
 SAMPLE_RATE, STEPS, CLIPPING_NORM = 1024 / 67_349, 198, 0.1
@@ -53,6 +63,23 @@ class Forecast:
     answers: tuple[Answer, ...]
     most_signal: float | None
     examples: float
+    parameters: int | None = None
+
+    def __str__(self) -> str:
+        """Return a plan to read, with the table of its accountants, and a warning where the noise
+        will drown the gradients."""
+        plan, lines = self.plan, list(_lines(self))
+        if plan.mechanism.established:
+            lines += ["", table(self.answers, plan.delta, plan.of_delta)]
+            if self.most_signal is not None and self.parameters is not None:
+                lines += (f"\n{doubt}" for doubt in drowned(plan, self.parameters))
+            return "\n".join(lines)
+        lines.append(f"{plan.words.name}: {NO_GUARANTEE}.")
+        lines += [f"{answer.accountant}: {answer.note}" for answer in self.answers]
+        for event in plan.events():
+            if isinstance(event, PublishedForwardNoise):
+                lines += _assumed(event, plan.delta)
+        return "\n".join(lines)
 
     @property
     def effective_noise_multiplier(self) -> float | None:
@@ -83,7 +110,64 @@ def forecast(
         answers=compare(plan.events(), plan.delta, accountants or (plan.accountant,)),
         most_signal=most_signal(plan, count) if count and gradients_alone else None,
         examples=examples,
+        parameters=count,
     )
+
+
+def _lines(found: Forecast) -> Iterator[str]:
+    plan, mechanism = found.plan, found.plan.mechanism
+    what = "examples" if mechanism.draw.group_size == 1 else "groups"
+    if plan.users is not None:
+        what = "rows" if plan.users.by_row else "users"
+    most = mechanism.draw.most(plan)
+    capped = "" if most == plan.drawn_from else f", of which at most {most} are used"
+    drawn = "" if plan.words.sampling_code == POISSON else f", {plan.words.drawn}"
+    yield (
+        f"{plan.drawn_from:,} {what}, {plan.expected_batch_size:g} expected in a step{capped}: "
+        f"sample rate {plan.sample_rate:.6g}{drawn}"
+    )
+    yield f"{plan.steps:,} steps, {found.epochs:.4g} epochs, {found.examples:,.0f} {what} in all"
+    effective = found.effective_noise_multiplier
+    ratio = "" if effective is None else f", effective {effective:.5g} (/ sample rate)"
+    yield f"noise multiplier {plan.noise_multiplier:.6g}{ratio}"
+    yield from mechanism.outline(plan)
+    if found.most_signal is not None:
+        yield f"the gradients of all steps add up to at most {found.most_signal:.3g} of their noise"
+    elif mechanism.noises_gradients_alone:
+        yield "signal to noise: not known; give --parameters, how many numbers train"
+    if plan.selection is not None:
+        yield (
+            f"before the steps, at most {plan.selection.iterations} releases to select what "
+            f"trains, sample rate {plan.selection.sample_rate:g}, noise multiplier "
+            f"{plan.selection.noise_multiplier:.6g}"
+        )
+
+
+def _assumed(published: PublishedForwardNoise, delta: float) -> Iterator[str]:
+    """Yield what a bound says of the noise of DP-FP as published if its assumptions were right.
+
+    The paper's figure rests on assumptions that do not hold for what runs: everything below the
+    noise would have to be out of reach, and who took part in which step a secret. Each row takes
+    assumptions that come nearer to what runs.
+    """
+    sigma, rate = published.noise_multiplier, published.sample_rate
+    draws, steps = published.num_micro_batches, published.steps
+    trains_above = "nothing trains below the noise, and"
+    assumptions = {
+        "all of the paper's, with a bound in place of its limit theorem's estimate": (
+            PoissonSampledGaussian(sigma, rate, steps * draws)
+        ),
+        f"{trains_above} who took part in which step is visible": (
+            SampledRecordRelease(sigma, rate, steps, draws)
+        ),
+        f"{trains_above} each row is released once": RecordRelease(sigma, 1),
+    }
+    yield f"\n{'epsilon':<10}if this were so (a bound, PLD, at delta {delta:g})"
+    for words, assumed in assumptions.items():
+        (answer,) = compare(assumed, delta, ["pld"])
+        said = "-" if answer.epsilon is None else f"{answer.epsilon.rounded_up(2):.2f}"
+        yield f"{said:<10}{words}"
+    yield f"{'unknown':<10}none: what is below the noise trains"
 
 
 def most_signal(plan: PrivacyPlan, parameters: int) -> float:

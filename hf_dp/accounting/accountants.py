@@ -13,7 +13,7 @@ from decimal import ROUND_CEILING, Decimal
 from typing import Protocol, cast
 
 from hf_dp._validate import in_unit_interval, integer, non_negative, one_of, positive
-from hf_dp.accounting.composition import Composition, Epsilon, Range, compose
+from hf_dp.accounting.composition import Composition, Epsilon, Range, compose, doubt_of_delta
 from hf_dp.accounting.event import Event, as_events
 from hf_dp.accounting.events import PoissonSampledGaussian
 from hf_dp.accounting.knows import ACCOUNTANTS, BOUNDS, KINDS, KNOWS
@@ -410,3 +410,18 @@ def round_sigma_up(sigma: float) -> float:
     exact = Decimal(repr(sigma))
     unit = Decimal(1).scaleb(exact.adjusted() - SIGNIFICANT_DIGITS + 1)
     return float(exact.quantize(unit, rounding=ROUND_CEILING))
+
+
+def table(answers: Iterable[Answer], delta: float, of_plan: str = "") -> str:
+    """Return a line for each accountant under a heading, and :func:`doubt_of_delta`."""
+    lines = [f"{'accountant':<11}{'kind':<10}epsilon at delta {delta:g}"]
+    for answer in answers:
+        found = answer.epsilon
+        if found is None:
+            lines.append(f"{answer.accountant:<11}{'-':<10}not computed: {answer.note}")
+            continue
+        point = "" if found.estimate is None else f"  (point estimate {found.estimate:.3f})"
+        lines.append(f"{answer.accountant:<11}{found.kind:<10}{found.rounded_up(3):.3f}{point}")
+    if doubt := doubt_of_delta(delta, of_plan):
+        lines.append(f"Warning: {doubt}")
+    return "\n".join(lines)

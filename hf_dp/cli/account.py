@@ -6,11 +6,10 @@ import argparse
 import json
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hf_dp.accounting import ACCOUNTANTS, RELATIONS
-from hf_dp.accounting.composition import doubt_of_delta
 from hf_dp.cli.options import Parser
 from hf_dp.errors import LedgerError
 
@@ -88,6 +87,8 @@ def main(argv: Sequence[str]) -> int:
         results = [json_row(answer) for answer in answers]
         print(json.dumps({**found, "delta": delta, "results": results}, allow_nan=False))
     else:
+        from hf_dp.accounting.accountants import table
+
         print("\n".join([*lines, table(answers, delta)]))
     return 0
 
@@ -167,18 +168,3 @@ def json_row(answer: Answer) -> dict[str, str | float | None]:
     value = answer.epsilon.rounded_up(3)
     row |= {"kind": answer.epsilon.kind, "epsilon": value if math.isfinite(value) else "inf"}
     return row if answer.epsilon.estimate is None else row | {"estimate": answer.epsilon.estimate}
-
-
-def table(answers: Iterable[Answer], delta: float, of_plan: str = "") -> str:
-    """Return a line for each accountant under a heading, and :func:`doubt_of_delta`."""
-    lines = [f"{'accountant':<11}{'kind':<10}epsilon at delta {delta:g}"]
-    for answer in answers:
-        found = answer.epsilon
-        if found is None:
-            lines.append(f"{answer.accountant:<11}{'-':<10}not computed: {answer.note}")
-            continue
-        point = "" if found.estimate is None else f"  (point estimate {found.estimate:.3f})"
-        lines.append(f"{answer.accountant:<11}{found.kind:<10}{found.rounded_up(3):.3f}{point}")
-    if doubt := doubt_of_delta(delta, of_plan):
-        lines.append(f"Warning: {doubt}")
-    return "\n".join(lines)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_dp import accounting
 from hf_dp._arguments import argument, own_fields
-from hf_dp.accounting.accountants import compare
-from hf_dp.cli.account import json_row, table
+from hf_dp.cli.account import json_row
 from hf_dp.cli.config import PLANNED
 from hf_dp.cli.options import Parser, add_fields, aligned, taken
 from hf_dp.cli.recipes import (
@@ -27,7 +26,6 @@ from hf_dp.cli.recipes import (
 from hf_dp.cli.tasks import read_recipe
 from hf_dp.errors import ConfigError, HfDpError
 from hf_dp.plans.dp_fp import DP_FP
-from hf_dp.plans.draws import POISSON
 from hf_dp.plans.units import SAMPLINGS
 from hf_dp.trainer.privacy_arguments import plan_of
 from hf_dp.trainer.row_arguments import users_of
@@ -48,7 +46,6 @@ EXAMPLES = """examples (SST-2):
 """
 # One of a pair replaces the other, wherever that was said.
 _PAIRS = (("num_train_epochs", "max_steps"), ("target_epsilon", "noise_multiplier"))
-NO_GUARANTEE = "it has NO differential privacy guarantee, no epsilon is known for it"
 
 
 @dataclass
@@ -163,14 +160,9 @@ def main(argv: Sequence[str]) -> int:
             report["bands"] = [{**vars(one), "plan": one.plan.to_dict()} for one in in_bands]
         print(json.dumps(report, allow_nan=False))
         return 0
-    print(plan_text(found))
+    print(found)
     if in_bands:
         print(of_bands(in_bands, options.parameters))
-    if found.most_signal is not None and options.parameters is not None:
-        from hf_dp.planning import drowned
-
-        for doubt in drowned(plan, options.parameters):
-            print(f"\n{doubt}")
     if units is not None and plan.users is not None:
         print(of_users(units, plan, lambda changes: planned.plan(changes)[0]))
     return 0
@@ -210,75 +202,6 @@ def _json(found: Forecast) -> dict[str, object]:
 
 
 # -- to read ---
-
-
-def plan_text(found: Forecast) -> str:
-    """Return a plan to read, with the table of its accountants."""
-    plan, lines = found.plan, list(_lines(found))
-    if plan.mechanism.established:
-        return "\n".join([*lines, "", table(found.answers, plan.delta, plan.of_delta)])
-    lines.append(f"{plan.words.name}: {NO_GUARANTEE}.")
-    lines += [f"{answer.accountant}: {answer.note}" for answer in found.answers]
-    for event in plan.events():
-        if isinstance(event, accounting.PublishedForwardNoise):
-            lines += _assumed(event, plan.delta)
-    return "\n".join(lines)
-
-
-def _assumed(published: accounting.PublishedForwardNoise, delta: float) -> Iterator[str]:
-    """Yield what a bound says of the noise of DP-FP as published if its assumptions were right.
-
-    The paper's figure rests on assumptions that do not hold for what runs: everything below the
-    noise would have to be out of reach, and who took part in which step a secret. Each row takes
-    assumptions that come nearer to what runs.
-    """
-    sigma, rate = published.noise_multiplier, published.sample_rate
-    draws, steps = published.num_micro_batches, published.steps
-    trains_above = "nothing trains below the noise, and"
-    assumptions = {
-        "all of the paper's, with a bound in place of its limit theorem's estimate": (
-            accounting.PoissonSampledGaussian(sigma, rate, steps * draws)
-        ),
-        f"{trains_above} who took part in which step is visible": (
-            accounting.SampledRecordRelease(sigma, rate, steps, draws)
-        ),
-        f"{trains_above} each row is released once": accounting.RecordRelease(sigma, 1),
-    }
-    yield f"\n{'epsilon':<10}if this were so (a bound, PLD, at delta {delta:g})"
-    for words, assumed in assumptions.items():
-        (answer,) = compare(assumed, delta, ["pld"])
-        said = "-" if answer.epsilon is None else f"{answer.epsilon.rounded_up(2):.2f}"
-        yield f"{said:<10}{words}"
-    yield f"{'unknown':<10}none: what is below the noise trains"
-
-
-def _lines(found: Forecast) -> Iterator[str]:
-    plan, mechanism = found.plan, found.plan.mechanism
-    what = "examples" if mechanism.draw.group_size == 1 else "groups"
-    if plan.users is not None:
-        what = "rows" if plan.users.by_row else "users"
-    most = mechanism.draw.most(plan)
-    capped = "" if most == plan.drawn_from else f", of which at most {most} are used"
-    drawn = "" if plan.words.sampling_code == POISSON else f", {plan.words.drawn}"
-    yield (
-        f"{plan.drawn_from:,} {what}, {plan.expected_batch_size:g} expected in a step{capped}: "
-        f"sample rate {plan.sample_rate:.6g}{drawn}"
-    )
-    yield f"{plan.steps:,} steps, {found.epochs:.4g} epochs, {found.examples:,.0f} {what} in all"
-    effective = found.effective_noise_multiplier
-    ratio = "" if effective is None else f", effective {effective:.5g} (/ sample rate)"
-    yield f"noise multiplier {plan.noise_multiplier:.6g}{ratio}"
-    yield from mechanism.outline(plan)
-    if found.most_signal is not None:
-        yield f"the gradients of all steps add up to at most {found.most_signal:.3g} of their noise"
-    elif mechanism.noises_gradients_alone:
-        yield "signal to noise: not known; give --parameters, how many numbers train"
-    if plan.selection is not None:
-        yield (
-            f"before the steps, at most {plan.selection.iterations} releases to select what "
-            f"trains, sample rate {plan.selection.sample_rate:g}, noise multiplier "
-            f"{plan.selection.noise_multiplier:.6g}"
-        )
 
 
 def of_bands(in_bands: Sequence[Weighed], parameters: int | None) -> str:
@@ -344,6 +267,7 @@ def of_users(
 
 def table_of(swept: Sequence[Mapping[str, float]], rows: Sequence[Forecast]) -> str:
     """Return a line for each combination of the swept arguments."""
+    from hf_dp.planning import NO_GUARANTEE
 
     lines = []
     for values, row in zip(swept, rows, strict=True):

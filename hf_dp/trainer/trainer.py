@@ -33,6 +33,7 @@ from hf_dp.accounting import Epsilon, Ledger
 from hf_dp.batches.structure import Batch, DataSet, Example
 from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.losses import each_row_read_as_alone, per_example_loss, with_labels_read
+from hf_dp.planning import Forecast, forecast
 from hf_dp.run.gguf import dequantized
 from hf_dp.run.private_run import PrivateRun
 from hf_dp.statement.statement import PrivacyStatement
@@ -153,6 +154,14 @@ class DPTrainer(Publishing):
                 "figure of DP-FP's paper, epsilon('gdp_clt')."
             )
         return run.epsilon(accountant)
+
+    def forecast(self) -> Forecast:
+        """Return what the run will cost, before anything is spent; print it to read it.
+
+        Raises: UnsupportedArgumentError when there is no private run.
+        """
+        numbers = sum(p.numel() for p in self.run.model.parameters() if p.requires_grad)
+        return forecast(self.run.plan, parameters=numbers)
 
     def privacy_statement(self) -> PrivacyStatement:
         """Return what may be said about this run so far; the card and ``privacy.json`` say the

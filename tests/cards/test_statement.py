@@ -9,10 +9,9 @@ import pytest
 from statements import FACTS, SMALL, SST2, N, ledger_of, statement_of
 
 from hf_dp.accounting import ACCOUNTANTS, Gaussian, Ledger, PoissonSampledGaussian, accountants
-from hf_dp.accounting.accountants import ABOVE_A_BOUND, Answer, compare
+from hf_dp.accounting.accountants import ABOVE_A_BOUND, Answer, compare, table
 from hf_dp.cards.card import render_card
 from hf_dp.cards.details import CardDetails
-from hf_dp.cli.account import table
 from hf_dp.cli.main import main
 from hf_dp.errors import AccountingRangeError, InvalidArgumentError, LedgerError
 from hf_dp.plans import DpSgdPlan, PrivacyPlan

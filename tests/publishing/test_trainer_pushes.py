@@ -77,6 +77,7 @@ def test_every_save_carries_the_epsilon_spent_so_far(hub, tmp_path, warnings, ad
     given = {"peft_config": LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")}
     options = {**EVERY_SAVE, "save_total_limit": 1, "hub_token": TOKEN}
     made = tiny.trainer(tmp_path / "run", given=given if adapter else {}, **options)
+    made.describe(base_model=f"{USER}/tiny-base")
     trainer = tiny.trained(made)
     assert len(hub.pushes(NAME)) == 2 and warnings == []
     for number, steps in ((0, 2), (1, 4)):

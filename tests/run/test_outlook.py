@@ -15,10 +15,10 @@ from statements import statement_of
 from torch.utils.data import ConcatDataset, Subset
 
 from hf_dp import planning
+from hf_dp.accounting.accountants import table
 from hf_dp.accounting.composition import doubt_of_delta
 from hf_dp.cards.card import in_short
-from hf_dp.cli.account import table
-from hf_dp.cli.plan import plan_text
+from hf_dp.errors import UnsupportedArgumentError
 from hf_dp.overlap import TrainingRows
 from hf_dp.planning import LEAST_SIGNAL, doubts, forecast, most_signal, of_repeated_rows
 from hf_dp.plans.privacy import PrivacyPlan
@@ -85,7 +85,7 @@ def test_a_large_delta_has_one_threshold_and_one_advice(delta, warned):
     doubt = doubt_of_delta(made.delta, made.of_delta)
     assert ("set target_delta=1e-5" in doubt) == warned == bool(doubt)
     assert ("target_delta=1e-5" in table([], delta)) == warned
-    assert ("target_delta=1e-5" in plan_text(forecast(made))) == warned
+    assert ("target_delta=1e-5" in str(forecast(made))) == warned
     stated = dataclasses.replace(statement_of(), plan=made)
     assert ("A large delta" in "\n".join(in_short(stated))) == warned
     # Not beside the advice to leave it unset.
@@ -97,7 +97,7 @@ def test_a_large_delta_has_one_threshold_and_one_advice(delta, warned):
 def test_a_large_delta_is_named_as_the_default_or_as_chosen():
     rows = plan(num_examples=1300, expected_batch_size=40)
     assert "0.000385, by default 1/(2 x 1,300 rows)." in doubt_of_delta(rows.delta, rows.of_delta)
-    assert "by default 1/(2 x 1,300 rows)" in plan_text(forecast(rows))
+    assert "by default 1/(2 x 1,300 rows)" in str(forecast(rows))
     users = plan(
         num_examples=1300,
         expected_batch_size=40,
@@ -118,6 +118,21 @@ def test_the_trainer_says_so_of_delta_when_it_is_made(tmp_path, caplog):
         assert told.startswith("delta is 0.0125, by default 1/(2 x 40 rows). It is roughly")
         made.train()
         assert sum(each.startswith("delta is") for each in caplog.messages) == 1
+
+
+def test_a_trainers_forecast_is_that_of_its_plan_and_of_the_numbers_that_train(tmp_path):
+    made = tiny.trainer(tmp_path)
+    made.model.requires_grad_(False)
+    made.model.classifier.requires_grad_(True)
+    numbers = sum(p.numel() for p in made.model.classifier.parameters())
+    found = made.forecast()
+    assert found == forecast(made.privacy_plan, parameters=numbers)
+    assert f"{found.most_signal:.3g} of their noise" in str(found) and "drown" not in str(found)
+    more = str(forecast(made.privacy_plan, parameters=10**9))
+    assert more.endswith("or spend a larger epsilon.") and "The noise will drown" in more
+    assert len(made.ledger) == 0
+    with pytest.raises(UnsupportedArgumentError):
+        tiny.trainer(tmp_path / "other", privacy_mode="non_private").forecast()
 
 
 @pytest.mark.usefixtures("unchecked")
