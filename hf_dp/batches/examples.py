@@ -118,48 +118,52 @@ class Examples(Dataset[Example]):
         # A collator may pop columns or write into lists, which rows of the data set may share.
         return row if self._rows_are_fresh else _copied(row, self.name(index))
 
+    def _why_not_collated(self, row: Row) -> str:
+        columns = _columns(row)
+        texts = [name for name, value in columns.items() if isinstance(value, str)]
+        pictures = [name for name, value in columns.items() if is_picture(value)]
+        found = texts or self.removed
+        is_row = isinstance(row, dict) and "input_ids" not in row
+        if found and is_row and _pads_tokens(self.collator):
+            return (
+                f"The rows are not tokenized: they have text in {found}, and no `input_ids`. Use "
+                f"data.map(lambda rows: tokenizer(rows[{found[0]!r}]), batched=True)."
+            )
+        said = [
+            "The data collator is called with a list of one row, so that no row sees another; the "
+            "library pads. It must work on one."
+        ]
+        if isinstance(row, list):
+            said.append(
+                f"With rows_per_group a row is a list of {len(row)} rows, which stock collators do "
+                "not take: pass your own."
+            )
+        if pictures:
+            said.append(
+                f"It cannot take the images in {pictures}: let a transform make `pixel_values` "
+                "with the model's image processor (dataset.with_transform), and leave them out."
+            )
+        if self.removed is not None:
+            said.append(
+                "If it misses a column, set remove_unused_columns=False: otherwise only columns "
+                "that the model's forward takes are kept."
+            )
+        elif texts:
+            said.append(
+                f"If it cannot take the text in {texts}, remove it (dataset.remove_columns("
+                f"{texts})), or leave remove_unused_columns at True."
+            )
+        return " ".join(said)
+
     def _collated(self, row: Row, which: str) -> Example:
         try:
             with self.collates.fresh() as collator:
                 example = own(collator([row]))
         except Exception as problem:
             refuse_words_as_label(row, which)
-            failed = f"{which}, collated alone, failed ({type(problem).__name__}: {problem})."
-            texts = [name for name, value in _columns(row).items() if isinstance(value, str)]
-            found = texts or self.removed
-            is_row = isinstance(row, dict) and "input_ids" not in row
-            if found and is_row and _pads_tokens(self.collator):
-                raise DataError(
-                    f"{failed} The rows are not tokenized: they have text in {found}, and no "
-                    f"`input_ids`. Use data.map(lambda rows: tokenizer(rows[{found[0]!r}]), "
-                    "batched=True)."
-                ) from problem
-            pictures = [name for name, value in _columns(row).items() if is_picture(value)]
-            of_pictures = (
-                f"It cannot take the images in {pictures}: let a transform make `pixel_values` "
-                "with the model's image processor (dataset.with_transform), and leave them out. "
-            )
-            of_group = (
-                f"With rows_per_group a row is a list of {len(row)} rows, which stock collators do "
-                "not take: pass your own. "
-                if isinstance(row, list)
-                else ""
-            )
-            of_columns = (
-                "If it misses a column, set remove_unused_columns=False: otherwise only columns "
-                "that the model's forward takes are kept."
-            )
-            if self.removed is None:
-                of_columns = (
-                    f"If it cannot take the text in {texts}, remove it (dataset.remove_columns("
-                    f"{texts})), or leave remove_unused_columns at True."
-                )
-            if self.removed is None and not texts:
-                of_columns = ""
+            why = self._why_not_collated(row)
             raise DataError(
-                f"{failed} The data collator is called with a list of one row, so that no row sees "
-                f"another; the library pads. It must work on one. {of_group}"
-                f"{of_pictures if pictures else ''}{of_columns}".rstrip()
+                f"{which}, collated alone, failed ({type(problem).__name__}: {problem}). {why}"
             ) from problem
         for name, leaf in leaves(example):
             if not _is_one_example(leaf):
