@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -68,30 +68,61 @@ def refuse_coupling(model: nn.Module) -> None:
 
 
 class Buffers:
-    """The buffers of a model, which are given back the values that they have now.
+    """Gives the buffers of a model back the values that they had before a forward.
 
     The self-check refuses a forward that changes one. But a forward may do so for some examples
     alone (a maximum that is rarely exceeded), and what it stores would be saved without noise, and
     would move the gradients of later examples. A change is seen by the buffer's version, without
-    waiting for a device.
+    waiting for a device. Copies are kept from step to step, and made again only of what changed.
     """
 
-    def __init__(self, model: nn.Module):
-        self._owned = [(m._buffers, dict(m._buffers)) for m in model.modules() if m._buffers]
-        tensors = {id(b): b for _, own in self._owned for b in own.values() if b is not None}
-        self._kept = [(each, each.clone(), each._version) for each in tensors.values()]
+    _of: ClassVar[WeakKeyDictionary[nn.Module, Buffers]] = WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self._owned: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
+        self._kept: dict[int, tuple[Tensor, Tensor, int]] = {}
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Buffers:
+        """Return those of a model, as they are now."""
+        found = cls._of.setdefault(model, cls())
+        found.keep(model)
+        return found
+
+    def keep(self, model: nn.Module) -> None:
+        """Take what is there now as what is to be given back."""
+        self._owned = [(each._buffers, dict(each._buffers)) for each in model.modules()]
+        trained = {_memory(p) for p in model.parameters() if p.requires_grad}
+        before, self._kept = self._kept, {}
+        for each in (b for _, own in self._owned for b in own.values() if b is not None):
+            known = before.get(id(each))
+            if known is not None and known[0] is each and known[2] == _version(each):
+                self._kept[id(each)] = known
+            elif id(each) not in self._kept and _memory(each) not in trained:
+                self._kept[id(each)] = (each, each.detach().clone(), _version(each))
 
     def restore(self) -> None:
-        """Give back tensors and values, to be called when no graph needs what is there."""
+        """Put copies in the place of what changed since: a graph may still need what is there."""
+        changed = {
+            key: value for key, (b, value, then) in self._kept.items() if _version(b) != then
+        }
         for now, own in self._owned:
-            if now.keys() != own.keys() or any(now[name] is not own[name] for name in own):
+            given_back = {name: changed.get(id(b), b) for name, b in own.items()}
+            if now.keys() != own.keys() or any(now[name] is not given_back[name] for name in own):
                 now.clear()
-                now.update(own)
-        with torch.no_grad():
-            for place, (buffer, value, version) in enumerate(self._kept):
-                if buffer._version != version:
-                    buffer.copy_(value)
-                    self._kept[place] = (buffer, value, buffer._version)
+                now.update(given_back)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # which nothing writes to
+
+
+def _memory(tensor: Tensor) -> object:
+    """Return what tensors that share memory have in common."""
+    try:
+        return tensor.untyped_storage().data_ptr() or id(tensor)
+    except (NotImplementedError, RuntimeError):  # sparse
+        return id(tensor)
 
 
 def batch_check(module: nn.Module) -> Hook | None:
@@ -107,7 +138,8 @@ _BY_SEPARATORS = ("LongformerForQuestionAnswering", "LongformerForMultipleChoice
 
 def _refuse_lookup(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
     bound = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs)
-    if bound.arguments.get("global_attention_mask") is None:
+    given: dict[str, Any] = bound.arguments
+    if given.get("global_attention_mask") is None and given.get("input_ids") is not None:
         raise DataError(
             f"Without a column `global_attention_mask`, {type(module).__name__} looks up the "
             "separators of all rows at once, so one row can move where its neighbor's question "

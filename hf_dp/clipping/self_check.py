@@ -34,7 +34,10 @@ from hf_dp.errors import HfDpError, SelfCheckError, UnsupportedModelError
 # For 16-bit forwards, whose products have three digits.
 AUTOCAST_TOLERANCE = 5e-2
 _LOSS_TOLERANCE = 0.25  # there, of a loss in two batch shapes
-_REPEATED = 1e-6  # of a loss that is computed twice by the same operations
+# Of a loss that is computed twice by the same operations, in 32 bits and in 16.
+_REPEATED, _REPEATED_ROUNDED = 1e-6, 1e-3
+_WHOLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_ADDED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, *_WHOLE}
 _MOVE = 0.01  # about as much as an initial weight
 _IGNORED = -100  # the label of a position that is not predicted
 
@@ -371,13 +374,14 @@ def _compare_losses(losses: Tensor, losses_alone: Sequence[float], rtol: float) 
 def _refuse_memory(first: float, again: float, rtol: float) -> None:
     """Raise SelfCheckError where the loss of one example changed after those of others: a slow mean
     hardly moves in this check, and by any amount for a row that is far from all others."""
-    rtol = rtol if rtol >= AUTOCAST_TOLERANCE else min(rtol, _REPEATED)
+    rtol = _REPEATED_ROUNDED if rtol >= AUTOCAST_TOLERANCE else min(rtol, _REPEATED)
     if not abs(again - first) <= rtol * max(abs(first), 1.0):
         raise SelfCheckError(
             f"The loss of a synthetic example is {first:.9g} at first but {again:.9g} after those "
-            "of others: model or loss keep something of earlier examples, a running mean perhaps, "
-            "so a row would move the gradients of later ones. Compute the loss from its own "
-            "example and the weights alone."
+            "of others: model or loss keep something from call to call. If that is of earlier "
+            "examples, a running mean perhaps, a row would move the gradients of later ones. "
+            "Compute the loss from its own example, the weights and the step "
+            "(trainer.state.global_step) alone."
         )
 
 
@@ -437,8 +441,8 @@ def _refuse_fixed_draws(
         )
 
 
-def _values(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return two numbers for each parameter: a change of its values changes one of them, also by
+def _values(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return numbers for each parameter, of which a change of its values changes one, also by
     ``.data``, which leaves the version, or by another parameter in its place. (PEFT's LoRA of a
     parameter registers it again in each forward, which counts as a change of version.)"""
     again = {
@@ -448,12 +452,18 @@ def _values(model: nn.Module) -> dict[str, tuple[int, int]]:
         for parameter in module.get_base_layer().parameters()
     }
     return {
-        name: (
-            0 if p in again else p._version,
-            int(torch.hash_tensor(held(p.detach())).item()) if held(p).numel() else 0,
-        )
-        for name, p in model.named_parameters()
+        name: (0 if p in again else p._version, *_digest(held(p.detach())))
+        for name, p in model.named_parameters(remove_duplicate=False)
     }
+
+
+def _digest(values: Tensor) -> tuple[int, ...]:
+    """Return two numbers: bits by exclusive or, to which equal values in pairs are nothing, and the
+    bits of the sum. None for kinds of numbers that torch does not add up (8 bits, complex)."""
+    if not values.numel() or values.dtype not in _ADDED:
+        return ()
+    total = values.sum(dtype=torch.float64).view(torch.int64)
+    return int(torch.hash_tensor(values).item()), int(total.item())
 
 
 class _State:
@@ -461,12 +471,15 @@ class _State:
 
     def __init__(self, model: nn.Module):
         self._model, self._values = model, _values(model)
-        self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        self._buffers = {name: buffer.clone() for name, buffer in self._named()}
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        return self._model.named_buffers(remove_duplicate=False)
 
     def refuse_changes(self) -> None:
         """Raise SelfCheckError where a forward has changed one, made one or removed one."""
-        buffers, values = dict(self._model.named_buffers()), _values(self._model)
-        changed = [*(buffers.keys() ^ self._buffers.keys())]
+        buffers, values = dict(self._named()), _values(self._model)
+        changed = [*(buffers.keys() ^ self._buffers.keys()), *(values.keys() ^ self._values.keys())]
         kept = buffers.keys() & self._buffers.keys()
         changed += [each for each in kept if not torch.equal(buffers[each], self._buffers[each])]
         changed += [name for name, each in self._values.items() if values.get(name) != each]

@@ -167,11 +167,17 @@ def _write_data(module, mean):
 
 
 def _put_another(module, mean):
-    module.mean = nn.Parameter(0.9 * module.mean.detach() + 0.1 * mean, requires_grad=False)
+    module.mean = frozen(0.9 * module.mean.detach() + 0.1 * mean)
 
 
-def frozen():
-    return nn.Parameter(torch.zeros(()), requires_grad=False)
+def _put_late(module, mean):
+    if not hasattr(module, "mean"):
+        module.register_parameter("mean", frozen(torch.zeros(2)))
+    _write_data(module, mean)
+
+
+def frozen(values):
+    return nn.Parameter(values, requires_grad=False)
 
 
 @pytest.mark.parametrize(
@@ -180,10 +186,12 @@ def frozen():
         (lambda model: model.register_buffer("mean", None), _write_none),
         (lambda model: None, _register_late),
         (lambda model: model.register_buffer("mean", torch.zeros(())), _write_data),
-        (lambda model: model.register_parameter("mean", frozen()), _write_data),
-        (lambda model: model.register_parameter("mean", frozen()), _put_another),
+        (lambda model: model.register_parameter("mean", frozen(torch.zeros(()))), _write_data),
+        (lambda model: model.register_parameter("mean", frozen(torch.zeros(4))), _write_data),
+        (lambda model: model.register_parameter("mean", frozen(torch.ones(4, 2))), _put_another),
+        (lambda model: None, _put_late),
     ],
-    ids=["empty buffer", "late buffer", "data of buffer", "data of frozen", "another frozen"],
+    ids=["empty buffer", "late buffer", "buffer", "one frozen", "frozen", "another", "late"],
 )
 def test_a_running_mean_is_refused_however_it_is_kept(before, write):
     """Each would be saved without noise. Neither a name that was there nor a version shows it."""
@@ -209,8 +217,28 @@ def test_a_loss_that_slowly_follows_earlier_examples_is_refused(decay):
         scale = decay * scale + (1 - decay) * float(own.detach().mean())
         return own / scale
 
-    with pytest.raises(SelfCheckError, match="at first but .* keep something of earlier examples"):
+    with pytest.raises(SelfCheckError, match="at first but .* keep something from call to call"):
         check(bert(dtype=torch.float32), scaled)
+
+
+def test_in_16_bits_too():
+    scale = 1.0
+
+    def scaled(model, inputs):
+        nonlocal scale
+        scale *= 0.999
+        return per_example_loss(model, inputs) * scale
+
+    said = pytest.raises(SelfCheckError, match="keep something from call to call")
+    with torch.autocast("cpu", dtype=torch.bfloat16), said:
+        check(bert(dtype=torch.float32), scaled)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.uint16])
+def test_frozen_parameters_of_rare_kinds_pass(dtype):
+    model = bert()
+    model.register_parameter("rare", frozen(torch.zeros(4).to(dtype)))
+    check(model)
 
 
 def test_lora_of_experts_passes_and_weights_written_in_a_forward_are_refused():

@@ -134,7 +134,7 @@ def test_what_a_rare_row_leaves_in_a_buffer_ends_with_its_batch(in_place, strate
     """It would be saved as it is, and would move the gradients of all later examples."""
     torch.manual_seed(0)
     model, rare, later = Observes(in_place), torch.full((1, 4), 1e4), torch.randn(3, 4)
-    buffer, before = model.largest, dict(model.state_dict())
+    before = dict(model.state_dict())
     sums = []
     for batches in ([later], [rare, later]):
         with ClippingEngine(model, C, strategy=strategy) as engine:
@@ -147,8 +147,41 @@ def test_what_a_rare_row_leaves_in_a_buffer_ends_with_its_batch(in_place, strate
     assert all(torch.equal(sums[0][name], sums[1][name]) for name in sums[0])
     with ClippingEngine(model, C, strategy=strategy):
         model(rare)  # and nothing follows
-    assert model.largest is buffer and model.state_dict().keys() == before.keys()
+    assert model.state_dict().keys() == before.keys()
     assert torch.equal(model.largest, torch.full((4,), 6.0))
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_second_forward_does_not_see_what_the_first_left(in_place):
+    """As those of a pair, whose losses are back-propagated together."""
+    torch.manual_seed(0)
+    model, later = Observes(in_place), torch.randn(3, 4)
+    norms = []
+    for first in (torch.randn(3, 4), torch.full((3, 4), 1e4)):
+        with ClippingEngine(model, C) as engine:
+            norms.append(engine.backward(0 * model(first) + model(later)))
+    assert torch.equal(*norms)
+
+
+def test_what_the_caller_changes_between_steps_stays():
+    """Also a buffer that shares the memory of a weight, which the optimizer changes."""
+    model = nn.Linear(4, 1)
+    model.register_buffer("steps", torch.zeros(()))
+    model.register_buffer("same", model.weight.detach())
+    model.register_buffer("wide", torch.zeros(1).expand(3))
+    with torch.inference_mode():
+        model.register_buffer("inferred", torch.zeros(2))
+    first, optimizer = model.weight.detach().clone(), torch.optim.SGD(model.parameters(), lr=1.0)
+    with ClippingEngine(model, 1.0) as engine:
+        for _ in range(3):
+            engine.backward(model(torch.ones(2, 4))[:, 0])
+            for name, total in engine.collect().items():
+                model.get_parameter(name).grad = total.to(torch.float32)
+            optimizer.step()
+            optimizer.zero_grad()
+            model.steps += 1
+    assert float(model.steps) == 3 and torch.equal(model.same, model.weight)
+    assert (model.weight - first).norm() > 1 and model.same.data_ptr() == model.weight.data_ptr()
 
 
 def test_modules_that_save_a_state_of_their_own_are_refused():
