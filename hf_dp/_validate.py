@@ -82,25 +82,26 @@ def one_of(name: str, value: object, choices: Iterable[str], next_move: str = ""
     return value
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str], alike: float = 0.6) -> str:
     """Return a question about the nearest of the known words; empty where none is near."""
-    close = difflib.get_close_matches(word, known, n=1)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=alike)
     return f"Did you mean {close[0]!r}?" if close else ""
 
 
 _WRITTEN_FOR = {
     "delta": "target_delta",
     "epsilon": "target_epsilon",
-    "group_by_length": "train_sampling_strategy",  # its name before transformers 5
+    "noise": "noise_multiplier",
+    "sigma": "noise_multiplier",
 }
 
 
 def refuse_unknown(init: Callable[..., None], given: Iterable[str]) -> None:
     """Raise UnknownArgumentError for the first name that an ``__init__`` does not take."""
     takes = inspect.getfullargspec(init)
-    known = [*takes.args, *takes.kwonlyargs]
+    known = [*takes.args[1:], *takes.kwonlyargs]
     for name in given:
         if takes.varkw is None and name not in known:
             owner = init.__qualname__.removesuffix(".__init__")
-            hint = did_you_mean(_WRITTEN_FOR.get(name, name), known) or "Remove it."
+            hint = did_you_mean(_WRITTEN_FOR.get(name, name), known, 0.75) or "Remove it."
             raise UnknownArgumentError(f"Expected an argument of {owner}, got `{name}`. {hint}")

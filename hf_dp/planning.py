@@ -134,7 +134,7 @@ def _lines(found: Forecast) -> Iterator[str]:
     if found.most_signal is not None:
         yield f"the gradients of all steps add up to at most {found.most_signal:.3g} of their noise"
     elif mechanism.noises_gradients_alone:
-        yield "signal to noise: not known; give --parameters, how many numbers train"
+        yield "signal to noise: not known without --parameters, how many numbers train"
     if plan.selection is not None:
         yield (
             f"before the steps, at most {plan.selection.iterations} releases to select what "

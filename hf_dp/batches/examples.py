@@ -125,9 +125,11 @@ class Examples(Dataset[Example]):
         found = texts or self.removed
         is_row = isinstance(row, dict) and "input_ids" not in row
         if found and is_row and _pads_tokens(self.collator):
+            name = repr(found[0]) if len(found) == 1 else "NAME"
             return (
                 f"The rows are not tokenized: they have text in {found}, and no `input_ids`. Use "
-                f"data.map(lambda rows: tokenizer(rows[{found[0]!r}]), batched=True)."
+                f"data.map(lambda rows: tokenizer(rows[{name}]), batched=True)"
+                f"{'.' if len(found) == 1 else ', where NAME is the text to read.'}"
             )
         said = [
             "The data collator is called with a list of one row, so that no row sees another; the "

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from hf_dp.cli.options import Parser
@@ -61,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     from hf_dp.publishing.hub import publish
 
     done = publish(**vars(args))
-    print(f"hf-dp verify {done}" if isinstance(done, Path) else done.commit_url)
+    print(f"hf-dp verify {quote(str(done))}" if isinstance(done, Path) else done.commit_url)
     return 0
 
 

@@ -37,7 +37,7 @@ class TrainingStopped(SystemExit):
 class Signals(Feature):
     """Ends all processes of a run after the step in which a signal reaches one, with a checkpoint.
     Before the first step a signal does what it always does: there is nothing to save. A stop by a
-    callback is saved, too, unless save_strategy is "no"."""
+    callback after a step is saved, too, unless save_strategy is "no"."""
 
     _signum: int | None = None  # the first signal that arrived in this process
     _stopping = False

@@ -19,6 +19,7 @@ from hf_dp.publishing.allowed import refuse_others, sort_files, why_goes
 from hf_dp.publishing.scan import Scan
 from hf_dp.run.ledger_file import LEDGER
 from hf_dp.run.witnesses import head_in, last_with_weights, weights_files
+from hf_dp.statement.durable import digest_of_file
 from hf_dp.statement.evidence import FILE_NAME, Evidence, read
 from hf_dp.statement.wording import NOT_PRIVATE, STATUSES, delta_text
 
@@ -153,34 +154,49 @@ class Publication:
         for each in operations:
             name, found = each.path_in_repo, each.upload_info.sha256.hex()
             if isinstance(self.files[name], Path) and saved.get(name, found) != found:
-                raise PublishError(
-                    f"{name} changed while it was published, and nothing was sent. Publish again "
-                    "when nothing writes into the folder."
-                )
+                raise _changed(name)
         return operations
 
     def write(self, folder: Path) -> Path:
         """Fill a new or empty folder with the files of a commit, and return it.
 
-        Raises: PublishError as :meth:`additions`, and for a folder that holds anything, lies in
-            that of the run, or cannot be written."""
+        Raises: PublishError as :meth:`additions`, for a folder that holds anything, lies in that of
+            the run, or cannot be written, and for a file that changes. Then nothing is left."""
+        run = self.folder.resolve()
+        run = run.parent if (run.parent / LEDGER).exists() else run  # of a checkpoint
+        written: list[Path] = []
         try:
-            inside = self.folder.resolve() in folder.resolve().parents
+            inside = run in folder.resolve().parents
             if inside or (folder.exists() and any(folder.iterdir())):
                 raise PublishError(
-                    f"Expected `to_folder` to be a new or empty folder outside of {self.folder}, "
+                    f"Expected `to_folder` to be a new or empty folder outside of {str(run)!r}, "
                     f"got {str(folder)!r}. Name another one."
                 )
             for each in self.additions():
                 path = folder / each.path_in_repo
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with each.as_file() as content, path.open("xb") as file:
+                    written.append(path)
                     shutil.copyfileobj(content, file)
-        except OSError as error:
-            raise PublishError(
-                f"Writing into {str(folder)!r} failed ({error}). Publish into another folder."
-            ) from error
+                if digest_of_file(path) != each.upload_info.sha256.hex():
+                    raise _changed(each.path_in_repo)
+        except BaseException as error:
+            for path in written:
+                path.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise PublishError(
+                    f"Copying from {self.folder} into {str(folder)!r} failed ({error}). Nothing "
+                    "was published. Publish again when both can be used."
+                ) from error
+            raise
         return folder
+
+
+def _changed(name: str) -> PublishError:
+    return PublishError(
+        f"{name} changed while it was published, and nothing was sent. Publish again when nothing "
+        "writes into the folder."
+    )
 
 
 def _contents(folder: Path, names: Iterable[str]) -> dict[str, bytes | Path]:

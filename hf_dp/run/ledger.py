@@ -358,8 +358,8 @@ def _refuse_another_plan(then: PrivacyPlan, now: PrivacyPlan) -> None:
                 name, argument = "steps", "`max_steps`, `num_train_epochs`"
                 why = (
                     f" The noise was chosen for {then.steps} steps, so the whole target_epsilon "
-                    "belongs to them. To stop earlier, keep the number of steps, and stop by a "
-                    "callback or Ctrl-C. You can resume then."
+                    "belongs to them. To stop a run earlier and resume it, keep the number of "
+                    "steps, and stop by a callback or Ctrl-C."
                 )
             raise LedgerError(
                 f"Cannot resume: `{name}`{argument and f' ({argument})'} is {new.get(name)!r} but "

@@ -158,10 +158,14 @@ class DPTrainer(Publishing):
     def forecast(self) -> Forecast:
         """Return what the run will cost, before anything is spent; print it to read it.
 
+        It is the cost of this run alone, without ``earlier_runs``. Where a private selection
+        decides what trains, the signal is not known before.
+
         Raises: UnsupportedArgumentError when there is no private run.
         """
         numbers = sum(p.numel() for p in self.run.model.parameters() if p.requires_grad)
-        return forecast(self.run.plan, parameters=numbers)
+        plan = self.run.plan
+        return forecast(plan, parameters=numbers if plan.selection is None else None)
 
     def privacy_statement(self) -> PrivacyStatement:
         """Return what may be said about this run so far; the card and ``privacy.json`` say the

@@ -37,7 +37,7 @@ def test_noise_that_drowns_is_said(printed):
     out = printed(*words, "--parameters", "22700000")
     assert "The noise will drown the gradients" in out
     assert "drown" not in printed(*words, "--parameters", "400")
-    assert "not known; give --parameters" in printed(*words)
+    assert "not known without --parameters" in printed(*words)
 
 
 def test_text(printed):

@@ -15,6 +15,7 @@ from hf_dp.accounting import LedgerEntry
 from hf_dp.cards.verify import verify
 from hf_dp.cli.main import main
 from hf_dp.errors import PublishError, UnsupportedModelError
+from hf_dp.publishing import publication
 from hf_dp.publishing.hub import publish
 from hf_dp.publishing.publication import Publication
 from hf_dp.run.ledger_file import read_own, write_line
@@ -166,9 +167,10 @@ def test_a_folder_that_is_not_new_is_refused(full, tmp_path, where):
     (tmp_path / "not empty" / "notes.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    why = "Writing into" if where == "file" else "`to_folder` to be a new or empty folder outside"
-    with pytest.raises(PublishError, match=f"{why}.*/{where}'.*another"):
-        publish(full, to_folder=tmp_path / where)
+    why = "Copying" if where == "file" else "`to_folder` to be a new or empty folder outside"
+    for folder in (full, full / "checkpoint-2"):
+        with pytest.raises(PublishError, match=f"{why}.*/{where}'"):
+            publish(folder, to_folder=tmp_path / where)
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
 
 
@@ -182,6 +184,22 @@ def test_an_empty_folder_is_filled_by_the_list_of_a_commit(full, tmp_path):
     assert not any(there.iterdir())
     assert publish(full, to_folder=str(there)) == there
     assert {path.name for path in there.iterdir()} == set(Publication.of(full).files)
+
+
+@pytest.mark.parametrize("error", [OSError("No space left"), None])
+def test_what_changes_or_fails_while_it_is_copied_leaves_nothing(
+    full, tmp_path, monkeypatch, error
+):
+    def copied(content, file):
+        file.write(content.read() + b" ")
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(publication.shutil, "copyfileobj", copied)
+    said = "changed while it was published" if error is None else "No space left.*Publish again"
+    with pytest.raises(PublishError, match=said):
+        publish(full, to_folder=tmp_path / "there")
+    assert not any((tmp_path / "there").iterdir())
 
 
 def test_all_refusals_are_said_at_once(lora):

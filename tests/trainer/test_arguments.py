@@ -245,7 +245,8 @@ def test_refused(name, value, message, beside, output_dir, monkeypatch):
     [
         ("target_epsilom", "Did you mean 'target_epsilon'?"), ("epsilon", "Did you mean 'target_epsilon'?"),
         ("expected_batchsize", "Did you mean 'expected_batch_size'?"), ("delta", "Did you mean 'target_delta'?"),
-        ("group_by_length", "Did you mean 'train_sampling_strategy'?"), ("zzz", "Remove it."),
+        ("group_by_length", "Remove it."), ("zzz", "Remove it."), ("sel", "Remove it."),
+        ("sigma", "Did you mean 'noise_multiplier'?"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", [DPTrainingArguments, DPSeq2SeqTrainingArguments, DPSFTConfig])
