@@ -193,7 +193,6 @@ def refuse_state_of_length(
         state = _State(model)
         loss(model, longest)
         state.refuse_changes()
-    sharding.reshard(model)
 
 
 @contextmanager
@@ -445,6 +444,7 @@ def _values(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return numbers for each parameter, of which a change of its values changes one, also by
     ``.data``, which leaves the version, or by another parameter in its place. (PEFT's LoRA of a
     parameter registers it again in each forward, which counts as a change of version.)"""
+    sharding.reshard(model)  # a forward alone leaves whole parameters in the place of shards
     again = {
         parameter
         for module in model.modules()

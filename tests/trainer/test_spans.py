@@ -103,6 +103,7 @@ def test_it_trains_and_the_card_says_the_task(tmp_path):
     assert made.model.peft_config["default"].task_type == "QUESTION_ANS"
     made.train()
     assert made.evaluate()["eval_loss"] > 0
+    made.describe(base_model="you/base")
     made.save_model()
     card = (tmp_path / "README.md").read_text()
     assert "pipeline_tag: question-answering" in card
