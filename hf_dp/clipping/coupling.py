@@ -103,8 +103,10 @@ class Buffers:
 
     def restore(self) -> None:
         """Put copies in the place of what changed since: a graph may still need what is there."""
-        changed = {
-            key: value for key, (b, value, then) in self._kept.items() if _version(b) != then
+        changed = {  # copies of the copies: the next forward may write into them
+            key: value.clone()
+            for key, (b, value, then) in self._kept.items()
+            if _version(b) != then
         }
         for now, own in self._owned:
             given_back = {name: changed.get(id(b), b) for name, b in own.items()}

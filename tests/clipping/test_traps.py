@@ -151,16 +151,20 @@ def test_what_a_rare_row_leaves_in_a_buffer_ends_with_its_batch(in_place, strate
     assert torch.equal(model.largest, torch.full((4,), 6.0))
 
 
+@pytest.mark.parametrize("before", [1, 2, 3])
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_second_forward_does_not_see_what_the_first_left(in_place):
+def test_a_forward_does_not_see_what_those_before_it_left(in_place, before):
     """As those of a pair, whose losses are back-propagated together."""
     torch.manual_seed(0)
     model, later = Observes(in_place), torch.randn(3, 4)
     norms = []
     for first in (torch.randn(3, 4), torch.full((3, 4), 1e4)):
         with ClippingEngine(model, C) as engine:
-            norms.append(engine.backward(0 * model(first) + model(later)))
-    assert torch.equal(*norms)
+            unused = sum(model(first) for _ in range(before))
+            norms.append(engine.backward(0 * unused + model(later)))
+            assert torch.equal(model.largest, torch.full((4,), 6.0))
+            norms.append(engine.backward(model(later)))
+    assert all(torch.equal(norms[0], each) for each in norms)
 
 
 def test_what_the_caller_changes_between_steps_stays():
