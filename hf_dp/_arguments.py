@@ -124,7 +124,7 @@ class ArgumentGroup:
 
     NEEDS: ClassVar[tuple[Need, ...]] = ()
 
-    def __new__(cls, *args: object, **given: object) -> Self:
+    def __new__(cls, /, *args: object, **given: object) -> Self:
         """Raise UnknownArgumentError for a name that the subclass does not take."""
         refuse_unknown(cls.__init__, given)
         return super().__new__(cls)

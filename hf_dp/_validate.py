@@ -93,6 +93,9 @@ _WRITTEN_FOR = {
     "epsilon": "target_epsilon",
     "noise": "noise_multiplier",
     "sigma": "noise_multiplier",
+    "lr": "learning_rate",
+    "epochs": "num_train_epochs",
+    "batch_size": "expected_batch_size",
 }
 
 

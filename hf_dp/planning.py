@@ -133,6 +133,8 @@ def _lines(found: Forecast) -> Iterator[str]:
     yield from mechanism.outline(plan)
     if found.most_signal is not None:
         yield f"the gradients of all steps add up to at most {found.most_signal:.3g} of their noise"
+    elif plan.selection is not None:
+        yield "signal to noise: not known before the selection decides what trains"
     elif mechanism.noises_gradients_alone:
         yield "signal to noise: not known without --parameters, how many numbers train"
     if plan.selection is not None:

@@ -23,7 +23,7 @@ from hf_dp.errors import AccountingRangeError, InvalidArgumentError, Unsupported
 _E = TypeVar("_E", bound=Event)
 
 Kind = Literal["bound", "estimate", "not established"]
-# A delta from which warnings and cards say something of it: 1 in 10,000.
+# From this delta on, warnings and cards mention it: 1 in 10,000.
 LARGE_DELTA = 1e-4
 KINDS: tuple[Kind, ...] = get_args(Kind)
 

@@ -29,6 +29,7 @@ T = TypeVar("T")
 # Rows fetched at once: switching the generators to the private streams and back takes longer than
 # collating a row.
 _CHUNK = 256
+_TEXT = ("string", "large_string")
 
 
 class Examples(Dataset[Example]):
@@ -189,7 +190,7 @@ def _pads_tokens(collator: object) -> bool:
 def texts_in(dataset: Rows) -> list[str]:
     """Return the columns of text of a table."""
     known = dataset.features if isinstance(dataset, datasets.Dataset) else {}
-    return [name for name, kind in known.items() if getattr(kind, "dtype", None) == "string"]
+    return [name for name, kind in known.items() if getattr(kind, "dtype", "") in _TEXT]
 
 
 def refuse_words_as_label(row: Row, which: str) -> None:

@@ -34,7 +34,7 @@ from hf_dp.statement.facts import EVALUATION_ON_TRAINING_ROWS, UNNOISED, seen_in
 from hf_dp.statement.statement import PrivacyStatement, observed
 
 _PARTS = {SUM: "sums of gradients", VECTORS: "released vectors", LOSS: "sums of losses"}
-_UNNAMED = "not named, so nobody can load the adapter"
+_UNNAMED = "it has no name, so nobody can load the adapter"
 _KINDS = {"bound": "upper bound", "estimate": "estimate, not a guarantee"}
 
 
@@ -130,7 +130,7 @@ def _usage(details: CardDetails) -> str | None:
     if details.usage is None or "```" in details.usage:
         return None
     if details.library_name == "peft" and not details.base_model:
-        return f"# The base of this adapter is {_UNNAMED}."
+        return f"# The base: {_UNNAMED}."
     text = details.usage.replace(REPOSITORY, details.repository or "path/to/this/folder")
     return text.replace(BASE_MODEL, details.hub_base or "BASE_MODEL")
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
@@ -73,7 +74,9 @@ class Buffers:
     The self-check refuses a forward that changes one. But a forward may do so for some examples
     alone (a maximum that is rarely exceeded), and what it stores would be saved without noise, and
     would move the gradients of later examples. A change is seen by the buffer's version, without
-    waiting for a device. Copies are kept from step to step, and made again only of what changed.
+    waiting for a device; writes by ``.data`` are not seen. What a caller changes between a backward
+    and the next forward of the whole model stays. Copies are kept from step to step, and made again
+    only of what changed.
     """
 
     _of: ClassVar[WeakKeyDictionary[nn.Module, Buffers]] = WeakKeyDictionary()
@@ -101,22 +104,35 @@ class Buffers:
             elif id(each) not in self._kept and _memory(each) not in trained:
                 self._kept[id(each)] = (each, each.detach().clone(), _version(each))
 
-    def restore(self) -> None:
-        """Put copies in the place of what changed since: a graph may still need what is there."""
-        changed = {  # copies of the copies: the next forward may write into them
-            key: value.clone()
-            for key, (b, value, then) in self._kept.items()
-            if _version(b) != then
-        }
+    def restore(self, graph: bool = False) -> None:
+        """Undo what changed since. Args: graph: whether a graph may still need what is there, so
+        that copies are put in its place."""
+        changed = [key for key, (b, _, then) in self._kept.items() if _version(b) != then]
+        copies: dict[int, Tensor] = {}
+        for key in changed:
+            buffer, value, _ = self._kept[key]
+            if graph or not _can_be_written(buffer):
+                copies[key] = value.clone()  # the next forward may write into it
+            else:
+                with torch.no_grad():
+                    buffer.copy_(value)
+                self._kept[key] = (buffer, value, _version(buffer))
         for now, own in self._owned:
-            given_back = {name: changed.get(id(b), b) for name, b in own.items()}
+            given_back = {name: copies.get(id(b), b) for name, b in own.items()}
             if now.keys() != own.keys() or any(now[name] is not given_back[name] for name in own):
                 now.clear()
                 now.update(given_back)
 
 
+def _can_be_written(buffer: Tensor) -> bool:
+    """Return whether each number of a tensor has a place of its own."""
+    dense = buffer.layout is torch.strided and not buffer.is_inference()
+    return dense and 0 not in buffer.stride()
+
+
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # which nothing writes to
+    # (An inference tensor cannot be written to outside of inference mode.)
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _memory(tensor: Tensor) -> object:

@@ -105,7 +105,7 @@ class ClippingEngine:
         self._sums = RunningSums()
         self._model_bytes = 0  # of weights and gradients
         self._sharded = self._folds = False
-        self._buffers, self._kept = Buffers(), True
+        self._buffers = Buffers()
         self._shards = sharding.ShardedSums(())
         self._spoiled = False
         self._large: LargeUnit | None = None
@@ -143,7 +143,7 @@ class ClippingEngine:
         try:
             handle = self.model.register_forward_pre_hook(self._note_inputs, with_kwargs=True)
             self._restore.append(handle.remove)
-            self._buffers, self._kept = Buffers.of(self.model), True
+            self._buffers = Buffers.of(self.model)
             for module in modules.values():
                 if (check := batch_check(module)) is not None:
                     hook = module.register_forward_pre_hook(check, with_kwargs=True)
@@ -185,10 +185,12 @@ class ClippingEngine:
         """Prepare what a subclass needs, or raise for a model that it cannot serve."""
 
     def __exit__(self, *exception: object) -> None:
-        if not self._kept:
-            self._buffers.restore()
-        while self._restore:
-            self._restore.pop()()
+        try:
+            if self._tape.began:
+                self._buffers.restore()
+        finally:
+            while self._restore:
+                self._restore.pop()()
         if self._sharded and any(exception) and self._tape.examples is not None:
             sharding.reset_shards(self.model)  # a forward began that may not have ended
         elif self._sharded:
@@ -310,7 +312,6 @@ class ClippingEngine:
     def _forget_forward(self) -> None:
         self._tape.forget_forward()
         self._buffers.restore()
-        self._kept = True
 
     def _clipped_sum(self, counted: bool | Tensor, rows_per_unit: int) -> ClippedSum:
         """Return what one physical batch adds to the running sums."""
@@ -464,11 +465,10 @@ class ClippingEngine:
     def _note_inputs(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
-        if self._kept:  # what the caller changed since is the caller's
+        if self._tape.began:  # a second forward, which must not see what the first one left
+            self._buffers.restore(graph=True)
+        else:  # what the caller changed since is the caller's
             self._buffers.keep(self.model)
-        else:  # a second forward, which must not see what the first one left
-            self._buffers.restore()
-        self._kept = False
         for features in args:  # as sentence-transformers has them
             kwargs = {**kwargs, **features} if isinstance(features, Mapping) else kwargs
         self._tape.note_positions((*args, *kwargs.values()))

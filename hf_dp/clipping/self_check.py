@@ -458,8 +458,8 @@ def _values(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _digest(values: Tensor) -> tuple[int, ...]:
-    """Return two numbers: bits by exclusive or, to which equal values in pairs are nothing, and the
-    bits of the sum. None for kinds of numbers that torch does not add up (8 bits, complex)."""
+    """Return two numbers: bits by exclusive or, in which equal values cancel in pairs, and the bits
+    of the sum; nothing for kinds of numbers that torch does not add up (8 bits, complex)."""
     if not values.numel() or values.dtype not in _ADDED:
         return ()
     total = values.sum(dtype=torch.float64).view(torch.int64)

@@ -54,6 +54,7 @@ class Tape:
     def __init__(self, names: Mapping[nn.Module, str] | None = None, sharded: bool = False) -> None:
         self.examples: int | None = None  # the batch size that the model's own forward saw
         self.bypassed = False  # while modules run their own forwards
+        self.began = False  # a forward, which no backward has ended
         # What runs after a backward pass, for each module without a rule that it reached.
         self.after: dict[object, Callable[[], None]] = {}
         self._forwards: list[nn.Parameter | None] = []  # what the forward used, once for each use
@@ -123,6 +124,7 @@ class Tape:
 
     def note_positions(self, tensors: Iterable[object]) -> None:
         """Note how many positions tokens (b, T) and tensors (b, ..., d) among these have."""
+        self.began = True
         for tensor in tensors if torch.is_grad_enabled() else ():
             if isinstance(tensor, Tensor):
                 shape = tensor.shape
@@ -154,7 +156,7 @@ class Tape:
 
     def forget_forward(self) -> None:
         """Start counting again."""
-        self.compiled_forwards = 0
+        self.compiled_forwards, self.began = 0, False
         self._forwards.clear()
         self._batches.clear()
 

@@ -249,7 +249,10 @@ def publish(
     if to_folder is not None:
         for_hub = {"repository": repository, "private": private, "revision": revision}
         if given := {name: value for name, value in for_hub.items() if value is not None}:
-            raise PublishError(f"Expected `to_folder` without these, got {given}. Leave them out.")
+            raise PublishError(
+                f"`to_folder` fills a folder without the Hub, so these have no effect: {given}. "
+                "Leave them out."
+            )
         return look_through().write(Path(to_folder))
     if repository is None:
         raise PublishError("Expected `repository` ('you/model') or `to_folder`, got neither.")

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -137,7 +138,7 @@ class Publication:
         """Raise PublishError when anything keeps the folder from being published."""
         if self.refusals:
             more = "".join(f"\n- {reason}" for reason in self.refusals)
-            raise PublishError(f"{self.folder} cannot be published, and nothing was sent:{more}")
+            raise PublishError(f"{self.folder} cannot be published, and nothing was:{more}")
 
     def additions(self) -> list[CommitOperationAdd]:
         """Return the operations of a commit, after a last look at their names.
@@ -182,8 +183,11 @@ class Publication:
                     raise _changed(each.path_in_repo)
         except BaseException as error:
             for path in written:
-                path.unlink(missing_ok=True)
-            if isinstance(error, OSError):
+                with suppress(OSError):
+                    path.unlink()
+                    while (path := path.parent) != folder:
+                        path.rmdir()  # if it is empty now
+            if isinstance(error, (OSError, ValueError)):  # or a file that is gone
                 raise PublishError(
                     f"Copying from {self.folder} into {str(folder)!r} failed ({error}). Nothing "
                     "was published. Publish again when both can be used."
@@ -194,7 +198,7 @@ class Publication:
 
 def _changed(name: str) -> PublishError:
     return PublishError(
-        f"{name} changed while it was published, and nothing was sent. Publish again when nothing "
+        f"{name} changed while it was published, and nothing is. Publish again when nothing "
         "writes into the folder."
     )
 

@@ -39,8 +39,9 @@ _ORIGIN = frozenset(
 _VOCABULARY = "tokenizer.json vocab.json added_tokens.json entity_vocab.json emoji.json".split()
 _NAME_IT = "Name the base on the Hub: --base-model ID, or trainer.describe(base_model=ID)."
 _SAVE_IT = (
-    f"{_NAME_IT} If nobody saved it: before training, save it by save_pretrained and load it from "
-    "there. Or, after training, save trainer.model.merge_and_unload() into another folder."
+    f"{_NAME_IT} If the base was never saved: before training, save it with save_pretrained and "
+    "load it from there; or, after training, set trainer.model = trainer.model.merge_and_unload(), "
+    "and call trainer.save_model(ANOTHER_FOLDER)."
 )
 # What the metadata of weights may hold beside the head. Other entries are refused: the digest of a
 # file covers them, so they cannot be taken out here.

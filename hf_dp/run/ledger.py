@@ -43,7 +43,6 @@ _ARGUMENTS = {
     "router_balance": "",
     "delta": "`target_delta`",
     "draw": "`sampling`, `max_logical_batch_size`, `unit_sampling`",
-    "noise_multiplier": "",  # with a target it is derived from all others, and from the steps
 }
 
 
@@ -350,16 +349,18 @@ def _not_opened() -> LedgerError:
 def _refuse_another_plan(then: PrivacyPlan, now: PrivacyPlan) -> None:
     old, new = ({**plan.to_dict(), **plain(plan.mechanism)} for plan in (then, now))
     # What the user sets comes before what is derived from it.
-    for name in [*_ARGUMENTS, *sorted((old | new).keys() - {*_ARGUMENTS, "mechanism", "steps"})]:
+    last = "noise_multiplier"  # with a target it is derived from all others, and from the steps
+    others = (old | new).keys() - {*_ARGUMENTS, "mechanism", "steps", last}
+    for name in [*_ARGUMENTS, *sorted(others), last]:
         if old.get(name) != new.get(name):
             argument, why = _ARGUMENTS.get(name, ""), ""
             derived = name == "noise_multiplier" and then.target_epsilon is not None
             if derived and then.steps != now.steps:
                 name, argument = "steps", "`max_steps`, `num_train_epochs`"
                 why = (
-                    f" The noise was chosen for {then.steps} steps, so the whole target_epsilon "
-                    "belongs to them. To stop a run earlier and resume it, keep the number of "
-                    "steps, and stop by a callback or Ctrl-C."
+                    f" The noise was chosen so that {then.steps} steps spend target_epsilon. To "
+                    "stop a run earlier and resume it, keep the number of steps, and stop by a "
+                    "callback or Ctrl-C."
                 )
             raise LedgerError(
                 f"Cannot resume: `{name}`{argument and f' ({argument})'} is {new.get(name)!r} but "

@@ -86,6 +86,25 @@ def test_sums_are_those_of_single_examples_also_when_weights_change(name):
     assert len(program) == 1 and counters["stats"] == graphs
 
 
+def test_a_buffer_that_is_written_and_given_back_keeps_its_graph():
+    architecture, model, examples = of("bert")
+    model.register_buffer("largest", torch.full((), 1e3))
+    inner = model.forward
+
+    def forward(*args, **kwargs):
+        output = inner(*args, **kwargs)
+        model.largest.copy_(torch.maximum(model.largest, output.logits.detach().abs().max()))
+        return output
+
+    model.forward = forward
+    program, batch = Compiled("aot_eager"), collate(model, examples)
+    with architecture.precision():
+        for _ in range(3):
+            sums(model, batch, 1.0, program)
+            program.seal()
+    assert len(program) == 1
+
+
 @COMPILER
 @pytest.mark.parametrize(("name", "device"), [ON_GPU, *SLOW])
 def test_sums_by_inductor_are_those_of_eager(name, device):

@@ -5,6 +5,7 @@ Each is exact or refused now.
 
 import functools
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import models
@@ -28,7 +29,7 @@ from transformers import BlenderbotConfig, BlenderbotForCausalLM, LongformerConf
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_dp.batches.padding import Padding
-from hf_dp.clipping import ClippingEngine, rounding, self_check
+from hf_dp.clipping import ClippingEngine, coupling, rounding, self_check
 from hf_dp.clipping.clipped_sum import ClippedSum
 from hf_dp.clipping.engine import STRATEGIES
 from hf_dp.clipping.gradients import Dense, OuterProducts
@@ -165,6 +166,34 @@ def test_a_forward_does_not_see_what_those_before_it_left(in_place, before):
             assert torch.equal(model.largest, torch.full((4,), 6.0))
             norms.append(engine.backward(model(later)))
     assert all(torch.equal(norms[0], each) for each in norms)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_what_a_forward_of_a_part_left_ends_with_an_error(in_place):
+    model = nn.Sequential(Observes(in_place))
+    with suppress(ZeroDivisionError), ClippingEngine(model, C):
+        model[0](torch.full((3, 4), 1e4))
+        raise ZeroDivisionError
+    assert torch.equal(model[0].largest, torch.full((4,), 6.0)) and len(model.state_dict()) == 3
+
+
+def test_an_entry_that_fails_leaves_the_callers_changes(monkeypatch):
+    model = Observes(True)
+    engine = ClippingEngine(model, C)
+    with engine:
+        model(torch.randn(3, 4))
+    model.largest.fill_(9.0)
+    monkeypatch.setattr(coupling.Buffers, "keep", raising(MemoryError))
+    with pytest.raises(MemoryError):
+        engine.__enter__()
+    assert torch.equal(model.largest, torch.full((4,), 9.0)) and not model._forward_pre_hooks
+
+
+def raising(error: type[Exception]) -> Callable[..., None]:
+    def fail(*args: object) -> None:
+        raise error
+
+    return fail
 
 
 def test_what_the_caller_changes_between_steps_stays():

@@ -72,8 +72,8 @@ def test_an_adapter_whose_base_has_no_name_says_so_and_its_merged_model_goes(tmp
     trainer = tiny.trainer(tmp_path / "run", given={"peft_config": lora}, max_steps=1)
     tiny.trained(trainer).save_model()
     card = (tmp_path / "run" / "README.md").read_text()
-    assert "| Base model | not named, so nobody can load the adapter |" in card
-    assert "# The base of this adapter is not named" in card and "from_pretrained" not in card
+    assert "| Base model | it has no name, so nobody can load the adapter |" in card
+    assert "# The base: it has no name" in card and "from_pretrained" not in card
     with pytest.raises(PublishError, match=r"adapter_config.json: .* so nobody can load"):
         Publication.of(tmp_path / "run").refuse()
     found = Publication.of(tmp_path / "run", base_model=BASE)
