@@ -349,9 +349,9 @@ def _not_opened() -> LedgerError:
 def _refuse_another_plan(then: PrivacyPlan, now: PrivacyPlan) -> None:
     old, new = ({**plan.to_dict(), **plain(plan.mechanism)} for plan in (then, now))
     # What the user sets comes before what is derived from it.
-    last = "noise_multiplier"  # with a target it is derived from all others, and from the steps
-    others = (old | new).keys() - {*_ARGUMENTS, "mechanism", "steps", last}
-    for name in [*_ARGUMENTS, *sorted(others), last]:
+    # (With a target the noise is derived from all others, and from the steps.)
+    others = (old | new).keys() - {*_ARGUMENTS, "mechanism", "steps"}
+    for name in [*_ARGUMENTS, *sorted(others, key=lambda each: (each.startswith("noise"), each))]:
         if old.get(name) != new.get(name):
             argument, why = _ARGUMENTS.get(name, ""), ""
             derived = name == "noise_multiplier" and then.target_epsilon is not None

@@ -178,10 +178,10 @@ def test_resume_with_another_plan_is_refused(finished, changed, match):
         ({"max_steps": 5}, "`steps` .`max_steps`, `num_train_epochs`. is 5 but .* 4. The noise .* 4 steps.*Ctrl-C"),
         ({"max_steps": -1, "num_train_epochs": 2}, "`steps` .* is 10 but .* started with 4"),
         ({"max_steps": 5, "target_delta": 1e-3}, "`delta` .`target_delta`. is 0.001 but"),
-        ({"accountant": "pld"}, "`noise_multiplier` is"),
+        ({"accountant": "pld"}, "`accountant` is 'pld'"), ({"max_steps": 5, "accountant": "pld"}, "`accountant` is"),
         ({"max_steps": 5, "target_epsilon": 5.0}, "`target_epsilon` is 5.0 but .* 4.0"),
     ],
-    ids=["steps", "epochs", "delta", "accountant", "target"],
+    ids=["steps", "epochs", "delta", "accountant", "both", "target"],
 )  # fmt: skip
 def test_the_steps_that_a_targets_noise_was_chosen_for_stay(tmp_path, changed, match):
     target = {"target_epsilon": 4.0, "accountant": "rdp", **SAVING}
