@@ -168,6 +168,18 @@ def test_a_forward_does_not_see_what_those_before_it_left(in_place, before):
     assert all(torch.equal(norms[0], each) for each in norms)
 
 
+def test_a_weight_is_not_given_back_with_a_buffer_that_shares_its_memory():
+    """Also where only a part's forward runs, before which nobody looks at the buffers again."""
+    model = nn.Sequential(nn.Linear(4, 1))
+    model[0].register_buffer("same", model[0].weight.detach())
+    with ClippingEngine(model, 1.0) as engine:
+        with torch.no_grad():
+            model[0].weight.add_(1.0)  # as an optimizer does
+        stepped = model[0].weight.detach().clone()
+        engine.backward(model[0](torch.ones(2, 4))[:, 0])
+        assert torch.equal(model[0].weight, stepped)
+
+
 @pytest.mark.parametrize("in_place", [True, False])
 def test_what_a_forward_of_a_part_left_ends_with_an_error(in_place):
     model = nn.Sequential(Observes(in_place))
